@@ -1,0 +1,1 @@
+"""Stand-ins that let code written for accelerators run on a CPU."""

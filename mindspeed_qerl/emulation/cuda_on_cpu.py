@@ -1,0 +1,48 @@
+"""The few torch.cuda names that megatron-core touches on its way through a forward pass, answered by the CPU.
+
+megatron-core 0.12 asks for a current device (router.py:64, layers.py:499), a side stream (token_dispatcher.py:327,678) and
+splits as numpy arrays once they "left the GPU" (moe_utils.py:748). Nothing else is emulated: an operation that would really
+need a GPU still raises.
+"""
+
+import contextlib
+
+import torch
+
+
+class Stream:
+    """A stream on a machine where everything is already in order."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def __eq__(self, other):
+        return isinstance(other, Stream)
+
+    __hash__ = object.__hash__
+
+
+def _maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
+    """megatron-core's own function returns splits as numpy only if they came from a GPU; gloo needs them as lists too."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def install() -> None:
+    """Patch torch.cuda and megatron-core's split conversion, in this process; does nothing where CUDA is present."""
+    if torch.cuda.is_available():
+        return
+    torch.cuda.Stream = Stream
+    torch.cuda.current_stream = lambda *args, **kwargs: Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: torch.device("cpu")
+
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    moe_utils.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu

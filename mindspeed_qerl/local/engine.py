@@ -1,0 +1,256 @@
+"""The local engine: one GRPO iteration after another, on one page.
+
+prompts -> rollout engine (synced weights, noise on) -> answers and their logprobs -> verifier -> group advantages
+-> Megatron ranks (clean weights): reference, loss, update -> merged weights -> rollout engine -> evaluation (noise off)
+"""
+
+import hashlib
+import os
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+
+from mindspeed_qerl.config import ConfigError, RunConfig
+from mindspeed_qerl.gsm8k.dataset import read_converted
+from mindspeed_qerl.gsm8k.prompts import plain_prompt
+from mindspeed_qerl.gsm8k.verifier import get_verifier
+from mindspeed_qerl.local.batch import Batch, build_batch, deal
+from mindspeed_qerl.local.grpo import group_advantages
+from mindspeed_qerl.local.workers import Team, WorkerError
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.progress import Progress
+
+
+def derived_seed(seed: int, purpose: str, step: int) -> int:
+    """A seed of its own for each purpose and step, so that no draw depends on how many came before it."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()[:4], "little")
+
+
+def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[int]:
+    """Which rows iteration `step` (from 0) asks: the file is shuffled anew for each pass and read `batch_size` rows at a time."""
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in {p // count for p in positions}}
+    return [int(orders[p // count][p % count]) for p in positions]
+
+
+class Task:
+    """Rows of a converted file as prompts in token ids, and the verdict on answers to them."""
+
+    def __init__(self, path: str, tokenizer, prompt: str, max_prompt_length: int, limit: int | None = None):
+        self.tokenizer = tokenizer
+        self.rows, self.prompts = [], []
+        rows = read_converted(path)
+        for row in rows[:limit]:
+            if prompt == "chat":
+                ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+            else:
+                ids = tokenizer.encode(plain_prompt(row["question"]), add_special_tokens=False)
+            if len(ids) <= max_prompt_length:
+                self.rows.append(row)
+                self.prompts.append(ids)
+        self.dropped = len(rows[:limit]) - len(self.rows)
+        if not self.rows:
+            raise ConfigError(f"every prompt of {path} is longer than rl_config.max_prompt_length = {max_prompt_length} tokens")
+
+
+class LocalEngine:
+    """Starts the processes, runs the iterations, stops the processes. Use as a context manager."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
+        self.config, self.run, self.metrics, self.progress = config, run, metrics, progress
+        self.team = Team()
+        self.seconds: dict[str, float] = {}
+        self.proved = False
+
+    def __enter__(self) -> "LocalEngine":
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        config = self.config
+        logs = Path(self.run) / "logs"
+        logs.mkdir()
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="mindspeed_qerl_")
+        ray.init(address="local", num_cpus=config.ranks + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        threads = str(max(1, (os.cpu_count() or 1) // config.ranks))
+        self.ranks = [
+            self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
+                            {"OMP_NUM_THREADS": threads}, config=config, rank=rank, world_size=config.ranks,
+                            rendezvous=f"file://{self._rendezvous.name}/store")
+            for rank in range(config.ranks)]
+        self.rollout = self.team.start(
+            "rollout engine", "mindspeed_qerl.local.rollout", "RolloutEngine", logs / "rollout.log",
+            {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}, model_dir=config.model_dir, dtype=config.dtype,
+            max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, kv_cache_gib=config.local.kv_cache_gib,
+            aqn=self._noise_arguments())
+        return self
+
+    def __exit__(self, *exception) -> None:
+        ray.shutdown()
+        self._rendezvous.cleanup()
+
+    def _noise_arguments(self) -> dict | None:
+        aqn = self.config.aqn
+        if not aqn.enabled:
+            return None
+        return dict(schedule=aqn.noise_schedule(self.config.train_iters), targets=aqn.targets, exclude=aqn.exclude,
+                    seed=self.config.seed if aqn.seed is None else aqn.seed)
+
+    @contextmanager
+    def _timed(self, part: str):
+        self.progress.phase(part)
+        started = time.perf_counter()
+        yield
+        self.seconds[f"time/{part}"] = self.seconds.get(f"time/{part}", 0.0) + time.perf_counter() - started
+
+    def train(self) -> None:
+        """All iterations. Raises WorkerError if a process fails, ConfigError if the data does not fit the model."""
+        from transformers import AutoTokenizer
+
+        config = self.config
+        self.progress.phase("starting engines")
+        started = time.perf_counter()
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
+        if config.gsm8k.prompt == "chat" and not self.tokenizer.chat_template:
+            raise ConfigError(f"gsm8k.prompt = 'chat', but the tokenizer of {config.model_dir} has no chat template. "
+                              "Give a chat model, or set gsm8k.prompt=plain")
+        train_task = Task(config.gsm8k.train_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length)
+        eval_task = Task(config.gsm8k.test_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length, config.eval.n_problems)
+        for name, task in (("training", train_task), ("evaluation", eval_task)):
+            if task.dropped:
+                self.progress.message(f"{task.dropped} {name} prompts longer than {config.max_prompt_length} tokens are left out")
+        self.team.wait_until_ready()
+        self._report_targets()
+        self.run.record(engine_start_seconds=time.perf_counter() - started)
+        self.sync()
+        self.evaluate(eval_task, 0)
+        for step in range(1, config.train_iters + 1):
+            self.iteration(step, train_task)
+            if step % config.eval.every == 0 or step == config.train_iters:
+                self.evaluate(eval_task, step)
+
+    def _report_targets(self) -> None:
+        described = self.team.gather({rank: rank.call("describe") for rank in self.ranks})
+        totals = {target: {key: sum(d["lora"][target][key] for d in described) for key in ("modules", "parameters")}
+                  for target in self.config.lora_targets}
+        self.progress.message("LoRA trains " + ", ".join(
+            f"{target}: {count['modules']} modules, {count['parameters']:,} parameters" for target, count in totals.items()))
+        self.run.record(lora=totals)
+
+    def iteration(self, step: int, task: Task) -> None:
+        """Iteration `step`, counted from 1."""
+        config, started = self.config, time.perf_counter()
+        self.seconds = {}
+        with self._timed("rollout"):
+            chosen = prompt_indices(step - 1, config.global_batch_size, len(task.rows), config.seed)
+            completions, noise = self._generate([task.prompts[i] for i in chosen], config.samples_per_prompt, "rollout", step,
+                                                noise_step=step - 1)
+        with self._timed("reward"):
+            rows = [task.rows[i] for i in chosen for _ in range(config.samples_per_prompt)]
+            answers = [answer for group in completions for answer in group]
+            texts = self.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
+            rewards, per_verifier = self._rewards(texts, rows)
+            advantages = group_advantages(torch.from_numpy(rewards), config.samples_per_prompt).numpy()
+            prompts = [task.prompts[i] for i in chosen for _ in range(config.samples_per_prompt)]
+            batch = build_batch(prompts, [a.token_ids for a in answers], [a.logprobs for a in answers], advantages)
+        self.progress.phase("update")
+        trained = self.team.gather({rank: rank.call("train", shards, config.epochs)
+                                    for rank, shards in zip(self.ranks, self._deal(batch))})[0]
+        self.seconds |= {part: trained.pop(part) for part in ("time/logprobs", "time/update")}
+        with self._timed("sync"):
+            self.sync()
+        groups = rewards.reshape(-1, config.samples_per_prompt)
+        values = {
+            "reward/mean": rewards.mean(),
+            "reward/std": rewards.std(),
+            "reward/groups_with_signal": (groups.std(1) > 0).mean(),
+            **{f"verifier/{name}/mean": score for name, score in per_verifier.items()},
+            "response/length_mean": np.mean([len(a.token_ids) for a in answers]),
+            "response/truncated_fraction": np.mean([a.truncated for a in answers]),
+            **trained,
+            **(noise.to_metrics() if noise else {}),
+            **self.seconds,
+            "time/step": time.perf_counter() - started,
+        }
+        self.metrics.log(step, values)
+        self.metrics.log_rollouts(step, [
+            {"question": row["question"], "response": text, "answer": row["answer"], "reward": float(reward)}
+            for row, text, reward in list(zip(rows, texts, rewards))[: config.run.rollout_samples]])
+        self.progress.step(step, values)
+
+    def _generate(self, prompts, n: int, purpose: str, step: int, noise_step: int | None = None, temperature: float | None = None):
+        sampling = asdict(self.config.sampling)
+        if temperature is not None:
+            sampling["temperature"] = temperature
+        eos = self.tokenizer.eos_token_id
+        call = self.rollout.call("generate", prompts, n, derived_seed(self.config.seed, purpose, step),
+                                 {**sampling, "stop_token_ids": [] if eos is None else [eos]}, noise_step)
+        return self.team.gather({self.rollout: call})[0]
+
+    def _rewards(self, texts: list[str], rows: list[dict]) -> tuple[np.ndarray, dict[str, float]]:
+        golds = [row["answer"] for row in rows]
+        scores = {name: np.array(get_verifier(name)(texts, golds)) for name, _ in self.config.verifiers}
+        total = sum(weight * scores[name] for name, weight in self.config.verifiers)
+        return total, {name: values.mean() for name, values in scores.items()}
+
+    def _deal(self, batch: Batch) -> list[list[Batch]]:
+        """Per rank, its shard of each mini-batch."""
+        size = self.config.mini_batch_size * self.config.samples_per_prompt
+        shards = [[] for _ in self.ranks]
+        for start in range(0, len(batch), size):
+            mini = batch.rows(np.arange(start, start + size))
+            for rank, index in enumerate(deal(mini.lengths, len(self.ranks))):
+                shards[rank].append(mini.rows(index))
+        return shards
+
+    def sync(self) -> None:
+        """Merged weights to the rollout engine; until every target is seen to have moved, proof of what arrived."""
+        merged = [rank.call("merged_weights") for rank in self.ranks]
+        self.team.gather({self.rollout: self.rollout.call("sync", *merged)})
+        if not self.proved:
+            factors = [rank.call("adapter_factors") for rank in self.ranks]
+            movement = self.team.gather({self.rollout: self.rollout.call("movement", *factors)})[0]
+            for target, entry in movement.items():
+                if entry["max_error"] > 2 * entry["resolution"]:
+                    raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by {entry['max_error']:.3g}, "
+                                      f"more than rounding ({entry['resolution']:.3g}); |update| should be {entry['expected']:.3g} "
+                                      f"and is {entry['moved']:.3g}")
+            if all(entry["expected"] > 0 for entry in movement.values()):
+                self.proved = True
+                self.run.record(lora_movement=movement)
+                self.progress.message("LoRA reached the rollout engine: " + ", ".join(
+                    f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error {entry['max_error']:.1g}"
+                    for target, entry in movement.items()))
+
+    def evaluate(self, task: Task, step: int) -> None:
+        """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
+        settings, started = self.config.eval, time.perf_counter()
+        self.progress.phase("evaluation")
+        n = settings.samples_per_problem
+        completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
+        texts = self.tokenizer.batch_decode([a.token_ids for group in completions for a in group], skip_special_tokens=True)
+        rows = [row for row in task.rows for _ in range(n)]
+        name = self.config.verifiers[0][0]
+        correct = np.array(get_verifier(name)(texts, [row["answer"] for row in rows])).reshape(-1, n)
+        per_problem = correct.mean(1)
+        result = {
+            "accuracy": per_problem.mean(),
+            "standard_error": per_problem.std(ddof=1) / np.sqrt(len(per_problem)) if len(per_problem) > 1 else float("nan"),
+            "n_problems": len(task.rows),
+            "samples_per_problem": n,
+            "temperature": settings.temperature,
+            "truncated_fraction": np.mean([a.truncated for group in completions for a in group]),
+            "seconds": time.perf_counter() - started,
+        }
+        self.metrics.log_eval(step, result)
+        self.progress.evaluated(step, result)
+
+
+def train(config: RunConfig, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
+    """Run `config` on the local engine; see LocalEngine."""
+    with LocalEngine(config, run, metrics, progress) as engine:
+        engine.train()

@@ -1,0 +1,188 @@
+"""vLLM samples the answers: weights pushed in place, noise on for rollouts and off for everything else.
+
+vLLM's CPU backend packs linear weights at load time and empties `weight`; a later update would change nothing and say nothing.
+`keep_linear_weights` stops that before the engine is built, and `sync` repacks the expert weights after each update. What the
+engine then really holds is read back by `movement`.
+"""
+
+import contextlib
+import math
+import os
+from dataclasses import dataclass
+from typing import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from mindspeed_qerl.local.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer: token ids (the end token included, if it was reached), their logprobs under the policy that sampled."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
+def keep_linear_weights() -> None:
+    """Make vLLM's CPU linear layers read `layer.weight` at each call. Call before the engine is built."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def expert_modules(model: torch.nn.Module):
+    """(name, module) of the modules that hold routed experts' weights, `w13_weight` [E, 2f, h] and `w2_weight` [E, h, f]."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+
+
+class ExpertPacking:
+    """vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert, and how to undo it.
+
+    The permutation is found by packing element numbers, eight bits at a time, since bfloat16 holds no more of an integer.
+    """
+
+    def __init__(self, weight: torch.Tensor, isa: str):
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
+        index = torch.arange(weight[0].numel())
+        self.source = torch.zeros_like(index)
+        for shift in (0, 8, 16, 24):
+            digit = ((index >> shift) & 255).to(weight.dtype).reshape(1, *weight.shape[1:])
+            self.source += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """A copy in memory order: row by row."""
+        unpacked = torch.empty_like(packed)
+        unpacked.flatten(1)[:, self.source] = packed.flatten(1)
+        return unpacked
+
+
+class RolloutEngine:
+    """An in-process vLLM engine whose weights and noise we own.
+
+    Args:
+        model_dir: Hugging Face directory the weights are first read from.
+        dtype: "float32" or "bfloat16". max_model_len: prompt and completion together, tokens.
+        kv_cache_gib: memory set aside for the KV cache, GiB.
+        aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
+    """
+
+    def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, aqn: dict | None = None):
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib),
+                          VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
+        keep_linear_weights()
+        from vllm import LLM
+
+        self.model_dir = model_dir
+        self.llm = LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
+                       skip_tokenizer_init=True, enable_prefix_caching=False, logprobs_mode="processed_logprobs",
+                       disable_log_stats=True)
+        self.model = self.llm.apply_model(lambda model: model)[0]
+        self.injector = None
+        if aqn is not None:
+            from mindspeed_qerl.aqn.injector import NoiseInjector
+
+            self.injector = NoiseInjector(self.model, **aqn)
+        self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
+                                          for weight in (module.w13_weight, module.w2_weight)))
+                         for name, module in expert_modules(self.model)]
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
+                 noise_step: int | None = None) -> tuple[list[list[Completion]], "NoiseReport | None"]:
+        """Sample `n` completions for each prompt.
+
+        The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced weights.
+        The sampler's generator is seeded first, so the same call on the same weights gives the same completions.
+
+        Args:
+            prompts: token ids. sampling: keyword arguments of vLLM's SamplingParams.
+
+        Returns:
+            per prompt its completions, and the noise's report (None without noise).
+        """
+        report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
+        try:
+            torch.manual_seed(seed)
+            outputs = self._run(prompts, n=n, logprobs=0, **sampling)  # logprobs=0: of the sampled token alone
+        finally:
+            if report:
+                self.injector.remove()
+        return [[Completion(token_ids=list(answer.token_ids),
+                            logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
+                            truncated=answer.finish_reason == "length") for answer in output.outputs] for output in outputs], report
+
+    def _run(self, prompts: Sequence[Sequence[int]], **sampling):
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(detokenize=False, **sampling)
+        return self.llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=False)
+
+    @torch.no_grad()
+    def sync(self, *parts: dict[str, np.ndarray]) -> None:
+        """Load HF-named tensors in place; `parts` come from several ranks, the weights they leave out stay as they are."""
+        for _, module, w13_packing, w2_packing in self._experts:
+            module.w13_weight.copy_(w13_packing.unpack(module.w13_weight))
+            module.w2_weight.copy_(w2_packing.unpack(module.w2_weight))
+        self.model.load_weights((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
+        for _, module, *_ in self._experts:
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+    @torch.no_grad()
+    def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
+        """What each LoRA target did to the weights the kernels read, against (alpha / r) B A and the base weights on disk.
+
+        Args:
+            factors: from each rank, HF name -> (target, (alpha / r) B [out, r], A [r, in]), see `TrainRank.adapter_factors`.
+
+        Returns:
+            per target: tensors, the norms |weight - base| and |(alpha / r) B A|, and max_error = max |weight - (base + update)|,
+            beside resolution, the rounding of the largest weight.
+        """
+        held = dict(self._held_weights())
+        checkpoint = Checkpoint(self.model_dir)
+        report = {}
+        for name, (target, b, a) in sorted(item for part in factors for item in part.items()):
+            base, weight = checkpoint.read(name).float(), held[name]
+            update = torch.from_numpy(b) @ torch.from_numpy(a)
+            expected = (base + update).to(weight.dtype)
+            entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0, "resolution": 0.0})
+            entry["tensors"] += 1
+            entry["moved"] = math.hypot(entry["moved"], (weight.float() - base.to(weight.dtype).float()).norm().item())
+            entry["expected"] = math.hypot(entry["expected"], update.norm().item())
+            entry["max_error"] = max(entry["max_error"], (weight.float() - expected.float()).abs().max().item())
+            entry["resolution"] = max(entry["resolution"], torch.finfo(weight.dtype).eps * expected.float().abs().max().item())
+        return report
+
+    def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of every linear weight as vLLM holds it now; packed tensors are taken apart."""
+        for name, module in self.model.named_modules():
+            if name.endswith("qkv_proj"):
+                sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
+                for part, weight in zip("qkv", module.weight.split(sizes)):
+                    yield f"{name.removesuffix('qkv_proj')}{part}_proj.weight", weight
+            elif name.endswith("o_proj"):
+                yield f"{name}.weight", module.weight
+        for name, module, w13_packing, w2_packing in self._experts:
+            prefix = name.removesuffix(".routed_experts")
+            for expert, (w13, w2) in enumerate(zip(w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))):
+                for part, weight in zip(("gate", "up", "down"), (*w13.chunk(2), w2)):
+                    yield f"{prefix}.{expert}.{part}_proj.weight", weight
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None) -> list[list[float]]:
+        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise."""
+        report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
+        try:
+            outputs = self._run(sequences, max_tokens=1, prompt_logprobs=0)
+        finally:
+            if report:
+                self.injector.remove()
+        return [[entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+                for output in outputs]

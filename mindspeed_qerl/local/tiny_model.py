@@ -1,0 +1,278 @@
+"""Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to answer word problems.
+
+The model is trained, supervised, on answers of which most are wrong for the strict verifier (`word_problems.Mixture`): right but
+without `####`, with the wrong operation, or with a slipped number. Sampled at temperature 1 it is right about a quarter of the
+time, on problems it has seen and on held-out ones, which leaves RL something to choose from. Nothing is downloaded.
+
+    OUT/config.json, model.safetensors, generation_config.json, tokenizer.json, tokenizer_config.json   (Hugging Face, vLLM)
+    OUT/data/raw/train.jsonl, test.jsonl              raw GSM8K form; test.jsonl has the held-out operand pairs
+    OUT/data/train_chat.parquet, test_chat.parquet    the same as `gsm8k.convert` writes it, which is what runs read
+    OUT/recipe.json                                   recipe, its hash, split facts, measured accuracy, file digests
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mindspeed_qerl.gsm8k import word_problems
+from mindspeed_qerl.gsm8k.prompts import plain_prompt
+from mindspeed_qerl.gsm8k.verifier import score
+from mindspeed_qerl.gsm8k.word_problems import Mixture, Problem
+
+# One digit, one newline, "####", a word with the space before it, any other single character: joined they give the text back.
+TOKEN_PATTERN = r"\d|####| ?[A-Za-z]+|[^\dA-Za-z]"
+UNK, PAD, EOS = "<unk>", "<pad>", "<eos>"
+
+SHAPES = {
+    "tiny": dict(num_hidden_layers=2, hidden_size=128, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "large": dict(num_hidden_layers=4, hidden_size=256, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=192,
+                  num_attention_heads=8, num_key_value_heads=4, head_dim=32),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what is made. `version` is raised when the wordings, the model or the training code change."""
+
+    seed: int = 0
+    shape: str = "tiny"  # a key of SHAPES
+    steps: int = 600  # supervised steps; 0 leaves the weights random
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    held_out: float = 0.15  # share of the 210 operand pairs that only test.jsonl has
+    train_problems: int = 4000
+    test_problems: int = 500
+    mixture: Mixture = field(default_factory=Mixture)
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(f"unknown shape {self.shape!r}: choose one of {', '.join(SHAPES)}")
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
+    """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
+
+    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in the way is left alone and
+    raises FileExistsError. Work happens in a hidden sibling that is renamed at the end, so that `output_dir` is never half made.
+    """
+    output_dir = Path(output_dir)
+    cached = read_cached(output_dir, recipe)
+    if cached is not None:
+        print(f"{output_dir} is already made: recipe {recipe.digest()[:12]}, {cached['parameters']:,} parameters")
+        return cached
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    making = output_dir.parent / f".{output_dir.name}.making-{os.getpid()}"
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir()
+    try:
+        report = _make(making, recipe)
+        os.rename(making, output_dir)  # also replaces an empty directory, and nothing else
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return report
+
+
+def read_cached(output_dir: str | Path, recipe: Recipe) -> dict | None:
+    """The recipe.json of a whole directory made by `recipe`; None when there is nothing there yet.
+
+    FileExistsError when the directory holds something else, another recipe, or damaged files: it is never overwritten.
+    """
+    output_dir = Path(output_dir)
+    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+        return None
+    way_out = "Choose another output directory, or remove this one first."
+    try:
+        report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
+        made_by, digest, files = report["recipe"], report["recipe_sha256"], report["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileExistsError(f"{output_dir} exists and was not made by this tool (no readable recipe.json). {way_out}") from error
+    if digest != recipe.digest():
+        wanted = asdict(recipe)
+        changed = [f"{key} is {made_by.get(key)}, asked for {wanted.get(key)}"
+                   for key in sorted(set(made_by) | set(wanted)) if made_by.get(key) != wanted.get(key)]
+        raise FileExistsError(f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}")
+    for name, expected in files.items():
+        path = output_dir / name
+        if not path.is_file() or _sha256(path) != expected:
+            raise FileExistsError(f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. {way_out}")
+    return report
+
+
+def build_tokenizer():
+    """A lossless word-level tokenizer (transformers fast tokenizer) over the words of the word problems, digits and punctuation.
+
+    `decode(encode(text)) == text` for every generated text; any other word becomes `<unk>`.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = sorted({token for text in word_problems.all_wordings() for token in re.findall(TOKEN_PATTERN, text)})
+    vocabulary = {token: index for index, token in enumerate([UNK, PAD, EOS, *tokens])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # join without spaces: each word carries its own
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNK, pad_token=PAD, eos_token=EOS,
+                                   clean_up_tokenization_spaces=False, model_max_length=1024, padding_side="left")
+
+
+def build_model(tokenizer, shape: str):
+    """A Qwen3-MoE of `SHAPES[shape]` with random fp32 weights (drawn from torch's global generator), tied embeddings."""
+    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **SHAPES[shape], vocab_size=len(tokenizer), intermediate_size=4 * SHAPES[shape]["hidden_size"],
+        max_position_embeddings=1024, tie_word_embeddings=True, norm_topk_prob=True, dtype="float32",
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model = Qwen3MoeForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.set_experts_implementation("grouped_mm")  # the fastest path on a CPU by far
+    return model
+
+
+def train_supervised(model, tokenizer, training_pairs: list[word_problems.Pair], recipe: Recipe) -> list[float]:
+    """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every step, nats per answer token.
+
+    The prompt is `plain_prompt(question)`, the completion answer + eos, loss on the completion only.
+    """
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    rng = random.Random(f"supervised {recipe.seed}")
+    allowed = set(training_pairs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
+    losses = []
+    model.train()
+    columns = (TextColumn("supervised training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+               TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=recipe.steps, loss=float("nan"))
+        for _ in range(recipe.steps):
+            problems = [word_problems.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
+            answers = [word_problems.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
+            input_ids, labels = _batch(tokenizer, problems, answers)
+            loss = model(input_ids=input_ids, labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            progress.update(task, advance=1, loss=losses[-1])
+    model.eval()
+    return losses
+
+
+def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed: int = 0, max_new_tokens: int = 24) -> list[str]:
+    """One response a question (prompt `question + "\\n"`), greedy or sampled at temperature 1 from the full distribution."""
+    import torch
+
+    encoded = tokenizer([plain_prompt(question) for question in questions], padding=True, return_tensors="pt", return_token_type_ids=False)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        sampling = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        output = model.generate(**encoded, max_new_tokens=max_new_tokens, **sampling)
+    return tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1]:], skip_special_tokens=True)
+
+
+def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
+    """What the responses get right, as shares.
+
+    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses; `right_operation`, `right_operands` and
+    `right_arithmetic` (the stated equation is true, whatever was asked) are shares of the responses that state an equation.
+    """
+    stated = [(problem, match) for problem, response in zip(problems, responses, strict=True)
+              if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))]
+    correct = sum(score(response, str(problem.result), method="strict") for problem, response in zip(problems, responses))
+    form = sum(re.search(r"#### \d", response) is not None for response in responses)
+    operation = sum(match[2] == problem.op for problem, match in stated)
+    operands = sum(sorted((int(match[1]), int(match[3]))) == list(problem.pair) for problem, match in stated)
+    arithmetic = sum(int(match[1]) + (1 if match[2] == "+" else -1) * int(match[3]) == int(match[4]) for _, match in stated)
+    equations = max(len(stated), 1)
+    return {
+        "correct": correct / len(problems),
+        "hash_form": form / len(problems),
+        "right_operation": operation / equations,
+        "right_operands": operands / equations,
+        "right_arithmetic": arithmetic / equations,
+    }
+
+
+def _make(directory: Path, recipe: Recipe) -> dict:
+    """Fill `directory` and return the report written to its recipe.json."""
+    import torch
+    import transformers
+
+    from mindspeed_qerl.gsm8k.convert import convert
+
+    started = time.monotonic()
+    training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
+    problems = {"train": word_problems.make_problems(training_pairs, recipe.train_problems, f"train {recipe.seed}"),
+                "test": word_problems.make_problems(held_out_pairs, recipe.test_problems, f"test {recipe.seed}")}
+    raw = directory / "data" / "raw"
+    raw.mkdir(parents=True)
+    for name, rows in problems.items():
+        word_problems.write_problems(raw / f"{name}.jsonl", rows)
+    convert(raw, directory / "data")
+
+    tokenizer = build_tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        model = build_model(tokenizer, recipe.shape)
+        losses = train_supervised(model, tokenizer, training_pairs, recipe)
+    trained = time.monotonic()
+    accuracy = {}
+    if recipe.steps:
+        for name, rows in problems.items():
+            questions = [problem.question for problem in rows[:500]]
+            for mode in ("sampled", "greedy"):
+                responses = sample_responses(model, tokenizer, questions, greedy=mode == "greedy", seed=recipe.seed)
+                accuracy[f"{name}_{mode}"] = grade_parts(rows[:500], responses)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+    report = {
+        "recipe": asdict(recipe),
+        "recipe_sha256": recipe.digest(),
+        "parameters": model.num_parameters(),
+        "vocabulary": len(tokenizer),
+        "split": word_problems.split_facts(training_pairs, held_out_pairs),
+        "final_loss": sum(losses[-50:]) / len(losses[-50:]) if losses else None,
+        "accuracy": accuracy,
+        "seconds": {"training": trained - started, "total": time.monotonic() - started},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in sorted(directory.rglob("*")) if path.is_file()},
+    }
+    (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _batch(tokenizer, problems: list[Problem], answers: list[str]):
+    """Right-padded `(input_ids, labels)`, int64 [batch, longest]; labels are -100 on the prompt and on the padding.
+
+    No attention mask is needed: attention is causal, so no real token sees the padding after it.
+    """
+    import torch
+
+    rows, labels = [], []
+    prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
+    completions = tokenizer([answer + EOS for answer in answers])["input_ids"]
+    longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions))
+    for prompt, completion in zip(prompts, completions):
+        padding = longest - len(prompt) - len(completion)
+        rows.append(prompt + completion + [tokenizer.pad_token_id] * padding)
+        labels.append([-100] * len(prompt) + completion + [-100] * padding)
+    return torch.tensor(rows), torch.tensor(labels)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

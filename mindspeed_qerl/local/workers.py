@@ -1,0 +1,108 @@
+"""Processes: each hosts one object, writes to a log file of its own, and is missed when it dies."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import ray
+
+
+class WorkerError(RuntimeError):
+    """A process of the engine failed or died; the message says which, why, and where its log is."""
+
+
+@ray.remote
+class _Host:
+    """Builds an object of `module.name` and forwards calls to it."""
+
+    def __init__(self, module: str, name: str, log_file: str, arguments: dict):
+        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        self.target = getattr(importlib.import_module(module), name)(**arguments)
+
+    def call(self, method: str, *arguments, **named):
+        return getattr(self.target, method)(*arguments, **named)
+
+
+class Worker:
+    """A handle on one process.
+
+    Args:
+        name: how messages call it. cls: the class to build there; only its name travels, so heavy imports happen in the process.
+        environment: set before anything is imported there.
+    """
+
+    def __init__(self, name: str, module: str, cls: str, log_file: Path, environment: dict[str, str], **arguments):
+        self.name = name
+        self.log_file = log_file
+        self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote(module, cls, str(log_file), arguments)
+
+    def call(self, method: str, *arguments, **named) -> ray.ObjectRef:
+        """Start `method` in the process. Arguments that are references are resolved there, without passing through here."""
+        return self.actor.call.remote(method, *arguments, **named)
+
+    def pid(self) -> ray.ObjectRef:
+        """The process id; resolves once the object is built."""
+        return self.actor.__ray_call__.remote(lambda host: os.getpid())
+
+
+class Team:
+    """The workers of a run: waits for several at once, and names the one that died rather than the one that noticed."""
+
+    def __init__(self):
+        self.workers: list[Worker] = []
+        self.pids: dict[str, int] = {}
+
+    def start(self, *arguments, **named) -> Worker:
+        worker = Worker(*arguments, **named)
+        self.workers.append(worker)
+        return worker
+
+    def wait_until_ready(self) -> None:
+        """Returns once every object is built."""
+        for worker, pid in zip(self.workers, self.gather({worker: worker.pid() for worker in self.workers})):
+            self.pids[worker.name] = pid
+
+    def gather(self, calls: dict[Worker, ray.ObjectRef]) -> list:
+        """Results in the order of `calls`.
+
+        Raises:
+            WorkerError: as soon as one call failed, without waiting for the rest, which may hang for want of the dead one.
+        """
+        owner = {reference: worker for worker, reference in calls.items()}
+        pending = list(owner)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            try:
+                ray.get(done[0])
+            except ray.exceptions.RayActorError as error:
+                raise self._dead(owner[done[0]], error) from error
+            except ray.exceptions.RayTaskError as error:
+                for worker in self.workers:
+                    if worker.name in self.pids and not _is_running(self.pids[worker.name]):
+                        raise self._dead(worker, error) from error
+                cause = getattr(error, "cause", None) or error
+                raise WorkerError(f"{owner[done[0]].name} failed: {cause}\nIts log: {owner[done[0]].log_file}") from error
+        return [ray.get(reference) for reference in calls.values()]
+
+    def _dead(self, worker: Worker, error: Exception) -> WorkerError:
+        construction = getattr(error, "actor_init_failed", False)
+        what = "could not start" if construction else "died"
+        pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
+        last = _last_line(worker.log_file)
+        return WorkerError(f"{worker.name}{pid} {what}" + (f". Its last words: {last}" if last else "") + f"\nIts log: {worker.log_file}")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _last_line(log_file: Path) -> str:
+    lines = log_file.read_text(errors="replace").strip().splitlines() if log_file.exists() else []
+    return lines[-1][:300] if lines else ""

@@ -1,0 +1,111 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on megatron-core's linear layers, experts included.
+
+    y = W x + (alpha / r) B A x        A: [r, in] Kaiming-uniform, B: [out, r] zero, W frozen
+
+`linear_fc1` and `linear_fc2` are the MLP's in a dense model and every expert's own in an MoE model (megatron-core's
+SequentialMLP). The router, the embeddings and the norms are never trained.
+"""
+
+import contextlib
+import hashlib
+import math
+import re
+from typing import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from mindspeed_qerl.config import ConfigError, check_lora_targets
+
+
+class LoRALinear(nn.Module):
+    """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update, kept in float32.
+
+    Args:
+        base: ColumnParallelLinear or RowParallelLinear, weight [out, in], unsharded (tensor parallel size 1).
+        r: rank. alpha: the update is (alpha / r) B A.
+        seed: A comes from a private generator, so it depends on neither the global generator nor the layout.
+        is_expert: the layer belongs to one expert, so its gradients are reduced over the expert-data-parallel group
+            (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py).
+    """
+
+    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool):
+        super().__init__()
+        out_features, in_features = base.weight.shape
+        bound = 1.0 / math.sqrt(in_features)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
+        generator = torch.Generator().manual_seed(seed)
+        self.base_layer = base
+        self.scaling = alpha / r
+        self.enabled = True
+        self.lora_A = nn.Parameter(torch.empty(r, in_features).uniform_(-bound, bound, generator=generator))
+        self.lora_B = nn.Parameter(torch.zeros(out_features, r))
+        for parameter in (self.lora_A, self.lora_B):
+            parameter.allreduce = not is_expert
+
+    def forward(self, x: torch.Tensor, *args, **kwargs):
+        output, bias = self.base_layer(x, *args, **kwargs)
+        if self.enabled:
+            a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+            output = output + self.scaling * nn.functional.linear(nn.functional.linear(x, a), b)
+        return output, bias
+
+    @torch.no_grad()
+    def merged_weight(self) -> torch.Tensor:
+        """W + (alpha / r) B A, [out, in], computed in float32 and rounded once to the weight's dtype."""
+        weight = self.base_layer.weight
+        return (weight.float() + self.scaling * (self.lora_B @ self.lora_A)).to(weight.dtype)
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """(name, adapter) of every adapted layer of `model`, in the model's order."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, seed: int,
+               expert_offset: int = 0) -> dict[str, dict[str, int]]:
+    """Freeze `model` and put a LoRALinear in the place of every layer named by `targets`.
+
+    Args:
+        model: a megatron-core GPTModel.
+        expert_offset: global id of this rank's first expert; an expert's adapter starts the same wherever it lives.
+
+    Returns:
+        per target: {"modules": count, "parameters": trained parameters}, on this rank.
+
+    Raises:
+        ConfigError: an unknown target, or one that matches no layer of this model.
+    """
+    targets = check_lora_targets(targets)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    found = {target: {"modules": 0, "parameters": 0} for target in targets}
+    for name, module in list(model.named_modules()):
+        target = name.rpartition(".")[2]
+        if target not in found:
+            continue
+        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"experts.{int(m[1]) + expert_offset}", name)
+        name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{global_name}".encode()).digest()[:8], "little") >> 1
+        adapter = LoRALinear(module, r, alpha, name_seed, is_expert="local_experts" in name)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, adapter)
+        found[target]["modules"] += 1
+        found[target]["parameters"] += adapter.lora_A.numel() + adapter.lora_B.numel()
+    empty = [target for target, count in found.items() if not count["modules"]]
+    if empty:
+        linears = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "weight") and m.weight is not None})
+        raise ConfigError(f"lora_target_modules: {', '.join(empty)} matches no layer of this model; "
+                          f"its layers with weights are: {', '.join(linears)}")
+    return found
+
+
+@contextlib.contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes what the base model computes, experts included (the reference policy of a shared backbone)."""
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True

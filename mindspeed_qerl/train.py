@@ -1,0 +1,73 @@
+"""A run on one page: check the config, make the run directory, call the engine, report."""
+
+import sys
+import time
+from typing import Any
+
+from mindspeed_qerl.config import ConfigError, check
+
+
+def run(raw: dict[str, Any], name: str) -> int:
+    """Run one experiment.
+
+    Args:
+        raw: the resolved config as plain dicts and lists (see mindspeed_qerl.config).
+        name: the config's name, which names the run unless `run.name` does.
+
+    Returns:
+        process exit code: 0 finished, 1 stopped by a failure (the run directory stays, with the reason in status.json),
+        2 refused before a run directory was made, 130 interrupted.
+    """
+    try:
+        config = check(raw)
+    except ConfigError as error:
+        return _refuse(error)
+
+    from mindspeed_qerl.gsm8k.dataset import read_converted
+    from mindspeed_qerl.runs.directory import RunDirectory
+    from mindspeed_qerl.runs.metrics import MetricsWriter
+    from mindspeed_qerl.runs.progress import Progress
+    from mindspeed_qerl.runs.report import write_report
+
+    files = {"train": config.gsm8k.train_file, "test": config.gsm8k.test_file}
+    try:
+        for file in files.values():
+            read_converted(file)
+        directory = RunDirectory.create(config.run.root, config.run.name or name, config=raw, command=sys.argv, seed=config.seed,
+                                        data_files=files)
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+
+    started = time.perf_counter()
+    try:
+        from mindspeed_qerl.local.engine import train
+        from mindspeed_qerl.local.workers import WorkerError
+
+        failures = (ConfigError, WorkerError, ValueError)
+        with (MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project) as metrics,
+              Progress(config.train_iters, name) as progress):
+            progress.message(f"Run directory: {directory.path}")
+            if config.ignored_keys:
+                progress.message(f"Warning: the local engine does not use {', '.join(config.ignored_keys)}")
+            train(config, directory, metrics, progress)
+    except KeyboardInterrupt:
+        directory.fail("interrupted")
+        print(f"\nInterrupted. What was done is in {directory.path}", file=sys.stderr)
+        return 130
+    except failures as error:
+        directory.fail(str(error))
+        print(f"\nerror: {error}\nWhat was done until then is in {directory.path}", file=sys.stderr)
+        return 1
+    except BaseException as error:
+        directory.fail(f"{type(error).__name__}: {error}")
+        raise
+    directory.record(train_seconds=time.perf_counter() - started)
+    directory.finish()
+    write_report(directory)
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2
