@@ -1,0 +1,193 @@
+r"""Read the number that a response commits to, and compare it with the gold number exactly.
+
+    >>> score("48 / 2 = 24, 48 + 24 = 72\n#### $72.00", "72", method="strict")
+    1.0
+    >>> extract_answer(r"so it is \boxed{1{,}000}", "flexible")
+    '1000'
+
+An answer is stated by a marker and a number right behind it; only spaces, markup and a currency sign may stand between.
+
+- `strict` knows one marker, `####`. Several `####` with different numbers are hedging: no answer.
+- `flexible` tries `####`, `\boxed{`, "answer is" / "answer:", "A:" in this order and takes the last statement of the first
+  form that is there; if there is none, or it cannot be read, the last number of the response. One number is read, never a
+  choice of several, so hedging buys nothing.
+
+A statement that goes on into another number (`#### 48+24`, `#### 72 or 73`, `#### 10:30`) states no single number and is not
+read. Neither is an unreadable number: badly grouped (`1,00`, `1.2.3`), in exponent notation (`7e1`), or written with more
+than `MAX_NUMBER_CHARS` characters. An unreadable number is never replaced by a piece of itself.
+
+Signs other than a percent or currency sign are part of the number, units are not: 50% = 50, $72 = 72 = 72 kg. `3/4` and
+`\frac{3}{4}` are fractions. docs/verifier.md has a table of verdicts beside those of other verifiers.
+
+The whole response is read, in time linear in its length: every repetition in the patterns below is bounded, or runs over
+characters that nothing next to it can also match, and no number is parsed before its length is known.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+
+METHODS = ("strict", "flexible")
+MAX_NUMBER_CHARS = 64  # digits, commas and the point, as written
+
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus sign, hyphens, en dash, full-width and small minus
+    | dict.fromkeys("\t\u00a0\u2009\u202f", " ")  # tab, no-break and thin spaces
+)
+_RUN = r"(?:(?<![\w.])\.)?[0-9][0-9,.]*"  # all the digits, commas and points that stand together
+# A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
+_NUMBER = (
+    r"(?P<sign>(?<![\w)\]}%])[-+])?(?:\\?[$€£¥])?"
+    rf"(?:\\[dt]?frac\{{(?P<over>{_RUN})\}}\{{(?P<under>{_RUN})\}}"
+    rf"|(?P<run>{_RUN})(?:/(?P<divisor>{_RUN}))?(?P<exponent>[eE][-+]?[0-9]+)?)"
+)
+_MARKUP = r"(?:[ *_`\"'$€£¥({]|\\[$(\[,;!]|\\(?:boxed|text|textbf|mathbf|mathrm)\{){0,16}"
+_STATED = _MARKUP + _NUMBER
+
+_ANY_NUMBER = re.compile(_NUMBER)
+_HASHES = re.compile("####" + _STATED)
+_FORMS = (
+    _HASHES,
+    re.compile(r"\\boxed\{" + _STATED),
+    re.compile(r"(?i:\banswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
+    re.compile(r"A:(?<!\wA:)" + _STATED),  # the literal first: it is searched for much faster than a word boundary
+)
+_CONTINUES = re.compile(  # another number stands right behind, or behind an operator or a conjunction
+    r"(?: |[*_$%)}\\]{0,8} ?(?:[-+*/×÷^=:;~&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8})[0-9]"
+)
+_WELL_FORMED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
+
+
+def extract_answer(text: str, method: str = "flexible") -> str | None:
+    """The number that `text` commits to in canonical form ("1,000.50" -> "1000.5"), or None if it states none.
+
+    ValueError for an unknown `method`.
+    """
+    value = _extract(text, method)
+    return None if value is None else _canonical(value)
+
+
+def score(response: str, gold: str, method: str = "flexible") -> float:
+    """1.0 if `response` commits to a number equal to `gold` ("72", "1,000", "-7"), else 0.0.
+
+    ValueError for an unknown `method`, and for a `gold` that is not one number.
+    """
+    return float(_extract(response, method) == _read_number(gold))
+
+
+def score_batch(responses: Sequence[str], golds: Sequence[str], method: str = "flexible") -> list[float]:
+    """`score` of each response against the gold number beside it. ValueError if the two are not equally long."""
+    if len(responses) != len(golds):
+        raise ValueError(f"{len(responses)} responses but {len(golds)} gold answers: give one gold answer for each response")
+    return [score(response, gold, method) for response, gold in zip(responses, golds)]
+
+
+VERIFIERS: dict[str, Callable[[Sequence[str], Sequence[str]], list[float]]] = {
+    "gsm8k": partial(score_batch, method="flexible"),
+    "gsm8k_strict": partial(score_batch, method="strict"),
+}
+
+
+def get_verifier(name: str) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
+    """The verifier called `name`: a function of (responses, gold answers) that returns a reward for each.
+
+    ValueError that lists the known names for another name, so that a misspelt verifier is not a reward of 0 for ever.
+    """
+    if name not in VERIFIERS:
+        nearest = difflib.get_close_matches(str(name), VERIFIERS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"unknown verifier {name!r}: known verifiers are {', '.join(VERIFIERS)}{hint}")
+    return VERIFIERS[name]
+
+
+def canonical_number(text: str) -> str:
+    """`text`, which must be one number and nothing else, in canonical form: "1,000" -> "1000", "$7.50" -> "7.5".
+
+    ValueError if it is anything else.
+    """
+    return _canonical(_read_number(text))
+
+
+def _read_number(text: str) -> Fraction:
+    match = _ANY_NUMBER.fullmatch(_normalise(str(text)).strip())
+    value = _value(match) if match else None
+    if value is None:
+        raise ValueError(f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', '-7' or '1,000.5'")
+    return value
+
+
+def _extract(text: str, method: str) -> Fraction | None:
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
+    text = _normalise(text)
+    if method == "strict":
+        stated = {_stated_value(match) for match in _HASHES.finditer(text)}
+        return stated.pop() if len(stated) == 1 else None
+    for form in _FORMS:
+        last = _last(form, text)
+        if last is not None:
+            value = _stated_value(last)
+            if value is not None:
+                return value
+            break  # an equation such as "#### 48+24=72": its result is the last number
+    last = _last(_ANY_NUMBER, text)
+    return None if last is None else _value(last)
+
+
+def _normalise(text: str) -> str:
+    """One kind of minus, single spaces, and plain commas for LaTeX's `{,}` and `,\\!`."""
+    if not text.isascii() or "\t" in text:
+        text = text.translate(_CHARACTERS)
+    if "  " in text:
+        text = re.sub("  +", " ", text)
+    if "\\" in text or "{,}" in text:
+        text = text.replace("{,}", ",").replace(",\\!", ",")
+    return text
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for last in pattern.finditer(text):
+        pass
+    return last
+
+
+def _stated_value(match: re.Match[str]) -> Fraction | None:
+    sentence_ends = match.group().endswith(".")  # "#### 72. 48 of them in May" does not go on
+    if not sentence_ends and _CONTINUES.match(match.string, match.end()):
+        return None
+    return _value(match)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The exact value of a match of `_NUMBER`, None if it is unreadable."""
+    if match["exponent"]:
+        return None
+    top = _decimal(match["run"] or match["over"])
+    bottom = _decimal(match["divisor"] or match["under"] or "1")
+    if top is None or not bottom:
+        return None
+    value = top / bottom
+    return -value if match["sign"] == "-" else value
+
+
+def _decimal(run: str) -> Fraction | None:
+    digits = run.rstrip(".,")
+    if len(digits) > MAX_NUMBER_CHARS or not _WELL_FORMED.fullmatch(digits):
+        return None
+    whole, _, decimals = digits.replace(",", "").partition(".")
+    return Fraction(int(whole + decimals), 10 ** len(decimals))
+
+
+def _canonical(value: Fraction) -> str:
+    """Digits without grouping or superfluous zeros; `p/q` if the decimals do not end."""
+    for places in range(MAX_NUMBER_CHARS):
+        scaled = value * 10**places
+        if scaled.denominator == 1:
+            digits = str(abs(scaled.numerator)).zfill(places + 1)
+            point = len(digits) - places
+            sign = "-" if value < 0 else ""
+            return sign + digits[:point] + ("." + digits[point:] if places else "")
+    return str(value)

@@ -1,0 +1,167 @@
+"""Conversion: what is written, and that nothing is written when something is wrong."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.gsm8k import convert as convert_module
+from mindspeed_qerl.gsm8k.convert import convert
+from mindspeed_qerl.gsm8k.dataset import read_converted
+from mindspeed_qerl.gsm8k.prompts import chat_messages
+
+REPO = Path(__file__).resolve().parents[2]
+GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
+TOOL = REPO / "tools" / "convert_gsm8k.py"
+NAMES = ["test.jsonl", "test_chat.parquet", "train.jsonl", "train_chat.parquet"]
+ROW = {"question": "Wie viele Äpfel sind 3+4?", "answer": "3+4=7\n#### 7"}
+
+
+def write_raw(folder, train=(ROW,), test=(ROW,)):
+    folder.mkdir(exist_ok=True)
+    for split, rows in (("train", train), ("test", test)):
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (folder / f"{split}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def run_tool(*arguments):
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    command = [sys.executable, TOOL, *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+
+
+def test_files_and_summary(tmp_path):
+    big = {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}
+    written = convert(write_raw(tmp_path / "raw", train=[ROW, big]), tmp_path / "new" / "out")
+    out = tmp_path / "new" / "out"
+    assert sorted(path.name for path in out.iterdir()) == sorted(file.path.name for file in written) == NAMES
+    assert read_converted(out / "train_chat.parquet") == [
+        {"messages": chat_messages(ROW["question"]), "question": ROW["question"], "answer": "7", "solution": ROW["answer"]},
+        {"messages": chat_messages("500*2?"), "question": "500*2?", "answer": "1000", "solution": big["answer"]},
+    ]
+    lines = (out / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    assert list(map(json.loads, lines)) == [
+        {"problem": ROW["question"], "answer": "7"}, {"problem": "500*2?", "answer": "1000"}
+    ]
+    assert {file.path.name: file.rows for file in written} == {
+        "train.jsonl": 2, "train_chat.parquet": 2, "test.jsonl": 1, "test_chat.parquet": 1
+    }
+    for file in written:
+        content = file.path.read_bytes()
+        assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_same_input_same_bytes(tmp_path):
+    raw = write_raw(tmp_path / "raw")
+    convert(raw, tmp_path / "a")
+    convert(raw, tmp_path / "b")
+    convert(raw, tmp_path / "b")  # again, over the first
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+
+
+def test_one_file_is_one_split(tmp_path):
+    raw = write_raw(tmp_path / "raw")
+    convert(raw / "test.jsonl", tmp_path / "out")
+    assert sorted(snapshot(tmp_path / "out")) == ["test.jsonl", "test_chat.parquet"]
+    (raw / "test.jsonl").rename(raw / "questions.jsonl")
+    with pytest.raises(ValueError, match=r"cannot tell the split of .*questions.jsonl: name the file train\*.jsonl"):
+        convert(raw / "questions.jsonl", tmp_path / "other")
+
+
+@pytest.mark.parametrize("bad, words", [
+    ({"question": "q"}, "column 'answer' is missing"),
+    ({"question": "q", "answer": "no hashes"}, "no '#### n'"),
+    ('{"question": ', "invalid JSON"),
+    ("", "empty line"),
+    ("[1]", "got list"),
+])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_bad_row_names_its_line_and_changes_nothing(tmp_path, bad, words, earlier):
+    out = tmp_path / "deep" / "out"
+    if earlier:
+        convert(write_raw(tmp_path / "first"), out)
+    before = snapshot(out) if earlier else None
+    raw = write_raw(tmp_path / "raw", test=[ROW, bad, ROW])
+    with pytest.raises(ValueError) as error:
+        convert(raw, out)
+    assert f"{raw / 'test.jsonl'}:2: " in str(error.value) and words in str(error.value)
+    assert snapshot(out) == before if earlier else not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure, earlier):
+    out = tmp_path / "deep" / "out"
+    if earlier:
+        convert(write_raw(tmp_path / "first"), out)
+    before = snapshot(out) if earlier else None
+
+    def fails_half_way(path, rows):
+        path.write_text("half a li")
+        raise failure
+
+    monkeypatch.setitem(convert_module._WRITERS, ".jsonl", fails_half_way)
+    with pytest.raises(type(failure)):
+        convert(write_raw(tmp_path / "raw", train=[ROW, ROW]), out)
+    assert snapshot(out) == before if earlier else not (tmp_path / "deep").exists()
+
+
+def test_input_is_never_replaced(tmp_path):
+    raw = write_raw(tmp_path / "raw")
+    before = snapshot(raw)
+    with pytest.raises(ValueError, match="train.jsonl is input and output"):
+        convert(raw, tmp_path / "raw" / ".." / "raw")
+    assert snapshot(raw) == before
+
+
+def test_output_in_the_way(tmp_path):
+    raw = write_raw(tmp_path / "raw")
+    with pytest.raises(ValueError, match="is a file: name a folder"):
+        convert(raw, raw / "train.jsonl")
+    (tmp_path / "out" / "test.jsonl").mkdir(parents=True)
+    with pytest.raises(ValueError, match="test.jsonl is in the way"):
+        convert(raw, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["test.jsonl"]
+
+
+def test_missing_or_empty_split(tmp_path):
+    raw = write_raw(tmp_path / "raw", test=[])
+    with pytest.raises(ValueError, match="no test rows"):
+        convert(raw, tmp_path / "out")
+    (raw / "test.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match="no test rows in"):
+        convert(raw, tmp_path / "out")
+
+
+def test_tool(tmp_path):
+    raw = write_raw(tmp_path / "raw")
+    done = run_tool("--input", raw, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    digest = hashlib.sha256((tmp_path / "out" / "train_chat.parquet").read_bytes()).hexdigest()
+    assert digest in done.stdout and len(done.stdout.splitlines()) == 4
+    write_raw(raw, train=[ROW, {"question": "q", "answer": "none"}])
+    done = run_tool("--input", raw, "--output", tmp_path / "out")
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"convert_gsm8k: {raw / 'train.jsonl'}:2: column 'answer': no '#### n'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert run_tool("--input", raw).returncode == 2
+
+
+def test_gsm8k_itself(tmp_path):
+    if not GSM8K.is_dir():
+        pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
+    convert(GSM8K, tmp_path)
+    train, test = (read_converted(tmp_path / f"{split}_chat.parquet") for split in ("train", "test"))
+    assert (len(train), len(test)) == (7473, 1319)
+    raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_bytes().splitlines()]
+    assert [(row["question"], row["solution"]) for row in train] == [(row["question"], row["answer"]) for row in raw]
+    assert train[0]["answer"] == "72" and {row["answer"] for row in train + test} >= {"109200000", "-7"}

@@ -1,0 +1,302 @@
+"""The verifier against hand-made verdicts, all gold answers of GSM8K, and formulations that share no code with it."""
+
+import json
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mindspeed_qerl.gsm8k.dataset import gold_answer
+from mindspeed_qerl.gsm8k.verifier import (
+    METHODS,
+    VERIFIERS,
+    canonical_number,
+    extract_answer,
+    get_verifier,
+    score,
+    score_batch,
+)
+
+REPO = Path(__file__).resolve().parents[2]
+GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
+
+# (response, gold, strict, flexible): the table of docs/verifier.md, where the reasons are.
+FIELD_TABLE = [
+    ("#### 72.", "72", 1, 1),
+    ("#### 72.0", "72", 1, 1),
+    ("#### $72", "72", 1, 1),
+    ("####72", "72", 1, 1),
+    ("#### 1,000", "1000", 1, 1),
+    ("#### **72**", "72", 1, 1),
+    ("#### 10 ... #### 72", "72", 0, 1),
+    ("#### 10\n\nWait, that is wrong.\n#### 72", "72", 0, 1),
+    ("The answer is 72.", "72", 0, 1),
+    ("#### 72" + " and so on" * 48, "72", 1, 1),
+    ("#### 72\n" + "as shown. " * 48, "72", 1, 1),
+    ("#### -5", "-5", 1, 1),
+    ("#### 50%", "50", 1, 1),
+    ("#### 72 dollars", "72", 1, 1),
+    ("#### 72 or 73", "72", 0, 0),
+    ("#### 48 + 24 = 72", "72", 0, 1),
+]
+NUMBERS = [  # what stands behind "#### ", gold, strict, flexible
+    ("72", "73", 0, 0),
+    ("-72", "72", 0, 0),
+    ("+72", "72", 1, 1),
+    ("\u221272", "-72", 1, 1),  # minus sign
+    ("\u221272", "72", 0, 0),
+    ("\u201372", "-72", 1, 1),  # en dash
+    ("-$72", "-72", 1, 1),
+    ("$-72", "-72", 1, 1),
+    ("\\$72", "72", 1, 1),
+    ("€1,000.50", "1000.5", 1, 1),
+    ("1{,}000", "1000", 1, 1),
+    ("1,\\!000", "1000", 1, 1),
+    ("1,000,", "1000", 1, 1),
+    ("1,00", "100", 0, 0),
+    ("1,0000", "10000", 0, 0),
+    ("1.2.3", "1.2", 0, 0),
+    ("72,50", "7250", 0, 0),
+    (".5", "0.5", 1, 1),
+    ("0.50", "0.5", 1, 1),
+    ("50%", "0.5", 0, 0),
+    ("007", "7", 1, 1),
+    ("-0", "0", 1, 1),
+    ("72kg", "72", 1, 1),
+    ("72 (48 + 24)", "72", 1, 1),
+    ("72. 48 of them in April", "72", 1, 1),
+    ("72 \\text{ m}^2", "72", 1, 1),
+    ("`72`", "72", 1, 1),
+    ("$72$", "72", 1, 1),
+    ("\\(72\\)", "72", 1, 1),
+    ("\\boxed{72}", "72", 1, 1),
+    ("\u00a0 \t72", "72", 1, 1),
+    ("3/4", "0.75", 1, 1),
+    ("\\frac{3}{4}", "0.75", 1, 1),
+    ("72/3", "72", 0, 0),
+    ("72/0", "72", 0, 0),
+    ("72e0", "72", 0, 0),
+    ("7.2e1", "72", 0, 0),
+    ("1e999999999", "1", 0, 0),
+    (" " * 40 + "72", "72", 1, 1),
+    ("72   or   73", "72", 0, 0),
+    ("72, 73", "72", 0, 0),
+    ("72 - 73", "72", 0, 0),
+    ("72 73", "72", 0, 0),
+    ("10:30", "10", 0, 0),
+    ("3 1/2", "3", 0, 0),
+    ("48+24", "48", 0, 0),
+    ("48 \\times 2", "48", 0, 0),
+    ("72 dollars or more", "72", 1, 1),
+    ("about 72", "72", 0, 1),
+    ("\n72", "72", 0, 1),
+]
+FORMS = [  # response, gold, strict, flexible
+    ("", "72", 0, 0),
+    ("no number at all", "0", 0, 0),
+    ("### 72", "72", 0, 1),
+    ("##### 72", "72", 1, 1),
+    ("#### 72\n\n#### 72.0", "72", 1, 1),
+    ("#### 72 or 73\n#### 72", "72", 0, 1),
+    ("#### Step 1\nadd\n#### 72", "72", 1, 1),
+    ("#### 1. Add\n48+24\n#### 72", "72", 0, 1),
+    ("The answer is 10.\n#### 48 + 24 = 72", "72", 0, 1),
+    ("#### 72 and in all 10 boxes", "72", 1, 1),
+    ("#### 72\nThe answer is 10, \\boxed{11}, A: 12, 13", "72", 1, 1),
+    ("\\boxed{72} The answer is 10. 11", "72", 0, 1),
+    ("\\boxed{10} or rather \\boxed{72}", "72", 0, 1),
+    ("$\\boxed{\\$1{,}000 \\text{ dollars}}$", "1000", 0, 1),
+    ("\\boxed{\\text{72}} 10", "72", 0, 1),
+    ("The answer is 72. A: 10. 11", "72", 0, 1),
+    ("The final answer is: **$72**, from 48 and 24", "72", 0, 1),
+    ("**Answer:** 72 (of 100)", "72", 0, 1),
+    ("**Answer**: 72 (of 100)", "72", 0, 1),
+    ("ANSWER IS -72 of 100", "-72", 0, 1),
+    ("The answer is 48 + 24 = 72.", "72", 0, 1),
+    ("The answer is not 10 but 72", "72", 0, 1),
+    ("A: 72 of 100", "72", 0, 1),
+    ("QA: 10 of 72", "72", 0, 1),
+    ("So 48 + 24 = 72.", "72", 0, 1),
+    ("48+24=72 clips", "72", 0, 1),
+    ("from 100-72", "72", 0, 1),  # a subtraction
+    ("it is -72", "-72", 0, 1),
+    ("the 10\u201372 range", "72", 0, 1),
+    ("H2O and 1,2,3", "3", 0, 0),  # an unreadable number is not replaced by a piece of itself
+    ("so 5 ...", "5", 0, 1),
+    ("...5", "5", 0, 1),
+    ("72" + " x" * 5000, "72", 0, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "response, gold, strict, flexible", FIELD_TABLE + [("#### " + n, *rest) for n, *rest in NUMBERS] + FORMS
+)
+def test_verdicts(response, gold, strict, flexible):
+    assert score(response, gold, "strict") == strict
+    assert score(response, gold) == flexible
+
+
+def test_docs_table_is_the_tested_table():
+    text = (REPO / "docs" / "verifier.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    documented = [tuple(cell.strip() for cell in row.split("|")[2:4]) for row in rows]
+    assert documented == [("yes" if strict else "no", "yes" if flexible else "no") for *_, strict, flexible in FIELD_TABLE]
+
+
+def test_all_gold_answers_of_gsm8k():
+    if not GSM8K.is_dir():
+        pytest.skip("no ../shared/data/gsm8k beside the repository: the 8,792 gold answers are not here")
+    lines = [line for split in ("train", "test") for line in (GSM8K / f"{split}.jsonl").read_bytes().splitlines()]
+    solutions = [json.loads(line)["answer"] for line in lines]
+    golds = [gold_answer(solution) for solution in solutions]
+    assert len(solutions) == 8792
+    for method in METHODS:
+        assert sum(score_batch(solutions, golds, method)) == 8792
+    # A verifier that says yes to everything would pass so far. Beside the next row's gold answer, yes must mean equal.
+    for solution, gold, other in zip(solutions, golds, golds[1:]):
+        assert score(solution, other) == float(gold == other)
+
+
+def test_batch_and_names():
+    responses, golds = ["#### 72", "The answer is 72", "#### 73"], ["72", "72.0", "72"]
+    assert score_batch(responses, golds, "strict") == [1.0, 0.0, 0.0]
+    assert get_verifier("gsm8k")(responses, golds) == [1.0, 1.0, 0.0]
+    assert get_verifier("gsm8k_strict")(responses, golds) == [1.0, 0.0, 0.0]
+    assert set(VERIFIERS) == {"gsm8k", "gsm8k_strict"}
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: get_verifier("gsm8k_strikt"), ["gsm8k_strikt", "gsm8k, gsm8k_strict", "did you mean 'gsm8k_strict'"]),
+    (lambda: get_verifier("code"), ["'code'", "gsm8k, gsm8k_strict"]),
+    (lambda: score("72", "72", "lenient"), ["lenient", "strict, flexible"]),
+    (lambda: score_batch(["1", "2"], ["1"]), ["2 responses", "1 gold"]),
+    (lambda: score("72", "seventy-two"), ["seventy-two", "not a number"]),
+    (lambda: score("72", ""), ["not a number"]),
+    (lambda: score("72", "1e3"), ["1e3", "not a number"]),
+    (lambda: canonical_number("72 dollars"), ["72 dollars", "not a number"]),
+])
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("written, canonical", [
+    ("1,000", "1000"), (" 72 ", "72"), ("72.", "72"), ("-7", "-7"), ("$7.50", "7.5"), ("0.05", "0.05"), ("-.5", "-0.5"),
+    ("-0.0", "0"), ("3/4", "0.75"), ("1/3", "1/3"), ("109,200,000", "109200000"), ("\u22127", "-7"),
+])
+def test_canonical_form(written, canonical):
+    assert canonical_number(written) == canonical
+    assert extract_answer(f"#### {written}", "strict") == canonical
+
+
+def test_numbers_are_bounded():
+    assert score("#### " + "9" * 64, "9" * 64, "strict") == 1.0
+    assert extract_answer("#### " + "9" * 65) is None
+    assert extract_answer("7 or " + "9" * 5000) is None  # int() refuses more than 4300 digits
+
+
+# Each of these is quadratic, or fails, for some plausible way to write the verifier (1 MB of each).
+HOSTILE_UNITS = [
+    "9", "9,", "1,000,", ",", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1", "\\frac{1",
+    "\\frac{1}{", "the answer is ", "answer:", "answer*", "A:", "-", "1-", "$", "\\$", "*", "#### **", " ", "\t", "\u2212", "\n",
+]
+HOSTILE_STARTS = ["", "#### ", "#### 1", "\\frac{1"]
+
+
+def test_a_megabyte_of_anything_is_read_in_linear_time():
+    """Quadratic time is 10^10 steps or more, many minutes; the limit only ends such a run, linear time takes a second or two."""
+    program = (
+        "import faulthandler, json, sys\n"
+        "from mindspeed_qerl.gsm8k.verifier import score\n"
+        "for start, unit in json.loads(sys.argv[1]):\n"
+        "    faulthandler.dump_traceback_later(60, exit=True)\n"
+        "    text = start + unit * (10**6 // len(unit)) + 'z'\n"
+        "    print(int(score(text, '1', 'strict')), int(score(text, '1')))\n"
+    )
+    texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS if not start or unit in " ,9*\\$"]
+    command = [sys.executable, "-c", program, json.dumps(texts)]
+    done = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, f"{len(done.stdout.splitlines())} of {len(texts)} texts were read: {done.stderr[-500:]}"
+    assert len(done.stdout.splitlines()) == len(texts)
+    verdicts = dict(zip(map(tuple, texts), done.stdout.splitlines()))
+    assert verdicts["", "#### 1"] == "1 1" and verdicts["", "9"] == "0 0" and verdicts["#### 1", " "] == "1 1"
+
+
+# --- against independent formulations -------------------------------------------------------------------------------------
+
+decimals = st.decimals(min_value=-10**12, max_value=10**12, places=3).map(lambda d: d + 0)  # no negative zero
+
+
+def renderings(number: Decimal) -> list[str]:
+    """The same number as people write it, made by Python's own formatting."""
+    plain, grouped = f"{abs(number):f}", f"{abs(number):,f}"
+    trimmed = grouped.rstrip("0").rstrip(".")
+    sign = "-" if number < 0 else ""
+    bodies = [plain, grouped, trimmed, trimmed + ".", "0" + plain, "$" + trimmed, trimmed + "%", trimmed + " boxes"]
+    return [sign + body for body in bodies] + [f"**{sign}{trimmed}**"]
+
+
+frames = st.sampled_from(["#### {}", "\\boxed{{{}}}", "The answer is {}", "A: {}", "so {}"])
+
+
+@given(decimals, decimals, st.integers(0, 8), st.booleans(), frames)
+@example(Decimal(1000), Decimal("1000.001"), 1, False, "#### {}")
+def test_equal_means_equal_as_decimals(number, other, style, same, frame):
+    gold = number if same else other
+    response = "2 + 2 = 4\n" + frame.format(renderings(number)[style])
+    assert score(response, f"{gold:f}") == float(number == gold)
+    assert score(response, f"{gold:f}", "strict") == float(number == gold and frame == "#### {}")
+
+
+def read_word(word: str) -> Decimal | None:
+    """One word of the generated texts as a number, by string methods: the oracle of the next test."""
+    core = word.rstrip(".,%")
+    sign = -1 if core.startswith("-") else 1
+    whole, point, rest = core.lstrip("-$").partition(".")
+    groups = whole.split(",")
+    grouped = 1 <= len(groups[0]) <= 3 and all(len(group) == 3 for group in groups[1:])
+    if not all(group.isdigit() for group in groups) or (len(groups) > 1 and not grouped) or (point and not rest.isdigit()):
+        return None
+    return sign * Decimal("".join(groups) + point + rest)
+
+
+words = st.one_of(
+    st.sampled_from(["apples", "so", "is", "=", "+", "-", "...", "$", "#", "##", "(a)", "Tom"]),
+    st.from_regex(r"-?\$?[0-9]{1,4}(,[0-9]{2,4}){0,2}(\.[0-9]{1,2}){0,2}[%.,]?", fullmatch=True),
+)
+
+
+@given(st.lists(words, max_size=12))
+def test_last_number_against_a_word_by_word_reading(sentence):
+    numbers = [word for word in sentence if any(c.isdigit() for c in word)]
+    expected = read_word(numbers[-1]) if numbers else None
+    answer = extract_answer(" ".join(sentence), "flexible")
+    assert (None if answer is None else Decimal(answer)) == expected
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.sampled_from(["", "\nthe rest", "\n\nWait.\n", " dollars\n"])), max_size=5))
+def test_strict_wants_one_value_and_flexible_takes_the_last(statements):
+    response = "Some work.\n" + "\n".join(f"#### {number}{after}" for number, after in statements)
+    values = [number for number, _ in statements]
+    assert extract_answer(response, "strict") == (str(values[0]) if len(set(values)) == 1 else None)
+    assert extract_answer(response, "flexible") == (str(values[-1]) if values else None)
+
+
+@given(st.text(st.sampled_from("0123456789,.$#-/%e*{}()\\ \n\t:=+\u2212Aanswerisboxdftco"), max_size=80) | st.text())
+def test_any_text_gives_a_canonical_number_or_nothing(text):
+    for method in METHODS:
+        answer = extract_answer(text, method)
+        if answer is not None:
+            assert canonical_number(answer) == answer
+            assert score(text, answer, method) == 1.0
+
+
+def test_imports_without_any_installed_package():
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.gsm8k import convert, dataset, prompts, verifier"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program, str(REPO)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
