@@ -1,0 +1,182 @@
+"""Puts the noise on the rollout model's norms, says what it did, and takes it off again."""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.targets import NormTarget, select_targets
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NoiseReport:
+    """What `NoiseInjector.apply` did.
+
+    Attributes:
+        step, stage: where the schedule stood.
+        sigma: the nominal standard deviation, 0.0 in stage 0.
+        layers: number of norms matched, in stage 0 too.
+        names: their module names.
+        measured_std: standard deviation in float64 of (noisy - clean) over all weights of these norms, as they lie in the
+            model, i.e. after rounding to its dtype. Far below sigma when BF16 swallows the noise.
+        changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
+    """
+
+    step: int
+    stage: int
+    sigma: float
+    layers: int
+    names: tuple[str, ...]
+    measured_std: float
+    changed_fraction: float
+
+    def to_metrics(self) -> dict[str, float]:
+        return {
+            "aqn/sigma": self.sigma,
+            "aqn/stage": self.stage,
+            "aqn/layers": self.layers,
+            "aqn/measured_std": self.measured_std,
+            "aqn/changed_fraction": self.changed_fraction,
+        }
+
+
+def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """N(0, 1) noise, float32 on the CPU, that depends on its arguments only.
+
+    A private generator is keyed by SHA-256 of (seed, step, parameter name), so every rank that holds the parameter draws the
+    same noise, whatever else it holds, and the global generator is not touched.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))  # it keeps 32 bits of a seed
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
+class NoiseInjector:
+    """Gaussian noise on the norm weights of `model`, in place, on and off.
+
+    While noise is on, the weights belong to the injector: call `remove()` before anything syncs, offloads, saves or compares
+    them, and `apply(step)` after. If they were overwritten with the noise on, `remove()` raises instead of putting stale
+    values back.
+
+    Args:
+        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
+        schedule: sigma by step.
+        targets, exclude: see `select_targets`, whose ValueErrors this raises.
+        seed: the run's seed; another seed draws another noise.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        schedule: NoiseSchedule,
+        targets: str | Sequence[str] = "auto",
+        exclude: str | Sequence[str] = (),
+        *,
+        seed: int,
+    ):
+        self.schedule = schedule
+        self.targets = select_targets(model, targets, exclude)
+        self.seed = seed
+        self._step: int | None = None  # of the last apply(), None after remove()
+        self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []  # (target, clean, noisy), copies on the CPU
+        roles = ", ".join(f"{count} {role}" for role, count in Counter(target.role for target in self.targets).items())
+        names = ", ".join(target.name for target in self.targets)
+        logger.info("AQN targets %d RMSNorm layers (%s): %s", len(self.targets), roles, names)
+        if schedule.stage(schedule.total_steps - 1) == 0:
+            logger.warning(
+                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves stage 0, which is off",
+                schedule.num_stages, schedule.total_steps,
+            )
+
+    def apply(self, step: int) -> NoiseReport:
+        """Adds the noise of `step` to the clean weights (what was on before is removed first) and reports it.
+
+        Per weight: float32 noise on the CPU, times sigma, added in float32, rounded once to the weight's dtype.
+
+        Raises:
+            ValueError: step is no integer >= 0.
+            RuntimeError: see `remove`.
+        """
+        sigma = self.schedule.sigma(step)
+        self._put_on(step)
+        measured_std = changed_fraction = 0.0
+        if self._applied:
+            difference = torch.cat([noisy.double() - clean.double() for _, clean, noisy in self._applied])
+            measured_std = difference.std(correction=0).item()
+            changed_fraction = difference.ne(0).double().mean().item()
+        report = NoiseReport(
+            step=step,
+            stage=self.schedule.stage(step),
+            sigma=sigma,
+            layers=len(self.targets),
+            names=tuple(target.name for target in self.targets),
+            measured_std=measured_std,
+            changed_fraction=changed_fraction,
+        )
+        if sigma == 0:
+            logger.info("AQN step %d, stage %d: noise off", step, report.stage)
+        else:
+            logger.log(
+                logging.WARNING if measured_std < sigma / 2 else logging.INFO,
+                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g, %.4g%% changed",
+                step, report.stage, report.layers, sigma, measured_std, 100 * changed_fraction,
+            )
+        return report
+
+    @torch.no_grad()
+    def remove(self) -> None:
+        """Puts the clean weights back, bit for bit. Does nothing when no noise is on.
+
+        Raises:
+            RuntimeError: some weights are not what `apply` left. Nothing is put back then.
+        """
+        overwritten = [target.name for target, _, noisy in self._applied if not _same_bits(target.module.weight, noisy)]
+        if overwritten:
+            raise RuntimeError(
+                f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights were overwritten, first "
+                f"{overwritten[0]}.weight. Restoring would put stale values back. Call remove() before syncing weights into the "
+                "model and apply() after; to go on now, sync all weights and build a new NoiseInjector."
+            )
+        for target, clean, _ in self._applied:
+            target.module.weight.copy_(clean)
+        self._applied = []
+        self._step = None
+
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        """Noise off inside the `with`, for evaluation, checkpoints and exports; then the same noise on again, if it was on."""
+        step = self._step
+        self.remove()
+        try:
+            yield
+        finally:
+            if step is not None:
+                self._put_on(step)
+
+    @torch.no_grad()
+    def _put_on(self, step: int) -> None:
+        sigma = self.schedule.sigma(step)
+        self.remove()
+        self._step = step
+        if sigma == 0:
+            return
+        for target in self.targets:
+            weight = target.module.weight
+            clean = weight.detach().to("cpu", copy=True)
+            noise = sigma * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+            noisy = (clean + noise).to(clean.dtype)  # BF16/FP16 + float32 is a float32 sum
+            self._applied.append((target, clean, noisy))
+            weight.copy_(noisy)
+
+
+def _same_bits(weight: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Bitwise, so that a NaN equals itself and -0.0 is not 0.0."""
+    actual = weight.detach().cpu().contiguous()
+    return actual.dtype == expected.dtype and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))

@@ -1,0 +1,76 @@
+"""How much noise at which step: QeRL's stages (arXiv 2510.11696; code NVlabs/QeRL trl_trainer/noise_scheduler.py)."""
+
+import math
+from dataclasses import dataclass
+
+KINDS = ("exponential", "linear", "cosine", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSchedule:
+    """Noise level sigma by training step, constant within each of K = `num_stages` equal stages.
+
+    Stage 0 is always off. Stages 1..K-1 go from `sigma_start` to `sigma_end`; with f = (stage-1)/(K-2) in [0, 1]:
+
+    - exponential: sigma_start * (sigma_end / sigma_start)**f  (QeRL's)
+    - linear:      sigma_start + (sigma_end - sigma_start) * f
+    - cosine:      sigma_end + (sigma_start - sigma_end) * (1 + cos(pi f)) / 2
+    - constant:    sigma_start; sigma_end is not used
+
+    K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage that is off: no noise at all.
+
+    Args:
+        kind: one of `KINDS`.
+        sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the end is a rising schedule.
+        num_stages: K, the stage that is off included.
+        total_steps: T, the training steps of the run. If T < K some stages are skipped, never the first.
+
+    Raises:
+        ValueError: a field is out of its range; the message names the field, its value and the rule.
+    """
+
+    kind: str = "exponential"
+    sigma_start: float = 0.05
+    sigma_end: float = 0.0005
+    num_stages: int = 10
+    total_steps: int
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
+        for field in ("num_stages", "total_steps"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field} must be an integer >= 1, not {value!r}")
+        for field in ("sigma_start", "sigma_end"):
+            value = getattr(self, field)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{field} must be a finite number >= 0, not {value!r}")
+        if self.sigma_start == 0:
+            raise ValueError("sigma_start must be > 0, not 0; to run without noise, use aqn=off")
+        if self.kind == "exponential" and self.sigma_end == 0:
+            raise ValueError("an exponential schedule never reaches sigma_end = 0; use a small number, or schedule 'linear'")
+
+    def stage(self, step: int) -> int:
+        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on stay in the last stage.
+
+        QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5 of T=22, K=10 at step 12.
+        """
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be an integer >= 0, not {step!r}")
+        return min(step * self.num_stages // self.total_steps, self.num_stages - 1)
+
+    def sigma(self, step: int) -> float:
+        """Standard deviation of the noise at `step`; 0.0 in stage 0."""
+        stage = self.stage(step)
+        if stage == 0:
+            return 0.0
+        start, end = self.sigma_start, self.sigma_end
+        fraction = (stage - 1) / (self.num_stages - 2) if self.num_stages > 2 else 0.0
+        if self.kind == "exponential":
+            return start * (end / start) ** fraction
+        if self.kind == "linear":
+            return start + (end - start) * fraction
+        if self.kind == "cosine":
+            return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
+        return start

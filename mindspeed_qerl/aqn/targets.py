@@ -1,0 +1,165 @@
+"""Which RMSNorm weights get the noise.
+
+A norm is found by what it is, not by which library's class it is: any module with a class named `...RMSNorm...` among its
+bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never matches in vLLM, whose class is its own `RMSNorm`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+# What each target name selects, as roles (see `role_of`). `auto` is resolved by looking at the model.
+ROLES_OF_TARGET = {
+    "block": ("input", "post_attention", "block"),
+    "input": ("input",),
+    "post_attention": ("post_attention",),
+    "final": ("final",),
+    "all": ("input", "post_attention", "block", "final"),
+    "qk": ("qk",),
+}
+TARGET_NAMES = ("auto", *ROLES_OF_TARGET)
+
+QK_NAMES = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+FINAL_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
+
+
+@dataclass(frozen=True)
+class NormTarget:
+    """A norm that gets noise: `name` is its path in the model, `role` one of input, post_attention, block, final, qk, other."""
+
+    name: str
+    module: "Module"
+    role: str
+
+
+def check_targets(spec: str | Sequence[str]) -> list[str]:
+    """Returns `spec` as a list of target names and fnmatch patterns; needs no model and no torch.
+
+    A pattern is what holds one of `. * ? [`, e.g. `model.layers.0.input_layernorm` or `*.q_norm`.
+
+    Raises:
+        ValueError: an item is neither a known target name nor a pattern.
+    """
+    items = list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
+    for item in items:
+        is_pattern = isinstance(item, str) and any(character in item for character in ".*?[")
+        if item not in TARGET_NAMES and not is_pattern:
+            raise ValueError(
+                f"unknown AQN target {item!r}; known: {', '.join(TARGET_NAMES)}, "
+                "or a pattern on module names such as '*.input_layernorm'"
+            )
+    return items
+
+
+def select_targets(model: "Module", targets: str | Sequence[str] = "auto", exclude: str | Sequence[str] = ()) -> list[NormTarget]:
+    """Finds the RMSNorms of `model` that get noise, in the order of `model.named_modules()`.
+
+    Args:
+        targets: one or several of
+            `auto`: on a dense model the same as `all`, on a mixture of experts the same as `post_attention`;
+            `block`: every norm that is a direct child of a decoder block; `input`, `post_attention`: those of that name;
+            `final`: the norm after the last block; `all`: `block` and `final`; `qk`: q_norm and k_norm, which nothing else
+            but a pattern selects; or fnmatch patterns on module names.
+        exclude: names and patterns of the same kind, taken out of the selection.
+
+    Raises:
+        ValueError: an unknown target name; a target or exclude that no norm of the model answers to (the message lists the
+            norm classes that were seen); nothing left after `exclude`; a selected norm without a 1-D float weight parameter.
+    """
+    targets, exclude = check_targets(targets), check_targets(exclude)
+    norms = [NormTarget(name, module, role_of(name)) for name, module in model.named_modules() if is_rms_norm(module)]
+    wanted = _matching(model, norms, targets, "AQN target")
+    unwanted = _matching(model, norms, exclude, "AQN exclude")
+    selected = [norm for norm in norms if norm.name in wanted and norm.name not in unwanted]
+    if not selected:
+        raise ValueError(f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model, norms)}")
+    for norm in selected:
+        _check_weight(norm)
+    return selected
+
+
+def is_rms_norm(module: "Module") -> bool:
+    """True for vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, and their heirs (AscendRMSNorm)."""
+    return any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__)
+
+
+def is_mixture_of_experts(model: "Module") -> bool:
+    """True if some module holds experts. Judged by modules, never by names like `gate_proj`, which dense MLPs have too."""
+    return any(_holds_experts(name, module) for name, module in model.named_modules())
+
+
+def role_of(name: str) -> str:
+    """Role of the norm at path `name`: `model.layers.3.input_layernorm` -> input, `model.norm` -> final, and so on.
+
+    A block norm is a direct child of a numbered module; norms deeper in a block (inside attention or an MLP) are qk or other.
+    """
+    *parents, leaf = name.split(".")
+    if leaf in QK_NAMES:
+        return "qk"
+    if parents and parents[-1].isdigit():
+        return {"input_layernorm": "input", "post_attention_layernorm": "post_attention"}.get(leaf, "block")
+    if leaf in FINAL_NAMES and not any(part.isdigit() for part in parents):
+        return "final"
+    return "other"
+
+
+def _holds_experts(name: str, module: "Module") -> bool:
+    from torch.nn import ModuleDict, ModuleList
+
+    class_names = [cls.__name__ for cls in type(module).__mro__]
+    if any("FusedMoE" in class_name for class_name in class_names):  # vLLM until 0.11, AscendFusedMoE
+        return True
+    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":  # transformers 4: a list of MLPs
+        return len(module) > 0
+    # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights [num_experts, out, in].
+    is_stack = any(class_name.endswith("Experts") for class_name in class_names)
+    return is_stack and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+
+def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
+    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it is a typo or a wrong model."""
+    names = set()
+    for item in items:
+        if item == "auto":
+            roles = ROLES_OF_TARGET["post_attention" if is_mixture_of_experts(model) else "all"]
+        else:
+            roles = ROLES_OF_TARGET.get(item, ())
+        matched = {norm.name for norm in norms if norm.role in roles or fnmatchcase(norm.name, item)}
+        if not matched:
+            raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model, norms)}")
+        names |= matched
+    return names
+
+
+def _norms_seen(model: "Module", norms: Iterable[NormTarget]) -> str:
+    """The message's second half: what norm classes the model has, and what to do."""
+    example = {}
+    counts = Counter()
+    roles = {id(norm.module): norm.role for norm in norms}
+    for name, module in model.named_modules():
+        if "norm" in type(module).__name__.lower():
+            key = (type(module).__name__, roles.get(id(module), "not an RMSNorm"))
+            counts[key] += 1
+            example.setdefault(key, name)
+    if not counts:
+        return f"No module of {type(model).__name__} has a class named like a norm; is this the rollout model?"
+    seen = "; ".join(f"{count} x {cls} ({role}, e.g. {example[cls, role]})" for (cls, role), count in counts.items())
+    return f"Norms seen: {seen}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or to patterns on these names."
+
+
+def _check_weight(norm: NormTarget) -> None:
+    from torch.nn import Parameter
+
+    weight = getattr(norm.module, "weight", None)
+    if not isinstance(weight, Parameter):
+        problem = "has no weight parameter"
+    elif weight.dim() != 1 or not weight.is_floating_point():
+        problem = f"has a weight of shape {tuple(weight.shape)} and dtype {weight.dtype}, not a 1-D float one"
+    else:
+        return
+    raise ValueError(f"AQN target {norm.name} ({type(norm.module).__name__}) {problem}; add {norm.name!r} to aqn.exclude")

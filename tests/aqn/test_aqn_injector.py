@@ -1,0 +1,223 @@
+"""The noise itself: its statistics, what bf16 leaves of it, that it comes off bit for bit, and who draws the same."""
+
+import logging
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+ON = 1  # a step at which always(sigma) is on
+
+
+def always(sigma, steps=10):
+    return NoiseSchedule(kind="constant", sigma_start=sigma, num_stages=steps, total_steps=steps)
+
+
+def norms(count=4, size=4096, dtype=torch.float32, value=None):
+    """`count` RMSNorms named 0, 1, ..; weights random unless `value` says otherwise."""
+    model = nn.Sequential(*(nn.RMSNorm(size, dtype=dtype) for _ in range(count)))
+    with torch.no_grad():
+        for index, module in enumerate(model):
+            if value is None:
+                module.weight.copy_(torch.randn(size, generator=torch.Generator().manual_seed(index)))
+            else:
+                module.weight.fill_(value)
+    return model
+
+
+def weights(model):
+    return torch.cat([module.weight.detach().clone() for module in model])
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8).clone()
+
+
+def test_noise_is_gaussian_with_the_nominal_sigma():
+    model = norms(16)
+    before = weights(model).double()
+    report = NoiseInjector(model, always(0.05), "*", seed=3).apply(ON)
+    difference = weights(model).double() - before
+    assert report.measured_std == pytest.approx(difference.std(correction=0).item(), rel=1e-12)
+    assert report.changed_fraction == (difference != 0).double().mean().item() > 0.999
+    n = difference.numel()  # 65536: the standard error of the std is sigma / sqrt(2n), of the mean sigma / sqrt(n)
+    assert abs(report.measured_std - 0.05) < 4 * 0.05 / math.sqrt(2 * n)
+    assert abs(difference.mean()) < 4 * 0.05 / math.sqrt(n)
+    assert stats.kstest(difference.numpy() / 0.05, "norm").pvalue > 1e-3
+
+
+def bf16_change_probability(weight, sigma):
+    """P(round_bf16(weight + sigma z) != weight) in float64, for a power of two: bf16 has 8 bits of significand, so the
+    neighbours are weight * (1 + 2**-7) and weight * (1 - 2**-8), and the sum must pass half-way to one of them."""
+    up, down = weight * 2**-8, weight * 2**-9
+    return stats.norm.sf(up / sigma) + stats.norm.cdf(-down / sigma)
+
+
+@pytest.mark.parametrize(
+    ("weight", "sigma", "fact"),
+    [(1.0, 1e-2, 0.77), (1.0, 1e-3, 0.025), (1.0, 5e-4, 5e-5), (1.0, 1e-4, 0.0),
+     (0.25, 1e-2, 0.94), (0.25, 1e-3, 0.48), (0.25, 5e-4, 0.19), (0.25, 1e-4, 0.0)],
+)
+def test_bf16_swallows_small_noise_as_computed(weight, sigma, fact, caplog):
+    report = NoiseInjector(norms(64, dtype=torch.bfloat16, value=weight), always(sigma), "*", seed=0).apply(ON)
+    expected = bf16_change_probability(weight, sigma)
+    assert expected == pytest.approx(fact, rel=0.1, abs=1e-6)
+    n = 64 * 4096
+    assert abs(report.changed_fraction - expected) <= 4 * math.sqrt(expected / n) + 1e-12
+    assert report.sigma == sigma
+    swallowed = report.measured_std < sigma / 2
+    assert swallowed == (caplog.text.count("WARNING") == 1), "noise that is mostly swallowed is a warning"
+    assert swallowed == (expected < 0.02)
+
+
+def test_noise_is_added_in_float32_and_rounded_once():
+    model = norms(dtype=torch.bfloat16)
+    before = weights(model)
+    NoiseInjector(model, always(0.01), "*", seed=5).apply(ON)
+    noise = torch.cat([standard_normal(5, ON, f"{index}.weight", [4096]) for index in range(4)])
+    once = (before.double() + 0.01 * noise.double()).to(torch.bfloat16)
+    assert (weights(model) != once).double().mean() < 1e-3  # float32 before bf16: ties only
+    twice = before + (0.01 * noise).to(torch.bfloat16)
+    assert (weights(model) != twice).double().mean() > 0.01  # what QeRL does
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_remove_restores_every_bit_in_the_same_storage(dtype):
+    model = norms(dtype=dtype)
+    with torch.no_grad():
+        model[0].weight[:3] = torch.tensor([-0.0, math.nan, math.inf])  # a broken model must not confuse the check
+    clean, pointers = bits(weights(model)), [module.weight.data_ptr() for module in model]
+    injector = NoiseInjector(model, always(0.1), "*", seed=0)
+    for step in (1, 2, 3, 0, 4):
+        injector.apply(step)
+    assert not torch.equal(bits(weights(model)), clean)
+    injector.remove()
+    injector.remove()
+    assert torch.equal(bits(weights(model)), clean)
+    assert [module.weight.data_ptr() for module in model] == pointers
+
+
+def test_noise_does_not_accumulate():
+    model, fresh = norms(), norms()
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    reports = [injector.apply(step) for step in (1, 2, 3)]
+    assert torch.equal(weights(model), (NoiseInjector(fresh, always(0.05), "*", seed=0).apply(3), weights(fresh))[1])
+    assert max(report.measured_std for report in reports) < 0.052
+
+
+def test_same_noise_on_every_holder_and_another_for_another_key():
+    def noisy(model, step=1, seed=0, targets="*"):
+        NoiseInjector(model, always(0.05), targets, seed=seed).apply(step)
+        return model
+
+    reference = noisy(norms())
+    torch.rand(7)  # whatever else the process drew
+    assert torch.equal(weights(noisy(norms())), weights(reference))
+    # A rank that holds other layers as well, or noises only one, draws the same for the layer both have.
+    assert torch.equal(noisy(norms(count=9))[3].weight, reference[3].weight)
+    assert torch.equal(noisy(norms(), targets="[3]")[3].weight, reference[3].weight)
+    draws = [standard_normal(*key, [64]) for key in ((0, 1, "a"), (0, 2, "a"), (1, 1, "a"), (0, 1, "b"), (0, 11, "a"))]
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+    assert not torch.equal(weights(noisy(norms(), step=2)), weights(reference))
+
+
+def test_key_is_stable_across_processes_and_versions():
+    """`printf 0/1/model.norm.weight | sha256sum` starts with e49c4449; Python's hash() would be salted by each process."""
+    generator = torch.Generator().manual_seed(0xE49C4449)
+    assert torch.equal(standard_normal(0, 1, "model.norm.weight", [32]), torch.randn(32, generator=generator))
+
+
+def test_global_generator_is_untouched():
+    state = torch.get_rng_state()
+    injector = NoiseInjector(norms(), always(0.05), "*", seed=0)
+    injector.apply(ON)
+    with injector.clean():
+        pass
+    injector.remove()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_stage_zero_leaves_weights_alone_and_says_so():
+    model = norms()
+    clean = bits(weights(model))
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector.apply(ON)
+    report = injector.apply(0)
+    assert torch.equal(bits(weights(model)), clean)
+    assert report.to_metrics() == {
+        "aqn/sigma": 0.0, "aqn/stage": 0, "aqn/layers": 4, "aqn/measured_std": 0.0, "aqn/changed_fraction": 0.0
+    }
+
+
+def test_clean_takes_noise_off_and_puts_the_same_back():
+    model = norms(dtype=torch.bfloat16)
+    clean = bits(weights(model))
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    with injector.clean():
+        assert torch.equal(bits(weights(model)), clean)
+    assert torch.equal(bits(weights(model)), clean), "it was off before, it stays off"
+    injector.apply(2)
+    noisy = bits(weights(model))
+    with pytest.raises(KeyError), injector.clean():
+        assert torch.equal(bits(weights(model)), clean)
+        raise KeyError("evaluation failed")
+    assert torch.equal(bits(weights(model)), noisy)
+    injector.remove()
+    assert torch.equal(bits(weights(model)), clean)
+
+
+def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
+    model = norms()
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector.apply(1)
+    with torch.no_grad():
+        model[2].weight[5] = 7.0
+    synced = weights(model)
+    for use in (injector.remove, lambda: injector.apply(2), lambda: injector.clean().__enter__()):
+        with pytest.raises(RuntimeError, match=r"1 of 4 noisy weights were overwritten, first 2\.weight.*remove\(\) before"):
+            use()
+    assert torch.equal(weights(model), synced)
+    model[2].weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))  # replaced altogether, as a loader may do
+    with pytest.raises(RuntimeError, match="overwritten"):
+        injector.remove()
+
+
+def test_sync_between_remove_and_apply_is_the_contract():
+    model, other = norms(), norms(value=2.0)
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector.apply(1)
+    injector.remove()
+    model.load_state_dict(other.state_dict())
+    injector.apply(2)
+    injector.remove()
+    assert torch.equal(weights(model), torch.full((4 * 4096,), 2.0))
+
+
+def test_logs_names_once_and_each_application(caplog):
+    caplog.set_level(logging.INFO)
+    injector = NoiseInjector(norms(), always(0.05), "*", seed=0)
+    injector.apply(1)
+    injector.apply(2)
+    assert caplog.text.count("AQN targets 4 RMSNorm layers (4 other): 0, 1, 2, 3") == 1
+    assert caplog.text.count("Applied noise to 4 RMSNorm layers: sigma 0.05, measured std 0.0") == 2
+
+
+def test_a_schedule_that_is_never_on_is_a_warning(caplog):
+    NoiseInjector(norms(), NoiseSchedule(num_stages=1, total_steps=10), "*", seed=0)
+    assert "never adds noise: with num_stages=1 and total_steps=10" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere")
+def test_weights_on_another_device_get_the_cpus_noise():
+    model, reference = norms(dtype=torch.bfloat16).cuda(), norms(dtype=torch.bfloat16)
+    clean = weights(model)
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    assert injector.apply(1) == NoiseInjector(reference, always(0.05), "*", seed=0).apply(1)
+    assert torch.equal(weights(model).cpu(), weights(reference))
+    injector.remove()
+    assert torch.equal(weights(model), clean)

@@ -1,0 +1,223 @@
+"""Target selection on real transformers models, on vLLM's own class, and on classes named like vLLM's and Ascend's."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_qerl.aqn.targets import (
+    check_targets,
+    is_mixture_of_experts,
+    select_targets,
+)
+
+SIZES = {
+    "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 16,
+}
+MOE_SIZES = {**SIZES, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+
+
+def hf_model(name, **config):
+    import transformers
+
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+
+
+def roles(selected):
+    return sorted({target.role for target in selected})
+
+
+class RMSNorm(nn.Module):
+    """Named like vLLM's, whose class shares no base with transformers' or torch's."""
+
+    def __init__(self, size=8, has_weight=True):
+        super().__init__()
+        self.weight = torch.ones(size)
+        if has_weight:
+            self.weight = nn.Parameter(self.weight)
+
+
+class AscendRMSNorm(RMSNorm):
+    """Named like vllm-ascend's, which replaces vLLM's."""
+
+
+class Block(nn.Module):
+    def __init__(self, norm, mlp):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn = nn.ModuleDict({"q_norm": norm(), "k_norm": norm()})
+        self.mlp = mlp
+
+
+def engine_model(norm, make_mlp, layers=2):
+    """The names of vLLM's qwen3 and qwen3_moe."""
+    blocks = nn.ModuleList(Block(norm, make_mlp()) for _ in range(layers))
+    return nn.ModuleDict({"model": nn.ModuleDict({"layers": blocks, "norm": norm()}), "lm_head": nn.Linear(8, 8)})
+
+
+def dense_mlp():
+    return nn.ModuleDict({"gate_up_proj": nn.Linear(8, 16), "gate_proj": nn.Linear(8, 8), "down_proj": nn.Linear(8, 8)})
+
+
+class AscendFusedMoE(nn.Module):
+    pass
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.zeros(4, 16, 8))
+
+
+class SharedExperts(nn.Module):
+    """Every token passes through it: no mixture."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(16, 8))
+
+
+def test_qwen2_of_28_layers_has_57_targets():
+    selected = select_targets(hf_model("Qwen2", num_hidden_layers=28, **SIZES))
+    assert len(selected) == 57 and roles(selected) == ["final", "input", "post_attention"]
+    assert [selected[0].name, selected[-1].name] == ["model.layers.0.input_layernorm", "model.norm"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_dense_models_with_gate_proj_are_no_mixture_of_experts(name):
+    model = hf_model(name, num_hidden_layers=3, **SIZES)
+    assert any(path.endswith("gate_proj") for path, _ in model.named_modules())
+    assert not is_mixture_of_experts(model)
+    selected = select_targets(model)
+    assert len(selected) == 7 and "qk" not in roles(selected)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("Qwen3Moe", {}), ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2})]
+)
+def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
+    model = hf_model(name, **MOE_SIZES, **extra)
+    assert is_mixture_of_experts(model)
+    assert [target.name for target in select_targets(model)] == [f"model.layers.{i}.post_attention_layernorm" for i in range(3)]
+    assert len(select_targets(model, "all")) == 7
+    assert not is_mixture_of_experts(hf_model(name, **{**MOE_SIZES, **extra, "mlp_only_layers": [0, 1, 2]}))
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, AscendRMSNorm, lambda: nn.RMSNorm(8)])
+@pytest.mark.parametrize(
+    ("make_mlp", "names_in_a_block"),
+    [
+        (dense_mlp, ["input_layernorm", "post_attention_layernorm"]),
+        (lambda: nn.ModuleDict({"shared": SharedExperts()}), ["input_layernorm", "post_attention_layernorm"]),
+        (lambda: nn.ModuleDict({"experts": nn.ModuleList([dense_mlp(), dense_mlp()])}), ["post_attention_layernorm"]),
+        (lambda: nn.ModuleDict({"experts": AscendFusedMoE()}), ["post_attention_layernorm"]),
+        (lambda: nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": RoutedExperts()})}), ["post_attention_layernorm"]),
+    ],
+)
+def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
+    expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names_in_a_block]
+    if len(names_in_a_block) == 2:
+        expected.append("model.norm")
+    assert [target.name for target in select_targets(engine_model(norm, make_mlp))] == expected
+
+
+@pytest.mark.parametrize(
+    ("targets", "exclude", "count"),
+    [
+        ("all", (), 5),
+        ("block", (), 4),
+        ("input", (), 2),
+        ("post_attention", [], 2),
+        ("final", (), 1),
+        ("qk", (), 4),
+        (["all", "qk"], (), 9),
+        ("*", (), 9),
+        ("model.layers.1.input_layernorm", (), 1),
+        (["*.q_norm", "final"], (), 3),
+        ("all", "final", 4),
+        ("all", ["model.layers.0.*", "final"], 2),
+        ("auto", "qk", 5),  # excluding what is not selected is no error, only what does not exist is
+    ],
+)
+def test_names_patterns_and_excludes(targets, exclude, count):
+    assert len(select_targets(engine_model(RMSNorm, dense_mlp), targets, exclude)) == count
+
+
+def test_other_block_norms_count_as_block_but_norms_inside_attention_do_not():
+    model = hf_model("Gemma2", num_hidden_layers=2, **SIZES)  # four norms in a block
+    assert len(select_targets(model, "block")) == 8 and len(select_targets(model, "post_attention")) == 2
+    block = nn.ModuleDict({"self_attn": nn.ModuleDict({"kv_a_layernorm": RMSNorm()}), "post_attention_layernorm": RMSNorm()})
+    selected = select_targets(nn.ModuleDict({"layers": nn.ModuleList([block])}))
+    assert [target.name for target in selected] == ["layers.0.post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("bad", ["blok", ["all", "q_norm"], None, False])
+def test_unknown_target_lists_the_known_ones(bad):
+    with pytest.raises(ValueError, match="unknown AQN target .*known: auto, block, input, post_attention, final, all, qk"):
+        check_targets(bad)
+    with pytest.raises(ValueError, match="unknown AQN target"):
+        select_targets(engine_model(RMSNorm, dense_mlp), "all", exclude=bad)
+
+
+def test_nothing_matches_lists_the_norm_classes_seen():
+    neox = hf_model("GPTNeoX", num_hidden_layers=2, **SIZES)  # the right names, but not RMSNorms
+    with pytest.raises(ValueError, match=r"'auto' matches no norm .*5 x LayerNorm \(not an RMSNorm, e.g. gpt_neox.layers.0.inp"):
+        select_targets(neox)
+    dense = hf_model("Qwen2", num_hidden_layers=2, **SIZES)
+    with pytest.raises(ValueError, match=r"'qk' matches no norm .*2 x Qwen2RMSNorm \(input, e.g. model.layers.0.input_"):
+        select_targets(dense, "qk")
+    with pytest.raises(ValueError, match=r"AQN exclude '\*.layers.7.\*' matches no norm"):
+        select_targets(dense, "all", ["*.layers.7.*"])
+    with pytest.raises(ValueError, match="leave no norm"):
+        select_targets(dense, "final", ["model.norm"])
+    with pytest.raises(ValueError, match="No module of Linear has a class named like a norm"):
+        select_targets(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("norm", "problem"),
+    [
+        (RMSNorm(has_weight=False), "has no weight parameter"),  # as vLLM does it: a plain tensor
+        (nn.RMSNorm(8, elementwise_affine=False), "has no weight parameter"),
+        (nn.RMSNorm((2, 4)), r"shape \(2, 4\)"),
+    ],
+)
+def test_a_selected_norm_without_a_usable_weight_is_an_error(norm, problem):
+    model = engine_model(RMSNorm, dense_mlp)
+    model["model"]["layers"][1].input_layernorm = norm
+    with pytest.raises(ValueError, match=f"model.layers.1.input_layernorm .*{problem}.*aqn.exclude"):
+        select_targets(model)
+    assert len(select_targets(model, exclude="model.layers.1.input_layernorm")) == 4
+
+
+def test_target_names_are_checked_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from mindspeed_qerl.aqn.targets import check_targets; from mindspeed_qerl.aqn.schedule import NoiseSchedule\n"
+        "print(check_targets(['auto', '*.q_norm']), NoiseSchedule(total_steps=10).sigma(1))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert output.strip() == "['auto', '*.q_norm'] 0.05"
+
+
+def test_vllms_own_rms_norm_is_found_and_noised(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    pytest.importorskip("vllm", reason="vLLM is not installed; its RMSNorm is only tested by the class of the same name above")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm as VllmRMSNorm
+
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+    from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+    with set_current_vllm_config(VllmConfig()):
+        model = engine_model(lambda: VllmRMSNorm(8), dense_mlp)
+        x = torch.randn(3, 8)
+        clean = model["model"]["norm"](x)
+        injector = NoiseInjector(model, NoiseSchedule(total_steps=10), seed=0)
+        assert injector.apply(1).layers == 5
+        assert not torch.equal(model["model"]["norm"](x), clean)  # the kernel reads the noisy storage
+        injector.remove()
+        assert torch.equal(model["model"]["norm"](x), clean)
