@@ -1,0 +1,171 @@
+"""Metrics of a run: written while it trains, read back by anything.
+
+`metrics.jsonl` has one row per training step 1..T. Names, all optional, times in seconds, fractions in 0..1:
+
+    reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose rewards differ
+    response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length limit
+    loss/policy  loss/kl  loss/total  grad_norm  lr  clip_fraction
+    mismatch/k1  mismatch/k3                                KL estimates between rollout and training policy, nats per token
+    mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff
+    aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, number of noisy layers (absent: AQN off)
+    aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
+    time/rollout  time/reward  time/logprobs  time/update  time/sync
+    time/step                                               the whole step, these parts included, without evaluation
+    verifier/<name>/mean
+
+`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), accuracy, standard_error, n_problems,
+samples_per_problem, temperature, truncated_fraction, seconds. `rollouts.jsonl` has one row per sampled response.
+
+JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid, visible and not lost:
+`{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from mindspeed_qerl.runs.directory import RunDirectory
+
+TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
+
+
+class MetricsWriter:
+    """Writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases when a project is named.
+
+    Each row is handed to the operating system before the call returns: a killed process loses nothing that was logged (a
+    machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
+    environment, WANDB_MODE=offline included.
+
+    Raises FileExistsError when the run already has metrics, ImportError when a package that was asked for is missing.
+    """
+
+    def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None) -> None:
+        self._run = run
+        self._last_step = 0
+        try:
+            for file in (run.metrics_file, run.eval_file, run.rollouts_file):
+                file.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run directory") from error
+        self._wandb = _start_wandb(run, wandb) if wandb else None
+        self._tensorboard = _start_tensorboard(run) if tensorboard else None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of training step `step` (1-based, increasing). Values are numbers or 0-d arrays and tensors."""
+        if step <= self._last_step:
+            raise ValueError(f"metrics of step {step} came after those of step {self._last_step}: steps are 1, 2, 3, ...")
+        self._last_step = step
+        row = _as_numbers(metrics)
+        _append(self._run.metrics_file, step, row)
+        self._run.reached(step)
+        self._log_scalars(step, row)
+
+    def log_eval(self, step: int, result: dict[str, float]) -> None:
+        """Write one evaluation made after `step` updates (0: before training)."""
+        row = _as_numbers(result)
+        _append(self._run.eval_file, step, row)
+        self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
+
+    def log_rollouts(self, step: int, rollouts: list[dict[str, Any]]) -> None:
+        """Write sampled responses of training step `step`, each a dict of JSON values."""
+        for rollout in rollouts:
+            _append(self._run.rollouts_file, step, rollout)
+
+    def close(self) -> None:
+        """Close TensorBoard's file and upload the rest to W&B. The files of the run are complete without it."""
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _log_scalars(self, step: int, row: dict[str, float]) -> None:
+        if self._tensorboard:
+            for name, value in row.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb:
+            # The step is a value of its own: W&B's `step=` argument drops rows that come out of order, such as a late eval.
+            self._wandb.log({"step": step, **row})
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file written by MetricsWriter; a missing file has none.
+
+    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any other line that is not a
+    JSON object raises ValueError with file and line.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("not an object")
+        except (ValueError, TypeError) as error:
+            if number == len(lines):  # the empty string after the last newline, or the beginning of a row
+                break
+            raise ValueError(f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
+                             "Remove the line to read the rest") from error
+        row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
+        rows.append(row)
+    return rows
+
+
+def read_columns(path: Path) -> dict[str, list[float]]:
+    """metrics.jsonl as columns of equal length, "step" first; NaN where a row lacks the metric."""
+    rows = read_jsonl(path)
+    names = dict.fromkeys(["step"] + [name for row in rows for name in row])
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
+
+
+def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = value if type(value) is int else float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"metric {name!r} must be a number, got {value!r}") from error
+    return numbers
+
+
+def _append(file: Path, step: int, values: dict[str, Any]) -> None:
+    if reserved := values.keys() & {"step", "nonfinite"}:
+        raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
+    row = {"step": step, **values}
+    nonfinite = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    if nonfinite:
+        row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+    with open(file, "a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _start_tensorboard(run: RunDirectory) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(f"TensorBoard cannot be written ({error}): pip install torch tensorboard, or turn it off") from error
+    return SummaryWriter(log_dir=os.fspath(run.tensorboard_dir))
+
+
+def _start_wandb(run: RunDirectory, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(f"W&B project {project!r} was asked for, but wandb cannot be imported ({error}): "
+                          "pip install wandb, or leave the project out of the config") from error
+    wandb_run = wandb.init(project=project, name=run.path.name, group=run.path.parent.name, dir=run.path, config=run.config())
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run

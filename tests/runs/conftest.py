@@ -1,0 +1,73 @@
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+
+
+def metrics_of(step, total, aqn=True):
+    """Made-up metrics of one step: learning, and QeRL's ten noise stages."""
+    metrics = {
+        "reward/mean": 0.25 + 0.5 * step / total, "mismatch/k1": -1e-7 * step, "mismatch/k3": 1e-12 * step,
+        "mismatch/mean_abs_prob_diff": 1e-7, "mismatch/max_abs_prob_diff": 2e-6,
+        "time/rollout": 9.0 if step == 1 else 0.3, "time/update": 0.2, "time/sync": 0.01,
+    }
+    metrics["time/step"] = math.fsum(value for name, value in metrics.items() if name.startswith("time/")) + 0.05
+    if aqn:
+        stage = min(9, (step - 1) * 10 // total)
+        sigma = 0.0 if stage == 0 else 0.05 * 0.01 ** ((stage - 1) / 8)
+        metrics |= {"aqn/sigma": sigma, "aqn/stage": stage, "aqn/layers": 5 if sigma else 0, "aqn/measured_std": 1.01 * sigma,
+                    "aqn/changed_fraction": 1.0 if sigma else 0.0}
+    return metrics
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    def create(name="test", **config):
+        return RunDirectory.create(tmp_path, name, config=config, command=["train"], seed=1, data_files={})
+
+    return create
+
+
+@pytest.fixture
+def made_run(new_run):
+    """A function that makes a run of `steps` steps, evaluated at step 0 and at the end."""
+
+    def make(steps, name="made", aqn=True, ended=True):
+        run = new_run(name)
+        with MetricsWriter(run, tensorboard=False) as writer:
+            writer.log_eval(0, {"accuracy": 0.25, "standard_error": 0.02, "seconds": 7.0})
+            for step in range(1, steps + 1):
+                writer.log(step, metrics_of(step, steps, aqn))
+            if steps:
+                writer.log_eval(steps, {"accuracy": 0.75, "standard_error": 0.03, "seconds": 0.4})
+        if ended:
+            run.finish()
+        return run
+
+    return make
+
+
+@pytest.fixture
+def run_killed(tmp_path):
+    """A function that starts Python code which makes a run and kills itself with SIGKILL; returns the run directory."""
+
+    def start(code):
+        prelude = (
+            "import json, os, signal\n"
+            "from pathlib import Path\n"
+            "from mindspeed_qerl.runs.directory import RunDirectory\n"
+            "from mindspeed_qerl.runs.metrics import MetricsWriter\n"
+            f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'killed', config={{}}, command=['x'], seed=1, data_files={{}})\n"
+            "print(json.dumps(str(run.path)), flush=True)\n"
+        )
+        child = subprocess.run([sys.executable, "-c", prelude + code + "\nos.kill(os.getpid(), signal.SIGKILL)"],
+                               capture_output=True, text=True, check=False)
+        assert child.returncode == -9, child.stderr
+        return RunDirectory.open(json.loads(child.stdout.splitlines()[0]))
+
+    return start

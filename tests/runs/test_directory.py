@@ -1,0 +1,161 @@
+import json
+import multiprocessing
+import os
+import shlex
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+
+from mindspeed_qerl.runs import directory
+from mindspeed_qerl.runs.directory import RunDirectory, describe_data_file
+
+NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
+ROWS = b'{"problem": "1+1"}\n'
+ROWS_SHA256 = "fba5f57efc9866fdc0512e5316ac225d8f8a33388734369a0918b4ab17a4a6eb"  # what coreutils' sha256sum prints for it
+
+
+def create(root, name="run", **changes):
+    arguments = {"config": {"lr": 2e-4}, "command": ["train"], "seed": 3, "data_files": {}} | changes
+    return RunDirectory.create(root, name, **arguments)
+
+
+def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_now", lambda: NOON)
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(ROWS)
+    config = {"lr": 2e-4, "aqn": {"sigma_start": 0.05, "targets": ["auto"]}, "note": "é", "resume": None}
+    command = ["python", "cli/train_grpo.py", "run.note=two words", "model.path=$HOME/it's"]
+
+    run = create(tmp_path, config=config, command=command, data_files={"train": data})
+
+    assert run.path == tmp_path / "run" / "2025-11-21_12-00-00_seed3"
+    assert yaml.safe_load(run.config_file.read_text()) == run.config() == config
+    assert shlex.split((run.path / "command.txt").read_text()) == command
+    assert json.loads((run.path / "data.json").read_text()) == {
+        "train": {"path": str(data), "sha256": ROWS_SHA256, "bytes": 19, "rows": 1}
+    }
+    assert json.loads((run.path / "versions.json").read_text())["packages"]["numpy"] == numpy.__version__
+    assert run.status() == {"state": "running", "step": 0, "reason": None, "started": "2025-11-21T12:00:00+00:00",
+                            "ended": None, "seed": 3}
+
+
+def test_a_command_in_the_shell_gets_the_arguments_back(tmp_path):
+    command = ["printf", "%s\\n", "a b", "it's", "$HOME", ""]
+    run = create(tmp_path, command=command)
+    printed = subprocess.run(["sh", str(run.path / "command.txt")], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == command[2:]
+
+
+def test_a_second_run_in_the_same_second_gets_its_own_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_now", lambda: NOON)
+    names = [create(tmp_path).path.name for _ in range(3)]
+    assert names == ["2025-11-21_12-00-00_seed3" + suffix for suffix in ("", "-2", "-3")]
+
+
+def _create_many(barrier, root, who):
+    directory._now = lambda: NOON
+    directory.versions = dict  # the race is about directories
+    barrier.wait()
+    for k in range(50):
+        create(root, config={"who": who, "k": k})
+
+
+def test_runs_started_at_the_same_time_never_share_a_directory(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    barrier = fork.Barrier(2)
+    children = [fork.Process(target=_create_many, args=(barrier, tmp_path, who)) for who in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    configs = [RunDirectory.open(path).config() for path in (tmp_path / "run").iterdir()]
+    assert {(config["who"], config["k"]) for config in configs} == {(who, k) for who in range(2) for k in range(50)}
+
+
+def test_state_follows_the_run(tmp_path):
+    run = create(tmp_path)
+    run.reached(7)
+    assert (run.status()["state"], run.status()["step"], run.status()["ended"]) == ("running", 7, None)
+    run.fail("a rank was killed")
+    assert (run.status()["state"], run.status()["step"], run.status()["reason"]) == ("failed", 7, "a rank was killed")
+    other = create(tmp_path)
+    other.finish()
+    status = other.status()
+    assert (status["state"], status["reason"]) == ("finished", None)
+    assert datetime.fromisoformat(status["ended"]) >= datetime.fromisoformat(status["started"])
+
+
+def test_facts_add_up(tmp_path):
+    run = create(tmp_path)
+    assert run.facts() == {}
+    run.record(engine_start_seconds=12.5)
+    run.record(lora={"linear_qkv": 8}, engine_start_seconds=13.5)
+    assert RunDirectory.open(run.path).facts() == {"engine_start_seconds": 13.5, "lora": {"linear_qkv": 8}}
+
+
+def test_a_crash_while_the_status_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    run = create(tmp_path)
+    run.reached(1)
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run.reached(2)
+    assert run.status()["step"] == 1
+
+
+def test_rows_of_parquet_and_jsonl_are_counted(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame({"answer": ["1", "2", "3"]}).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"a": 1}\n{"a": 2}')
+    (tmp_path / "c.txt").write_text("x\n")
+    assert [describe_data_file(tmp_path / name)["rows"] for name in ("a.parquet", "b.jsonl", "c.txt")] == [3, 2, None]
+
+
+def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
+    def git(*arguments):
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "a.py").write_text("1")
+    assert directory._git_state(tmp_path) == {"commit": None, "dirty": True}
+    git("add", ".")
+    git("commit", "-m", "x")
+    assert directory._git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "package" / "a.py").write_text("2")
+    assert directory._git_state(tmp_path)["dirty"] is True
+    assert directory._git_state(tmp_path / "package") is None  # like site-packages below somebody else's checkout
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"name": "a/b"}, ValueError, "a/b"),
+        ({"name": ".."}, ValueError, "letters, digits"),
+        ({"data_files": {"train": Path("no/such.parquet")}}, FileNotFoundError, "no/such.parquet"),
+        ({"config": {"path": Path("x")}}, ValueError, "OmegaConf.to_container"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_made(tmp_path, changes, error, says):
+    with pytest.raises(error, match=says):
+        create(tmp_path / "root", **changes)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_root_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"cannot make the run directory .*file/run: .*Choose a folder"):
+        create(tmp_path / "file")
+
+
+def test_a_folder_that_is_no_run_is_not_opened(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"is not a run directory: it has no status\.json"):
+        RunDirectory.open(tmp_path)

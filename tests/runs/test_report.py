@@ -1,0 +1,213 @@
+import io
+import math
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy
+import pytest
+
+from mindspeed_qerl.runs import plots
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_columns, read_jsonl
+from mindspeed_qerl.runs.report import write_report
+
+pytest.importorskip("matplotlib")
+console_module = pytest.importorskip("rich.console")
+ALL_PLOTS = ["learning.png", "mismatch.png", "noise.png", "time.png"]
+
+
+def report(run):
+    """(summary, what the terminal shows, names of the pictures); any warning of matplotlib or numpy is an error."""
+    terminal = console_module.Console(file=io.StringIO(), width=80)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summary = write_report(run, terminal)
+    return summary, terminal.file.getvalue(), sorted(path.name for path in run.plots_dir.iterdir())
+
+
+def pixels(png, color):
+    """Number of pixels of a colour like "#0072B2"."""
+    from matplotlib.image import imread
+
+    image = (imread(png)[..., :3] * 255).round().astype(int)
+    return int((abs(image - [int(color[k : k + 2], 16) for k in (1, 3, 5)]).max(axis=-1) <= 2).sum())
+
+
+def test_summary_is_what_the_files_say(made_run):
+    run = made_run(20)
+    summary, terminal, pictures = report(run)
+    rows = read_jsonl(run.metrics_file)
+
+    assert (summary.state, summary.steps) == ("finished", 20)
+    assert (summary.first_eval["accuracy"], summary.last_eval["accuracy"], summary.best_eval["step"]) == (0.25, 0.75, 20)
+    assert (summary.first_reward, summary.last_reward) == (rows[0]["reward/mean"], rows[-1]["reward/mean"])
+    assert summary.part_seconds == pytest.approx(
+        {"rollout": 9.0 + 19 * 0.3, "update": 20 * 0.2, "sync": 20 * 0.01, "other": 20 * 0.05, "eval": 0.4}
+    )
+    assert summary.k3 == pytest.approx((1e-12 * 21 / 2, 20e-12))
+    assert (summary.noise.syncs, summary.noise.noisy_syncs, summary.noise.layers) == (20, 18, (5, 5))
+    assert [(stage.first_step, stage.last_step) for stage in summary.noise.stages] == [(k, k + 1) for k in range(1, 20, 2)]
+    assert summary.noise.stages[1].sigma == pytest.approx(0.05)
+    assert summary.noise.stages[1].measured_std == pytest.approx(0.0505)
+    assert summary.warnings == []
+
+    assert pictures == ALL_PLOTS
+    for text in (terminal, run.summary_file.read_text()):
+        assert "0.750 ± 0.030 (standard error) at step 20" in text
+        assert "18 of 20" in text
+        assert re.search(r"9\s+[|│] 19-20\s+[|│] 5\.00e-04\s+[|│] 5\.05e-04\s+[|│] 100\.0%", text)
+    for picture in re.findall(r"!\[.*\]\((.*)\)", run.summary_file.read_text()):
+        assert (run.path / picture).is_file()
+
+
+def test_a_killed_run_gets_its_report(run_killed):
+    run = run_killed(
+        "writer = MetricsWriter(run, tensorboard=False)\n"
+        "writer.log_eval(0, {'accuracy': 0.25, 'standard_error': 0.02})\n"
+        "for step in (1, 2): writer.log(step, {'reward/mean': 0.5, 'time/step': 1.0, 'time/rollout': 0.6})\n"
+        "open(run.metrics_file, 'a').write('{\"step\": 3, \"rew')\n"
+    )
+    summary, terminal, pictures = report(run)
+    assert (summary.state, summary.steps, summary.last_reward) == ("running", 2, 0.5)
+    assert summary.part_seconds == pytest.approx({"rollout": 1.2, "other": 0.8, "eval": 0.0})
+    assert summary.wall_seconds >= 0
+    assert "running, or killed before it could say so" in terminal
+    assert pictures == ["learning.png", "time.png"]
+
+
+def test_a_failed_run_says_why(made_run):
+    run = made_run(0, ended=False)
+    run.fail("rank 1 was killed | no memory\nleft")
+    _, terminal, _ = report(run)
+    assert "failed: rank 1 was killed | no memory" in terminal
+    assert "failed: rank 1 was killed \\| no memory<br>left |" in run.summary_file.read_text()
+
+
+@pytest.mark.parametrize(("steps", "aqn", "expected"), [
+    (0, True, ["learning.png"]),
+    (30, False, ["learning.png", "mismatch.png", "time.png"]),
+    (130, True, ALL_PLOTS),
+])
+def test_pictures_of_short_and_long_runs(made_run, steps, aqn, expected):
+    run = made_run(steps, aqn=aqn)
+    run.plots_dir.mkdir()
+    (run.plots_dir / "noise.png").write_bytes(b"of an earlier report")  # must go where there is no noise to show
+    _, _, pictures = report(run)
+    assert pictures == expected
+    assert pixels(run.plots_dir / "learning.png", plots.RED) > 50
+    if steps:
+        assert pixels(run.plots_dir / "learning.png", plots.BLUE) > 10
+        assert pixels(run.plots_dir / "mismatch.png", plots.RED) > 10
+        assert pixels(run.plots_dir / "time.png", plots.PART_COLORS["rollout"]) > 1000
+    if steps > 1 and aqn:
+        assert pixels(run.plots_dir / "noise.png", plots.ORANGE) > 50
+
+
+def test_facts_measured_once_are_shown(made_run):
+    run = made_run(1)
+    run.record(engine_start_seconds=125.0, lora={"linear_qkv": {"modules": 2, "parameters": 12288}},
+               lora_movement={"linear_qkv": {"moved": 0.0123, "expected": 0.0123}})
+    _, _, pictures = report(run)
+    text = run.summary_file.read_text()
+    assert "| linear_qkv | 2 modules, 12,288 parameters |\n| linear_qkv in the rollout engine | moved 0.0123 of 0.0123 |" in text
+    assert "| engine start | 2 min 5 s |" in text
+    assert pictures == ALL_PLOTS
+
+
+def test_an_evaluation_of_one_problem_has_no_interval(new_run):
+    run = new_run()
+    with MetricsWriter(run, tensorboard=False) as writer:
+        writer.log_eval(0, {"accuracy": 1.0, "standard_error": math.nan})
+    _, terminal, _ = report(run)
+    assert "1.000 at step 0" in terminal
+
+
+def test_a_run_with_nothing_logged_gets_a_summary(new_run):
+    _, terminal, pictures = report(new_run())
+    assert "running, or killed" in terminal
+    assert pictures == []
+
+
+def test_pictures_draw_the_values_of_the_files(made_run):
+    run = made_run(20)
+    columns, evals = read_columns(run.metrics_file), read_jsonl(run.eval_file)
+
+    reward, accuracy = plots.learning(columns, evals).axes
+    expected = numpy.column_stack([columns["step"], columns["reward/mean"]])
+    numpy.testing.assert_array_equal(reward.lines[0].get_xydata(), expected)
+    numpy.testing.assert_array_equal(accuracy.lines[0].get_xydata(), [(0, 0.25), (20, 0.75)])
+    bars = [segment[:, 1] for segment in accuracy.collections[0].get_segments()]
+    numpy.testing.assert_allclose(bars, [(0.25 - 0.0392, 0.25 + 0.0392), (0.75 - 0.0588, 0.75 + 0.0588)])
+
+    sigma_axes = plots.noise(columns).axes[0]
+    nominal, measured = (line.get_ydata() for line in sigma_axes.lines)
+    numpy.testing.assert_array_equal(nominal, [math.nan if sigma == 0 else sigma for sigma in columns["aqn/sigma"]])
+    numpy.testing.assert_array_equal(measured, [std for std in columns["aqn/measured_std"] if std])
+    (off,) = sigma_axes.patches  # stage 0: steps 1 and 2
+    assert (off.get_x(), off.get_x() + off.get_width()) == (0.5, 2.5)
+
+    bars = plots.time_per_part(columns, evals).axes[0].patches
+    tops = {bar.get_x() + bar.get_width() / 2: bar.get_y() + bar.get_height() for bar in bars}
+    assert list(tops.values()) == pytest.approx([*columns["time/step"][:19], columns["time/step"][19] + 0.4])  # 0.4: evaluation
+
+
+def test_long_runs_show_a_moving_mean_and_binned_times():
+    values = numpy.random.default_rng(0).normal(size=500)
+    columns = {"step": list(range(1, 501)), "reward/mean": list(values), "time/step": list(values**2)}
+    raw, mean = plots.learning(columns, []).axes[0].lines
+    numpy.testing.assert_array_equal(raw.get_ydata(), values)
+    expected = [values[max(0, k - 12) : k + 13].mean() for k in range(500)]  # 500 // 40 = 12 to each side
+    numpy.testing.assert_allclose(mean.get_ydata(), expected, atol=1e-12)
+    bars = plots.time_per_part(columns, []).axes[0].patches[:100]
+    numpy.testing.assert_allclose([bar.get_height() for bar in bars], (values**2).reshape(100, 5).mean(axis=1))
+
+
+def test_values_that_a_log_axis_cannot_show(new_run):
+    run = new_run()
+    with MetricsWriter(run, tensorboard=False) as writer:
+        for step in (1, 2):
+            writer.log(step, {"mismatch/k1": -1e-3 if step == 1 else 0.0, "mismatch/k3": 0.0, "aqn/sigma": 0.0})
+    report(run)
+    kl = plots.mismatch(read_columns(run.metrics_file)).axes[0]
+    assert [tuple(line.get_ydata()) for line in kl.lines] == [(1e-3,)]  # |k1| of step 1; zeros have no place
+    (sentence,) = plots.noise(read_columns(run.metrics_file)).axes[0].texts
+    assert sentence.get_text() == "noise off at every step"
+
+
+def test_results_that_only_look_fine_are_called_out(new_run):
+    run = new_run()
+    with MetricsWriter(run, tensorboard=False) as writer:
+        for step in (1, 2):
+            writer.log(step, {"reward/mean": 0.0, "loss/total": math.nan if step == 2 else 1.0, "aqn/sigma": 5e-4, "aqn/stage": 9,
+                              "aqn/layers": 0, "aqn/measured_std": 2e-5})
+    summary, terminal, _ = report(run)
+    assert len(summary.warnings) == 4
+    for says in ("loss/total was NaN or infinite, first in step 2", "reward was 0 at every step", "put noise on no layer",
+                 "AQN stage 9: the measured std 2.0e-05 is far below the nominal sigma 5.0e-04"):
+        assert any(says in warning for warning in summary.warnings), says
+        assert f"> **Warning:** {next(w for w in summary.warnings if says in w)}" in run.summary_file.read_text()
+    assert terminal.count("Warning:") == 4
+
+
+def test_the_command_writes_the_report_again_without_torch(made_run):
+    run = made_run(3)
+    # An entry of None in sys.modules makes `import torch` fail.
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('mindspeed_qerl.runs.report', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Report:" in done.stdout
+    assert sorted(path.name for path in run.plots_dir.iterdir()) == ALL_PLOTS
+
+
+def test_the_command_explains_what_is_wrong(made_run):
+    run = made_run(2)
+    run.metrics_file.write_text("{}}\n" + run.metrics_file.read_text())
+    for wrong, says in ((run.path, "metrics.jsonl:1: damaged line"), (Path("no/such/run"), "no/such/run is not a run directory")):
+        done = subprocess.run([sys.executable, "-m", "mindspeed_qerl.runs.report", str(wrong)], capture_output=True, text=True,
+                              check=False)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
