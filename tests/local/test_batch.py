@@ -1,0 +1,51 @@
+"""Batches against plain loops."""
+
+import numpy as np
+import pytest
+
+from mindspeed_qerl.local.batch import build_batch, deal
+from mindspeed_qerl.local.engine import derived_seed, prompt_indices
+
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+COMPLETIONS = [[1], [2, 3, 4], [5, 6]]
+LOGPROBS = [[-0.1], [-0.2, -0.3, -0.4], [-0.5, -0.6]]
+
+
+def test_each_completion_token_is_marked_where_it_is_predicted():
+    batch = build_batch(PROMPTS, COMPLETIONS, LOGPROBS, np.array([1.0, 2.0, 3.0]))
+    for row, (prompt, completion, logprobs) in enumerate(zip(PROMPTS, COMPLETIONS, LOGPROBS)):
+        predicted = [(batch.tokens[row, t + 1], batch.rollout_logprobs[row, t]) for t in range(batch.mask.shape[1]) if batch.mask[row, t]]
+        assert [token for token, _ in predicted] == completion
+        np.testing.assert_allclose([logprob for _, logprob in predicted], logprobs, rtol=1e-6)
+        assert batch.tokens[row, : batch.lengths[row]].tolist() == prompt + completion
+
+
+def test_rows_are_trimmed_to_the_longest():
+    batch = build_batch(PROMPTS, COMPLETIONS, LOGPROBS, np.zeros(3)).rows(np.array([1]))
+    assert batch.tokens.tolist() == [[8, 2, 3, 4]] and batch.mask.shape == (1, 3) and batch.mask.all()
+
+
+def test_dealing_loses_nothing_and_pairs_like_with_like():
+    lengths = np.random.default_rng(0).integers(1, 50, 12)
+    shares = deal(lengths, 2)
+    assert sorted(np.concatenate(shares)) == list(range(12))
+    dealt = np.sort(np.stack([lengths[share] for share in shares]), axis=0)
+    assert (dealt[:, :-1] >= dealt[:, 1:]).all()
+    assert (dealt[1, 1:] <= dealt[0, :-1]).all()  # whatever stands second is no longer than anything in the round before
+
+
+def test_an_unequal_deal_is_refused():
+    with pytest.raises(ValueError, match="5 sequences cannot be dealt equally to 2"):
+        deal(np.ones(5), 2)
+
+
+def test_every_row_is_asked_once_in_each_pass():
+    asked = [i for step in range(5) for i in prompt_indices(step, 6, 10, seed=3)]
+    assert sorted(asked[:10]) == sorted(asked[10:20]) == list(range(10))
+    assert asked[:10] != asked[10:20]
+    assert prompt_indices(2, 6, 10, seed=3) == asked[12:18]
+
+
+def test_seeds_differ_by_run_purpose_and_step():
+    seeds = {derived_seed(seed, purpose, step) for seed in (1, 2) for purpose in ("rollout", "evaluation") for step in range(50)}
+    assert len(seeds) == 200

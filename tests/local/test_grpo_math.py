@@ -1,0 +1,84 @@
+"""The formulas against float64 written out by hand, and against autograd where a gradient is the point."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_qerl.local.grpo import group_advantages, grpo_loss, low_variance_kl, token_logprobs
+
+
+def test_advantages_are_group_normalised_with_unbiased_std():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.0])
+    expected = []
+    for group in np.split(rewards.double().numpy(), 2):
+        expected += list((group - group.mean()) / (group.std(ddof=1) + 1e-6))
+    torch.testing.assert_close(group_advantages(rewards, 4), torch.tensor(expected).float())
+
+
+def test_equal_rewards_give_no_advantage():
+    assert group_advantages(torch.ones(8), 4).abs().max() == 0
+
+
+@pytest.mark.parametrize("count, size", [(8, 3), (8, 1)])
+def test_impossible_groups_are_refused(count, size):
+    with pytest.raises(ValueError, match=f"{count} rewards cannot be grouped by {size}"):
+        group_advantages(torch.ones(count), size)
+
+
+def test_token_logprobs_match_log_softmax_at_a_temperature():
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
+    expected = (logits.double() / 0.7).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(token_logprobs(logits, tokens, 0.7).double(), expected, atol=1e-6, rtol=0)
+
+
+def test_low_variance_kl_is_unbiased():
+    """E_policy[k3] = KL(policy || reference), summed over every outcome."""
+    policy, reference = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close((policy.exp() * low_variance_kl(policy, reference)).sum(), exact)
+
+
+def _loss_by_hand(logprobs, old, advantages, mask, low, high, reference):
+    policy = kl = clipped = 0.0
+    for row in range(len(logprobs)):
+        for column in range(len(logprobs[row])):
+            if not mask[row][column]:
+                continue
+            ratio = math.exp(logprobs[row][column] - old[row][column])
+            bounded = min(max(ratio, 1 - low), 1 + high)
+            policy -= min(ratio * advantages[row], bounded * advantages[row])
+            clipped += bounded * advantages[row] < ratio * advantages[row]
+            difference = reference[row][column] - logprobs[row][column]
+            kl += math.exp(difference) - 1 - difference
+    return policy, kl, clipped
+
+
+def test_loss_matches_the_formula_token_by_token():
+    torch.manual_seed(1)
+    logprobs, reference = -torch.rand(4, 6).double(), -torch.rand(4, 6).double()
+    old = logprobs + 0.5 * torch.randn(4, 6)
+    advantages, mask = torch.tensor([1.0, -1.0, 0.5, -2.0]).double(), torch.rand(4, 6) < 0.7
+    terms = grpo_loss(logprobs, old, advantages, mask, 0.2, 0.28, reference)
+    policy, kl, clipped = _loss_by_hand(*(x.tolist() for x in (logprobs, old, advantages, mask)), 0.2, 0.28, reference.tolist())
+    assert clipped > 0
+    assert terms.policy.item() == pytest.approx(policy, rel=1e-6)
+    assert terms.kl.item() == pytest.approx(kl, rel=1e-6)
+    assert terms.clipped_tokens.item() == clipped
+
+
+def test_on_policy_gradient_is_advantage_times_score():
+    """At ratio 1 the gradient of the loss in logprobs is -advantage on completion tokens, 0 elsewhere."""
+    logprobs = (-torch.rand(3, 4)).requires_grad_()
+    advantages, mask = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([[0, 1, 1, 0]] * 3).bool()
+    grpo_loss(logprobs, logprobs.detach(), advantages, mask, 0.2, 0.28).policy.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages.unsqueeze(1) * mask.float())
+
+
+@pytest.mark.parametrize("advantage, ratio, moves", [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)])
+def test_clipping_stops_the_gradient_only_in_the_direction_of_gain(advantage, ratio, moves):
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    grpo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1).bool(), 0.2, 0.28).policy.backward()
+    assert (logprobs.grad.abs().item() > 0) is moves

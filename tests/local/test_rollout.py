@@ -1,0 +1,169 @@
+"""What vLLM really computes after a sync, with and without noise, against transformers on the same weights."""
+
+import os
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.local.weights import Checkpoint
+
+vllm = pytest.importorskip("vllm")
+
+STEP = 5  # of 10 steps in 10 stages: sigma is well above 0
+SCHEDULE = NoiseSchedule(sigma_start=0.2, sigma_end=0.05, num_stages=10, total_steps=10)
+SAMPLING = dict(max_tokens=6, temperature=1.0, stop_token_ids=[2])
+
+
+@pytest.fixture(scope="module")
+def engine(moe_dir):
+    from mindspeed_qerl.local.rollout import RolloutEngine
+
+    os.environ["OMP_NUM_THREADS"] = "2"
+    return RolloutEngine(str(moe_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
+                         aqn=dict(schedule=SCHEDULE, seed=3))
+
+
+def reference_model(moe_dir, weights=None):
+    """transformers' model of `moe_dir` with `weights` in the place of its own."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({**load_file(moe_dir / "model.safetensors"), **(weights or {})}, f"{folder}/model.safetensors", {"format": "pt"})
+        shutil.copy(moe_dir / "config.json", folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def sequences():
+    return np.random.default_rng(1).integers(0, 96, (6, 20)).tolist()
+
+
+def reference_logprobs(model):
+    tokens = torch.tensor(sequences())
+    with torch.no_grad():
+        return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
+
+
+def changed_weights(moe_dir, seed=0):
+    """Every attention and expert weight moved, as a sync after an update would."""
+    generator, checkpoint = torch.Generator().manual_seed(seed), Checkpoint(moe_dir)
+    return {name: checkpoint.read(name) + 0.05 * torch.randn(checkpoint.read(name).shape, generator=generator)
+            for name in checkpoint.files if "_proj" in name}
+
+
+def sync(engine, weights):
+    arrays = {name: weight.numpy() for name, weight in weights.items()}
+    names = sorted(arrays)
+    engine.sync({name: arrays[name] for name in names[::2]}, {name: arrays[name] for name in names[1::2]})  # as from two ranks
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logprobs_after_a_sync_are_transformers(engine, moe_dir, seed):
+    weights = changed_weights(moe_dir, seed)
+    sync(engine, weights)
+    expected = reference_logprobs(reference_model(moe_dir, weights))
+    assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
+    assert np.abs(expected - reference_logprobs(reference_model(moe_dir))).max() > 0.05  # the sync was worth testing
+
+
+def test_a_sync_of_some_targets_leaves_the_others_as_they_are(engine, moe_dir):
+    sync(engine, changed_weights(moe_dir, 2))
+    some = {name: weight for name, weight in changed_weights(moe_dir, 3).items() if "q_proj" in name or "down_proj" in name}
+    sync(engine, some)
+    expected = reference_logprobs(reference_model(moe_dir, {**changed_weights(moe_dir, 2), **some}))
+    assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
+
+
+def test_noisy_logprobs_are_those_of_transformers_with_the_same_noise(engine, moe_dir):
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+
+    weights = changed_weights(moe_dir)
+    sync(engine, weights)
+    model = reference_model(moe_dir, weights)
+    clean = reference_logprobs(model)
+    NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
+    noisy = reference_logprobs(model)
+    assert np.abs(np.array(engine.logprobs(sequences(), noise_step=STEP)) - noisy).max() < 1e-5
+    assert np.abs(np.array(engine.logprobs(sequences())) - clean).max() < 1e-5  # and it is gone again
+    assert np.abs(noisy - clean).max() > 0.01
+
+
+def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, moe_dir):
+    """The logprobs returned with sampled tokens are those the noisy model gives when it is fed the same tokens."""
+    sync(engine, changed_weights(moe_dir))
+    prompts = [row[:8] for row in sequences()]
+    completions, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
+    assert report.layers == 2 and report.sigma == SCHEDULE.sigma(STEP) > 0
+    assert all(name.endswith("post_attention_layernorm") for name in report.names)
+    for prompt, group in zip(prompts, completions):
+        for answer in group:
+            scored = engine.logprobs([prompt + answer.token_ids], noise_step=STEP)[0][len(prompt) - 1:]
+            np.testing.assert_allclose(answer.logprobs, scored, atol=1e-5)
+
+
+def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, moe_dir):
+    sync(engine, changed_weights(moe_dir))
+    prompts = [row[:8] for row in sequences()]
+    engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
+    with_aqn, report = engine.generate(prompts, 4, seed=9, sampling=SAMPLING)
+    assert report is None
+    injector, engine.injector = engine.injector, None
+    try:
+        without_aqn, _ = engine.generate(prompts, 4, seed=9, sampling=SAMPLING)
+    finally:
+        engine.injector = injector
+    assert with_aqn == without_aqn
+    assert engine.generate(prompts, 4, seed=10, sampling=SAMPLING)[0] != with_aqn
+
+
+def factors(moe_dir, seed):
+    """Random (alpha/r) B and A for every adapted tensor, and the weights they lead to."""
+    generator, checkpoint, result, weights = torch.Generator().manual_seed(seed), Checkpoint(moe_dir), {}, {}
+    targets = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
+               "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+    for name in checkpoint.files:
+        if "_proj" in name:
+            base = checkpoint.read(name)
+            b, a = (torch.randn(shape, generator=generator) * 0.1 for shape in ((base.shape[0], 4), (4, base.shape[1])))
+            result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
+            weights[name] = base + b @ a
+    return result, weights
+
+
+def test_movement_proves_each_target_to_rounding(engine, moe_dir):
+    lora, weights = factors(moe_dir, 0)
+    sync(engine, weights)
+    for target, entry in engine.movement(lora).items():
+        assert entry["max_error"] <= 2 * entry["resolution"], target
+        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+    assert {target: entry["tensors"] for target, entry in engine.movement(lora).items()} == {
+        "linear_qkv": 6, "linear_proj": 2, "linear_fc1": 32, "linear_fc2": 16}
+
+
+@pytest.mark.parametrize("lost, target", [("layers.1.self_attn.k_proj", "linear_qkv"), ("layers.0.self_attn.o_proj", "linear_proj"),
+                                          ("layers.0.mlp.experts.5.up_proj", "linear_fc1"),
+                                          ("layers.1.mlp.experts.7.down_proj", "linear_fc2")])
+def test_movement_shows_a_single_lost_tensor(engine, moe_dir, lost, target):
+    lora, weights = factors(moe_dir, 1)
+    name = f"model.{lost}.weight"
+    sync(engine, {**weights, name: Checkpoint(moe_dir).read(name)})
+    wrong = {t for t, entry in engine.movement(lora).items() if entry["max_error"] > 2 * entry["resolution"]}
+    assert wrong == {target}
+
+
+def test_zero_adapters_leave_the_base_weights_bit_for_bit(moe_dir, engine):
+    lora, _ = factors(moe_dir, 0)
+    sync(engine, {name: Checkpoint(moe_dir).read(name) for name in lora})
+    zero = {name: (target, 0 * b, a) for name, (target, b, a) in lora.items()}
+    assert all(entry["max_error"] == 0 == entry["moved"] for entry in engine.movement(zero).values())
+
+
+def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+
+    with pytest.raises(ValueError, match="RMSNorm"):
+        NoiseInjector(engine.model, SCHEDULE, targets=["*.no_such_norm"], seed=3)
