@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
+import psutil
+
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.aqn.targets import check_targets
 from mindspeed_qerl.gsm8k.verifier import VERIFIERS
@@ -371,6 +373,10 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
                         ("local.kv_cache_gib", local.kv_cache_gib), ("eval.n_problems", evaluation.n_problems or 1)):
         if value < 1:
             reader.fault(f"{name} = {value} must be at least 1")
+    available = psutil.virtual_memory().available / 2**30
+    if local.kv_cache_gib >= available:
+        reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for vLLM's KV cache. "
+                     "Ask for less, or free some")
     _check_model_dir(reader, model_dir, expert_parallel)
     result = dict(
         model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1), ranks=ranks, expert_parallel=expert_parallel,

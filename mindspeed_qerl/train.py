@@ -70,7 +70,7 @@ def _stop(directory: "RunDirectory", reason: Exception | str, code: int = 1) -> 
     from mindspeed_qerl.runs.report import write_report
 
     directory.fail(str(reason))
-    if directory.metrics_file.exists():
+    if directory.status()["step"] > 0:
         write_report(directory)
     print(f"\nerror: {reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code

@@ -6,6 +6,7 @@ prompts -> rollout engine (synced weights, noise on) -> answers and their logpro
 
 import hashlib
 import os
+import signal
 import tempfile
 import time
 from contextlib import contextmanager
@@ -70,12 +71,14 @@ class LocalEngine:
         self.proved = False
 
     def __enter__(self) -> "LocalEngine":
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+                          RAY_gcs_rpc_server_reconnect_timeout_s="5")  # Ray's agents outlive a killed driver by this, not by 60 s
         config = self.config
         logs = Path(self.run) / "logs"
         logs.mkdir()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="mindspeed_qerl_")
         ray.init(address="local", num_cpus=config.ranks + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
         threads = str(max(1, (os.cpu_count() or 1) // config.ranks))
         self.ranks = [
             self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
@@ -125,7 +128,7 @@ class LocalEngine:
                 self.progress.message(f"{task.dropped} {name} prompts longer than {config.max_prompt_length} tokens are left out")
         self.team.wait_until_ready()
         self._report_targets()
-        self.run.record(engine_start_seconds=time.perf_counter() - started)
+        self.run.record(processes=self.team.pids, engine_start_seconds=time.perf_counter() - started)
         self.sync()
         self.evaluate(eval_task, 0)
         for step in range(1, config.train_iters + 1):
@@ -246,7 +249,9 @@ class LocalEngine:
             "truncated_fraction": np.mean([a.truncated for group in completions for a in group]),
             "seconds": time.perf_counter() - started,
         }
-        self.metrics.log_eval(step, result)
+        self.metrics.log_eval(step, result, [
+            {"question": row["question"], "answer": row["answer"], "responses": texts[i * n:(i + 1) * n], "scores": correct[i].tolist()}
+            for i, row in enumerate(task.rows)])
         self.progress.evaluated(step, result)
 
 

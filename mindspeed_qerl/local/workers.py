@@ -15,38 +15,37 @@ class WorkerError(RuntimeError):
 
 @ray.remote
 class _Host:
-    """Builds an object of `module.name` and forwards calls to it."""
+    """An object in a process of its own, and calls forwarded to it."""
 
-    def __init__(self, module: str, name: str, log_file: str, arguments: dict):
+    def build(self, module: str, name: str, log_file: str, arguments: dict) -> int:
+        """Make the object; returns the process id."""
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         self.target = getattr(importlib.import_module(module), name)(**arguments)
+        return os.getpid()
 
-    def call(self, method: str, *arguments, **named):
-        return getattr(self.target, method)(*arguments, **named)
+    def call(self, method: str, *arguments):
+        return getattr(self.target, method)(*arguments)
 
 
 class Worker:
     """A handle on one process.
 
     Args:
-        name: how messages call it. cls: the class to build there; only its name travels, so heavy imports happen in the process.
+        name: what messages call it. module, cls: the class to build there; only names travel, so heavy imports happen there.
         environment: set before anything is imported there.
     """
 
     def __init__(self, name: str, module: str, cls: str, log_file: Path, environment: dict[str, str], **arguments):
         self.name = name
         self.log_file = log_file
-        self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote(module, cls, str(log_file), arguments)
+        self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
+        self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
-    def call(self, method: str, *arguments, **named) -> ray.ObjectRef:
+    def call(self, method: str, *arguments) -> ray.ObjectRef:
         """Start `method` in the process. Arguments that are references are resolved there, without passing through here."""
-        return self.actor.call.remote(method, *arguments, **named)
-
-    def pid(self) -> ray.ObjectRef:
-        """The process id; resolves once the object is built."""
-        return self.actor.__ray_call__.remote(lambda host: os.getpid())
+        return self.actor.call.remote(method, *arguments)
 
 
 class Team:
@@ -63,8 +62,8 @@ class Team:
 
     def wait_until_ready(self) -> None:
         """Returns once every object is built."""
-        for worker, pid in zip(self.workers, self.gather({worker: worker.pid() for worker in self.workers})):
-            self.pids[worker.name] = pid
+        pids = self.gather({worker: worker.built for worker in self.workers})
+        self.pids = {worker.name: pid for worker, pid in zip(self.workers, pids)}
 
     def gather(self, calls: dict[Worker, ray.ObjectRef]) -> list:
         """Results in the order of `calls`.
@@ -79,21 +78,19 @@ class Team:
             try:
                 ray.get(done[0])
             except ray.exceptions.RayActorError as error:
-                raise self._dead(owner[done[0]], error) from error
+                raise self._dead(owner[done[0]]) from error
             except ray.exceptions.RayTaskError as error:
                 for worker in self.workers:
                     if worker.name in self.pids and not _is_running(self.pids[worker.name]):
-                        raise self._dead(worker, error) from error
-                cause = getattr(error, "cause", None) or error
-                raise WorkerError(f"{owner[done[0]].name} failed: {cause}\nIts log: {owner[done[0]].log_file}") from error
+                        raise self._dead(worker) from error
+                raise WorkerError(f"{owner[done[0]].name} failed: {error.cause}\nIts log: {owner[done[0]].log_file}") from error
         return [ray.get(reference) for reference in calls.values()]
 
-    def _dead(self, worker: Worker, error: Exception) -> WorkerError:
-        construction = getattr(error, "actor_init_failed", False)
-        what = "could not start" if construction else "died"
+    def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
         last = _last_line(worker.log_file)
-        return WorkerError(f"{worker.name}{pid} {what}" + (f". Its last words: {last}" if last else "") + f"\nIts log: {worker.log_file}")
+        return WorkerError(f"{worker.name}{pid} died: killed, or out of memory" + (f". Its last words: {last}" if last else "")
+                           + f"\nIts log: {worker.log_file}")
 
 
 def _is_running(pid: int) -> bool:

@@ -106,6 +106,10 @@ class RunDirectory:
         return self.path / "eval.jsonl"
 
     @property
+    def eval_answers_file(self) -> Path:
+        return self.path / "eval_answers.jsonl"
+
+    @property
     def rollouts_file(self) -> Path:
         return self.path / "rollouts.jsonl"
 

@@ -14,7 +14,8 @@
     verifier/<name>/mean
 
 `eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), accuracy, standard_error, n_problems,
-samples_per_problem, temperature, truncated_fraction, seconds. `rollouts.jsonl` has one row per sampled response.
+samples_per_problem, temperature, truncated_fraction, seconds. `eval_answers.jsonl` has one row per evaluation and problem: question,
+answer, responses, scores. `rollouts.jsonl` has one row per sampled response of training.
 
 JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid, visible and not lost:
 `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,16 +66,16 @@ class MetricsWriter:
         self._run.reached(step)
         self._log_scalars(step, row)
 
-    def log_eval(self, step: int, result: dict[str, float]) -> None:
-        """Write one evaluation made after `step` updates (0: before training)."""
+    def log_eval(self, step: int, result: dict[str, float], answers: Sequence[dict[str, Any]] = ()) -> None:
+        """Write one evaluation made after `step` updates (0: before training), and its answers, one dict per problem."""
         row = _as_numbers(result)
+        _append(self._run.eval_answers_file, step, *answers)
         _append(self._run.eval_file, step, row)
         self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
 
     def log_rollouts(self, step: int, rollouts: list[dict[str, Any]]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
-        for rollout in rollouts:
-            _append(self._run.rollouts_file, step, rollout)
+        _append(self._run.rollouts_file, step, *rollouts)
 
     def close(self) -> None:
         """Close TensorBoard's file and upload the rest to W&B. The files of the run are complete without it."""
@@ -141,15 +143,18 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _append(file: Path, step: int, values: dict[str, Any]) -> None:
-    if reserved := values.keys() & {"step", "nonfinite"}:
-        raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
-    row = {"step": step, **values}
-    nonfinite = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    if nonfinite:
-        row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
+    text = ""
+    for values in rows:
+        if reserved := values.keys() & {"step", "nonfinite"}:
+            raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
+        row = {"step": step, **values}
+        nonfinite = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        if nonfinite:
+            row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+        text += json.dumps(row, allow_nan=False) + "\n"
     with open(file, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps(row, allow_nan=False) + "\n")
+        lines.write(text)
 
 
 def _start_tensorboard(run: RunDirectory) -> Any:

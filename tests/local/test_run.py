@@ -1,0 +1,147 @@
+"""Whole runs through the command line: what they leave behind, and what is left when something dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """The quickstart's model and data, untrained."""
+    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(directory, Recipe(steps=0, train_problems=64, test_problems=16))
+    return directory
+
+
+def start(model, runs, *overrides):
+    """A run in the background, in a session of its own; its output line by line."""
+    command = [sys.executable, "cli/train_grpo.py", f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
+               "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=4", *overrides]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def only_run(runs):
+    (directory,) = runs.glob("*/*")
+    return RunDirectory.open(directory)
+
+
+def until(process, text):
+    """Read the process's output up to the first line that holds `text`; returns what was read."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"{text!r} never came:\n{''.join(lines)}")
+
+
+def descendants(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def finish(process, timeout=120):
+    output = process.stdout.read()
+    return process.wait(timeout), output
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def assert_metrics_are_whole(run, at_least):
+    rows = read_jsonl(run.metrics_file)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= at_least
+    return rows
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K dataset in ../shared/data/gsm8k")
+def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
+    """Reward stays at 0: the path is the point. The group rewards carry no signal, so the adapters must not move."""
+    from mindspeed_qerl.gsm8k.convert import convert
+
+    convert(GSM8K, tmp_path / "data")
+    process = start(tiny_model, tmp_path / "runs", f"gsm8k.train_file={tmp_path}/data/train_chat.parquet",
+                    f"gsm8k.test_file={tmp_path}/data/test_chat.parquet", "megatron_training.train_iters=3", "eval.n_problems=8",
+                    "rl_config.max_prompt_length=96", "generate_config.max_model_len=128", "rl_config.init_kl_coef=0.01",
+                    "aqn.num_stages=3", "generate_config.sampling_config.max_tokens=32")
+    code, output = finish(process)
+    assert code == 0, output
+    run = only_run(tmp_path / "runs")
+    rows = assert_metrics_are_whole(run, 3)
+    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0, 0.05, 0.0005])
+    assert all(row["aqn/layers"] == 2 for row in rows)
+    assert rows[1]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
+    assert rows[0]["mismatch/k3"] < 1e-9 < rows[1]["mismatch/k3"]
+    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 3]
+    assert json.loads((run.path / "data.json").read_text())["train"]["rows"] == 7473
+    assert run.status()["state"] == "finished" and "prompts longer than 96 tokens are left out" in output
+    assert {path.name for path in run.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png", "mismatch.png"}
+
+
+def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_path):
+    """An untrained model never answers right, so the reward here is a verifier that random digits can satisfy: the last number."""
+    process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=2", "rl_config.n_samples_per_prompt=64", "aqn=off",
+                    "rl_config.verifier_function=[gsm8k]", "rl_config.epochs=2", "actor_config.lr=1e-2",
+                    "rl_config.init_kl_coef=0.01")
+    code, output = finish(process)
+    assert code == 0, output
+    run = only_run(tmp_path / "runs")
+    facts = run.facts()
+    assert {target: count["modules"] for target, count in facts["lora"].items()} == {
+        "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 16, "linear_fc2": 16}
+    for entry in facts["lora_movement"].values():
+        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-3) and entry["max_error"] <= 2 * entry["resolution"]
+    rows = assert_metrics_are_whole(run, 2)
+    assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9
+    assert not any(name.startswith("aqn/") for name in rows[0])
+
+
+@pytest.mark.parametrize("name", ["rank 1", "rollout engine"])
+def test_a_killed_process_ends_the_run_with_its_name(tiny_model, tmp_path, name):
+    process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
+    until(process, "step      2/100000")
+    run, children = only_run(tmp_path / "runs"), descendants(process)
+    pid = run.facts()["processes"][name]
+    os.kill(pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 1
+    assert f"error: {name} (pid {pid}) died" in output and "Traceback" not in output
+    assert_gone(children)
+    assert_metrics_are_whole(run, 2)
+    assert run.status()["state"] == "failed" and name in run.status()["reason"]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number, code):
+    process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
+    until(process, "step      1/100000")
+    children = descendants(process)
+    process.send_signal(number)
+    assert finish(process)[0] == code
+    assert_gone(children)
+    run = only_run(tmp_path / "runs")
+    assert_metrics_are_whole(run, 1)
+    assert run.status()["state"] == ("running" if number == signal.SIGKILL else "failed")
+
+
+def test_noise_that_matches_nothing_stops_the_run(tiny_model, tmp_path):
+    code, output = finish(start(tiny_model, tmp_path / "runs", "aqn.targets=['*.no_such_norm']"))
+    assert code == 1
+    assert "rollout engine failed" in output and "'*.no_such_norm'" in output and "RMSNorm" in output and "Traceback" not in output
+    run = only_run(tmp_path / "runs")
+    assert run.status()["state"] == "failed" and read_jsonl(run.metrics_file) == []

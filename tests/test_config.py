@@ -1,0 +1,132 @@
+"""A config that cannot work is refused in words, before anything heavy is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.config import ConfigError, check
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """The quickstart's config with a model directory and data files that exist."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    for split in ("train", "test"):
+        (tmp_path / f"{split}_chat.parquet").write_bytes(b"")
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        config = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}",
+                                               f"gsm8k.train_file={tmp_path}/train_chat.parquet",
+                                               f"gsm8k.test_file={tmp_path}/test_chat.parquet"])
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def put(raw, key, value):
+    *sections, last = key.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+    raw[last] = value
+
+
+def test_the_quickstart_says_what_it_does(raw):
+    config = check(raw)
+    assert (config.ranks, config.expert_parallel, config.samples_per_step) == (2, 2, 256)
+    assert (config.lr, config.clip_low, config.clip_high, config.kl_coefficient) == (2e-4, 0.2, 0.28, 0.0)
+    assert (config.lora_r, config.lora_alpha, len(config.lora_targets)) == (32, 64, 4)
+    assert config.aqn.noise_schedule(40).sigma(4) == 0.05
+    assert config.ignored_keys == ()
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("engine", "lokal", "unknown engine 'lokal', did you mean 'local'"),
+    ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
+    ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
+    ("rl_config.n_sample_per_prompt", 4, "did you mean 'n_samples_per_prompt'"),
+    ("generate_config.sampling_config.temprature", 1, "did you mean 'temperature'"),
+    ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
+    ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'; known: auto"),
+    ("aqn.schedule", "expo", "unknown noise schedule 'expo'"),
+    ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
+    ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
+    ("megatron_training.lora_target_modules", ["linear_qkv", "q_proj"], "unknown LoRA target 'q_proj'"),
+    ("megatron_training.lora_target_modules", [], "lora_target_modules is empty"),
+    ("rl_config.verifier_function", ["gsm8k", "gsm8k_stric"], "unknown verifier 'gsm8k_stric', did you mean 'gsm8k_strict'"),
+    ("rl_config.verifier_weight", [1.0, 2.0], "1 verifier_function and 2 verifier_weight must be as many"),
+    ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1 must be at least 2"),
+    ("rl_config.mini_batch_size", 12, "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12"),
+    ("rl_config.actor_resource.num_npus", 16, "num_npus = 16: the local engine runs 1 or 2 ranks"),
+    ("rl_config.adv_estimator", "gae", "adv_estimator = 'gae': the local engine has 'group_norm'"),
+    ("rl_config.token_level_loss", False, "the local engine's loss is per token"),
+    ("rl_config.max_prompt_length", 120, "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds generate_config.max_model_len = 128"),
+    ("actor_config.tensor_model_parallel_size", 2, "tensor_model_parallel_size = 2: the local engine runs it at 1 only"),
+    ("actor_config.expert_model_parallel_size", 3, "expert_model_parallel_size = 3 must divide the 2 ranks"),
+    ("actor_config.lr", "fast", "actor_config.lr = 'fast' must be float"),
+    ("actor_config.lr", float("nan"), "actor_config.lr = nan must be finite"),
+    ("actor_config.lr_decay_style", "cosin", "did you mean 'cosine'"),
+    ("generate_config.dtype", "float16", "unknown dtype 'float16'"),
+    ("generate_config.sampling_config.temperature", 0.0, "so it must be above 0"),
+    ("gsm8k.prompt", "raw", "unknown prompt form 'raw'"),
+    ("gsm8k.train_file", "no/such.parquet", "gsm8k.train_file = 'no/such.parquet': no such file. Make it with"),
+    ("eval.every", 0, "eval.every = 0 must be at least 1"),
+    ("eval", [1], "section eval must be a mapping"),
+    ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
+    ("megatron_training.train_iters", 0, "train_iters = 0 must be at least 1"),
+    ("megatron_training.train_iters", True, "train_iters = True must be int"),
+    ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
+])
+def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
+    put(raw, key, value)
+    with pytest.raises(ConfigError) as error:
+        check(raw)
+    assert message in str(error.value)
+
+
+def test_all_faults_are_named_at_once(raw):
+    put(raw, "actor_config.lr", -1)
+    put(raw, "rl_config.verifier_function", ["nope"])
+    put(raw, "eval.evry", 3)
+    with pytest.raises(ConfigError) as error:
+        check(raw)
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw):
+    put(raw, "megatron_training.use_flash_attn", True)
+    put(raw, "generate_config.gpu_memory_utilization", 0.8)
+    assert set(check(raw).ignored_keys) == {"megatron_training.use_flash_attn", "generate_config.gpu_memory_utilization"}
+
+
+@pytest.mark.parametrize("model, message", [
+    ('{"model_type": "llama"}', "unknown model_type for the local engine 'llama'"),
+    ('{"model_type": "qwen3_moe", "num_local_experts": 7}', "7 experts .* cannot be shared equally"),
+    ('{"model_type": ', "is not valid JSON"),
+])
+def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, model, message):
+    (tmp_path / "config.json").write_text(model)
+    with pytest.raises(ConfigError, match=message):
+        check(raw)
+
+
+def test_checks_come_before_heavy_imports():
+    program = ("import sys; sys.argv = ['train_grpo.py', 'rl_config.verifier_function=[nope]']; import runpy\n"
+               "try: runpy.run_path('cli/train_grpo.py', run_name='__main__')\n"
+               "except SystemExit as stop: assert stop.code == 2, stop.code\n"
+               "heavy = {'torch', 'vllm', 'ray', 'megatron', 'transformers'} & set(sys.modules); assert not heavy, heavy")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "unknown verifier 'nope'" in done.stderr
+
+
+@pytest.mark.parametrize("argument, message", [("--config-name=grpo_tny", "grpo_tiny_moe_cpu"), ("aqn=loud", "Available options in 'aqn'"),
+                                               ("rl_config.epoch=2", "rl_config.epoch")])
+def test_names_hydra_does_not_know_are_refused(argument, message):
+    done = subprocess.run([sys.executable, "cli/train_grpo.py", argument], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
