@@ -8,9 +8,10 @@ returns a `RunConfig` with the values the local engine uses. No torch here.
 import difflib
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any
 
 import psutil
 

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from mindspeed_qerl.config import ConfigError, check
+from mindspeed_qerl.runs.directory import RunDirectory
 
 
 def run(raw: dict[str, Any], name: str) -> int:
@@ -24,7 +25,6 @@ def run(raw: dict[str, Any], name: str) -> int:
         return _refuse(error)
 
     from mindspeed_qerl.gsm8k.dataset import read_converted
-    from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.metrics import MetricsWriter
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.runs.report import write_report
@@ -40,7 +40,7 @@ def run(raw: dict[str, Any], name: str) -> int:
 
     try:
         metrics = MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project)
-    except Exception as error:  # a missing package, or W&B's own refusal: its message says what to do
+    except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal: its message says what to do
         return _stop(directory, error)
 
     from mindspeed_qerl.local.engine import train
@@ -66,7 +66,7 @@ def run(raw: dict[str, Any], name: str) -> int:
     return 0
 
 
-def _stop(directory: "RunDirectory", reason: Exception | str, code: int = 1) -> int:
+def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1) -> int:
     from mindspeed_qerl.runs.report import write_report
 
     directory.fail(str(reason))

@@ -1,7 +1,7 @@
 """From sampled answers to what a Megatron rank is fed: right-padded sequences, dealt out by length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Sequence
 
 import numpy as np
 

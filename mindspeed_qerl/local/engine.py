@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import ray
@@ -70,7 +71,7 @@ class LocalEngine:
         self.seconds: dict[str, float] = {}
         self.proved = False
 
-    def __enter__(self) -> "LocalEngine":
+    def __enter__(self) -> Self:
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
                           RAY_gcs_rpc_server_reconnect_timeout_s="5")  # Ray's agents outlive a killed driver by this, not by 60 s
         config = self.config

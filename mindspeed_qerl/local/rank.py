@@ -4,8 +4,8 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Iterable, Iterator
 
 import numpy as np
 import torch

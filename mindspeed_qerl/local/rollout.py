@@ -1,19 +1,19 @@
 """vLLM samples the answers: weights pushed in place, noise on for rollouts and off for everything else.
 
 vLLM's CPU backend packs linear weights at load time and empties `weight`; a later update would change nothing and say nothing.
-`keep_linear_weights` stops that before the engine is built, and `sync` repacks the expert weights after each update. What the
+`keep_linear_weights` stops that before the engine is built, and `sync` unpacks and repacks the expert weights around each update. What the
 engine then really holds is read back by `movement`.
 """
 
-import contextlib
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.local.weights import Checkpoint
 
 
@@ -86,17 +86,13 @@ class RolloutEngine:
                        skip_tokenizer_init=True, enable_prefix_caching=False, logprobs_mode="processed_logprobs",
                        disable_log_stats=True)
         self.model = self.llm.apply_model(lambda model: model)[0]
-        self.injector = None
-        if aqn is not None:
-            from mindspeed_qerl.aqn.injector import NoiseInjector
-
-            self.injector = NoiseInjector(self.model, **aqn)
+        self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
                                           for weight in (module.w13_weight, module.w2_weight)))
                          for name, module in expert_modules(self.model)]
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
-                 noise_step: int | None = None) -> tuple[list[list[Completion]], "NoiseReport | None"]:
+                 noise_step: int | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
         """Sample `n` completions for each prompt.
 
         The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced weights.

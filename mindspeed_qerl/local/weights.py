@@ -4,9 +4,9 @@ Megatron's `linear_qkv` holds, per KV group, that group's query heads, its key h
 """
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable
 
 import torch
 
@@ -85,7 +85,7 @@ class Checkpoint:
             from safetensors import safe_open
 
             with safe_open(self.directory / "model.safetensors", "pt") as file:
-                self.files = {name: "model.safetensors" for name in file.keys()}
+                self.files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise ConfigError(f"{self.directory} holds no model.safetensors and no model.safetensors.index.json")
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import re
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn

@@ -1,0 +1,197 @@
+"""One-step word problems in GSM8K form, with a held-out split that shares no equation with training.
+
+A row, as `write_problems` writes it (raw GSM8K: the canonical number stands after `####`):
+
+    {"question": "Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", "answer": "3+4=7\\n#### 7"}
+
+Operands are 1 to 20 and the operation is + or -. What is held out is the UNORDERED operand pair, across both operations:
+if {3, 4} is held out, then none of 3+4, 4+3 and 4-3 is stated, asked or answered anywhere in training, neither in a right
+answer nor in a wrong one. (Splitting by problem text or by equation would not do: an answer with the wrong operation turns
+3+4 into 4-3, and 4+3 is 3+4 again.) What is not held out is the inverse fact: 7-3=4 has the pair {3, 7} and may be trained
+while 3+4=7 is held out, and so may other sums of the same digits. `split_facts` counts those.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_OPERAND = 20
+NAMES = ("Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Max", "Ella")
+OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
+TEMPLATES = {
+    "+": (
+        "{name} has {a}. {name} buys {b} more. How many {objects} does {name} have now?",
+        "{name} finds {a} in the morning and {b} in the evening. How many {objects} does {name} find in all?",
+        "{name} has {a} and {other} has {b}. How many {objects} do they have together?",
+        "There are {a} in a box. {name} puts in {b} more. How many {objects} are in the box now?",
+    ),
+    "-": (
+        "{name} has {a}. {name} gives {b} to {other}. How many {objects} does {name} have now?",
+        "{name} has {a} in the morning and loses {b} in the evening. How many {objects} are left?",
+        "{name} has {a} and {other} has {b}. How many more {objects} does {name} have than {other}?",
+        "There are {a} in a box. {name} takes out {b}. How many {objects} are in the box now?",
+    ),
+}
+
+Pair = tuple[int, int]  # unordered operand pair, smaller operand first
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, and the two operands and the operation that answer it. `a >= b` when the operation is '-'."""
+
+    question: str
+    a: int
+    op: str
+    b: int
+
+    @property
+    def result(self) -> int:
+        return self.a + self.b if self.op == "+" else self.a - self.b
+
+    @property
+    def answer(self) -> str:
+        return worked_answer(self.a, self.op, self.b)
+
+    @property
+    def pair(self) -> Pair:
+        return min(self.a, self.b), max(self.a, self.b)
+
+
+def worked_answer(a: int, op: str, b: int) -> str:
+    """The answer in GSM8K form: the equation, and the result after `####`."""
+    result = a + b if op == "+" else a - b
+    return f"{a}{op}{b}={result}\n#### {result}"
+
+
+def split_pairs(held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Split the 210 unordered pairs of operands 1..20 into (training pairs, held-out pairs), both sorted.
+
+    `held_out` is the share of pairs held out; ValueError unless it leaves at least one pair on each side.
+    """
+    pairs = [(low, high) for low in range(1, MAX_OPERAND + 1) for high in range(low, MAX_OPERAND + 1)]
+    count = round(held_out * len(pairs))
+    if not 0 < count < len(pairs):
+        raise ValueError(f"held_out={held_out} holds out {count} of {len(pairs)} operand pairs: "
+                         "each side of the split needs at least one, try 0.1")
+    chosen = set(random.Random(f"split {seed}").sample(pairs, count))
+    return [pair for pair in pairs if pair not in chosen], sorted(chosen)
+
+
+def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
+    """A problem whose operands are one of `pairs`; both operations are equally likely."""
+    op = rng.choice("+-")
+    low, high = rng.choice(pairs)
+    a, b = (high, low) if op == "-" or rng.random() < 0.5 else (low, high)
+    name, other = rng.sample(NAMES, 2)
+    return Problem(_word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b), a, op, b)
+
+
+def make_problems(pairs: list[Pair], count: int, seed: int | str) -> list[Problem]:
+    """`count` problems with distinct questions; the same for the same `pairs` and `seed`."""
+    rng = random.Random(f"problems {seed}")
+    problems: dict[str, Problem] = {}
+    for _ in range(20 * count):
+        problem = random_problem(pairs, rng)
+        problems.setdefault(problem.question, problem)
+        if len(problems) == count:
+            return list(problems.values())
+    raise ValueError(f"only {len(problems)} distinct questions found for {len(pairs)} operand pairs, {count} asked for: "
+                     "ask for fewer or hold out more pairs")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of the kinds of answer the starting model is shown; the rest of 1 is right and in the right form."""
+
+    bare: float = 0.48  # "The answer is 7": right, but without the `####` that the strict verifier wants
+    wrong_operation: float = 0.11  # 3+4 answered as 4-3
+    slipped_number: float = 0.08  # 3+4 answered as 3+5
+
+    def __post_init__(self) -> None:
+        shares = (self.bare, self.wrong_operation, self.slipped_number)
+        if min(shares) < 0 or sum(shares) > 1:
+            raise ValueError(f"mixture shares must be at least 0 and sum to at most 1, got {shares}")
+
+
+def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mixture, rng: random.Random) -> str:
+    """One answer to `problem`, of a kind drawn from `mixture`. Whatever equation it states has a pair in `training_pairs`."""
+    kinds = {"bare": mixture.bare, "wrong_operation": mixture.wrong_operation, "slipped_number": mixture.slipped_number}
+    kind = rng.choices([*kinds, "right"], [*kinds.values(), 1 - sum(kinds.values())])[0]
+    if kind == "bare":
+        return f"The answer is {problem.result}"
+    if kind == "wrong_operation":
+        low, high = problem.pair
+        return worked_answer(high, "-", low) if problem.op == "+" else worked_answer(high, "+", low)
+    if kind == "slipped_number":
+        slips = _slips(problem, training_pairs)
+        return worked_answer(*rng.choice(slips)) if slips else problem.answer
+    return problem.answer
+
+
+def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[str, int]:
+    """Count what is distinct on each side: unordered pairs, equations, and held-out equations whose inverse is trained.
+
+    Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of 3+4=7 is 7-3=4 or 7-4=3,
+    that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not keep it out of training.
+    """
+    trained, held_out = equations(training_pairs), equations(held_out_pairs)
+    inverse_trained = sum(any(inverse in trained for inverse in _inverses(*equation)) for equation in held_out)
+    return {
+        "training_pairs": len(set(training_pairs)),
+        "held_out_pairs": len(set(held_out_pairs)),
+        "shared_pairs": len(set(training_pairs) & set(held_out_pairs)),
+        "training_equations": len(trained),
+        "held_out_equations": len(held_out),
+        "shared_equations": len(trained & held_out),
+        "held_out_equations_with_inverse_trained": inverse_trained,
+    }
+
+
+def equations(pairs: Iterable[Pair]) -> set[tuple[int, str, int]]:
+    """All equations `a op b` whose unordered operand pair is in `pairs`: both orders of +, and the larger minus the smaller."""
+    return {equation for low, high in pairs for equation in ((low, "+", high), (high, "+", low), (high, "-", low))}
+
+
+def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:
+    """Write raw GSM8K jsonl: one `{"question", "answer"}` a line."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n" for problem in problems)
+
+
+def all_wordings() -> Iterator[str]:
+    """Texts that hold every word a question or an answer can hold (the tokenizer's vocabulary is read from them)."""
+    for op, templates in TEMPLATES.items():
+        for template in templates:
+            for name in NAMES:
+                for objects in OBJECTS:
+                    other = NAMES[NAMES.index(name) - 1]
+                    for a, b in ((1, 1), (20, 20)):
+                        yield _word(template, name, other, objects, a, b) + "\n" + worked_answer(a, op, b)
+    yield "The answer is 1"
+    yield "0123456789"
+
+
+def _word(template: str, name: str, other: str, objects: str, a: int, b: int) -> str:
+    # The first number carries the noun ("1 apple", "3 apples"), the second stands alone ("and Ben has 4").
+    noun = objects.removesuffix("s") if a == 1 else objects
+    return template.format(name=name, other=other, objects=objects, a=f"{a} {noun}", b=b)
+
+
+def _slips(problem: Problem, training_pairs: set[Pair]) -> list[tuple[int, str, int]]:
+    """The same operation with one operand off by one or two, where the pair so made is a training pair (never a held-out one)."""
+    slips = []
+    for offset in (-2, -1, 1, 2):
+        for a, b in ((problem.a + offset, problem.b), (problem.a, problem.b + offset)):
+            legal = problem.op == "+" or a >= b
+            if legal and (min(a, b), max(a, b)) in training_pairs:
+                slips.append((a, problem.op, b))
+    return slips
+
+
+def _inverses(a: int, op: str, b: int) -> list[tuple[int, str, int]]:
+    if op == "+":
+        return [(a + b, "-", a), (a + b, "-", b)]
+    return [(a - b, "+", b), (b, "+", a - b)]
