@@ -72,7 +72,7 @@ class LocalEngine:
         self.proved = False
 
     def __enter__(self) -> Self:
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_BACKEND_LOG_LEVEL="fatal", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
                           RAY_gcs_rpc_server_reconnect_timeout_s="5")  # Ray's agents outlive a killed driver by this, not by 60 s
         config = self.config
         logs = Path(self.run) / "logs"
