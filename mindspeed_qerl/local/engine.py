@@ -7,7 +7,6 @@ prompts -> rollout engine (synced weights, noise on) -> answers and their logpro
 import hashlib
 import os
 import signal
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -77,14 +76,14 @@ class LocalEngine:
         config = self.config
         logs = Path(self.run) / "logs"
         logs.mkdir()
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="mindspeed_qerl_")
+        self.rendezvous = logs.resolve() / "rendezvous"
         ray.init(address="local", num_cpus=config.ranks + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
         threads = str(max(1, (os.cpu_count() or 1) // config.ranks))
         self.ranks = [
             self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
                             {"OMP_NUM_THREADS": threads}, config=config, rank=rank, world_size=config.ranks,
-                            rendezvous=f"file://{self._rendezvous.name}/store")
+                            rendezvous=f"file://{self.rendezvous}")
             for rank in range(config.ranks)]
         self.rollout = self.team.start(
             "rollout engine", "mindspeed_qerl.local.rollout", "RolloutEngine", logs / "rollout.log",
@@ -95,7 +94,7 @@ class LocalEngine:
 
     def __exit__(self, *exception) -> None:
         ray.shutdown()
-        self._rendezvous.cleanup()
+        self.rendezvous.unlink(missing_ok=True)
 
     def _noise_arguments(self) -> dict | None:
         aqn = self.config.aqn
