@@ -1,4 +1,4 @@
-"""The Megatron model on one and on two expert-parallel ranks, against transformers and against each other."""
+"""The Megatron model on one rank and on two, expert-parallel and data-parallel, against transformers and against each other."""
 
 import zlib
 
@@ -13,6 +13,9 @@ from mindspeed_qerl.local.weights import Checkpoint, merge_qkv, qwen3_moe_mappin
 
 from .conftest import make_qwen3_moe, raw_config
 
+ONE, EXPERT_PARALLEL, DATA_PARALLEL = (1, 1), (2, 2), (2, 1)  # (ranks, expert parallel size)
+LAYOUTS = (ONE, EXPERT_PARALLEL, DATA_PARALLEL)
+
 
 def random_batch(count=8, vocab=96):
     rng = np.random.default_rng(0)
@@ -21,15 +24,15 @@ def random_batch(count=8, vocab=96):
     return build_batch(prompts, answers, [(-2 - rng.random(len(a))).tolist() for a in answers], rng.normal(size=count))
 
 
-def train_rank(rank, world, config, folder):
-    """What the test compares: logprobs, three iterations, gradients, merged weights. Runs in its own process."""
+def train_rank(rank, config, folder):
+    """What the tests compare: logprobs, three iterations, gradients, merged weights. Runs in its own process."""
     from mindspeed_qerl.local.rank import TrainRank
     from mindspeed_qerl.lora import lora_layers
 
     torch.set_num_threads(1)
-    trainer = TrainRank(config, rank, world, f"file://{folder}/store{world}")
+    trainer = TrainRank(config, rank, config.ranks, f"file://{folder}/store")
     batch = random_batch()
-    rows = deal(batch.lengths, world)[rank]
+    rows = deal(batch.lengths, config.ranks)[rank]
     shard = batch.rows(rows)
     result = {"rows": rows, "logprobs": trainer.logprobs(shard), "report": trainer.describe()["lora"]}
     for name, layer in lora_layers(trainer.model):  # B away from zero, so that A has a gradient as well
@@ -43,20 +46,20 @@ def train_rank(rank, world, config, folder):
     result["factors"] = trainer.adapter_factors()
     result["trained_logprobs"] = trainer.logprobs(shard)
     result["reference_logprobs"] = trainer.logprobs(shard, reference=True)
-    torch.save(result, f"{folder}/world{world}_rank{rank}.pt")
+    torch.save(result, f"{folder}/rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(moe_dir, data_dir, tmp_path_factory):
-    """{world size: [result of each rank]} of the same work on one rank and on two."""
-    folder = tmp_path_factory.mktemp("ranks")
+    """{layout: [result of each rank]} of the same work in each layout."""
     gathered = {}
-    for world in (1, 2):
-        config = check(raw_config(moe_dir, data_dir, rl_config__actor_resource__num_npus=world, rl_config__init_kl_coef=0.1,
-                                  actor_config__expert_model_parallel_size=world, actor_config__micro_batch_size=3,
+    for ranks, expert_parallel in LAYOUTS:
+        folder = tmp_path_factory.mktemp("ranks")
+        config = check(raw_config(moe_dir, data_dir, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
+                                  actor_config__expert_model_parallel_size=expert_parallel, actor_config__micro_batch_size=3,
                                   actor_config__lr=1e-2, actor_config__clip_grad=0.05))
-        mp.spawn(train_rank, (world, config, str(folder)), nprocs=world)
-        gathered[world] = [torch.load(f"{folder}/world{world}_rank{rank}.pt", weights_only=False) for rank in range(world)]
+        mp.spawn(train_rank, (config, str(folder)), nprocs=ranks)
+        gathered[ranks, expert_parallel] = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
     return gathered
 
 
@@ -79,51 +82,52 @@ def assembled(ranks, key, batch):
     return whole * batch.mask
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_logprobs_are_those_of_transformers(results, moe_dir, world):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logprobs_are_those_of_transformers(results, moe_dir, layout):
     batch = random_batch()
-    difference = assembled(results[world], "logprobs", batch) - transformers_logprobs(moe_dir, batch) * batch.mask
+    difference = assembled(results[layout], "logprobs", batch) - transformers_logprobs(moe_dir, batch) * batch.mask
     assert np.abs(difference).max() < 1e-5
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_merged_weights_give_transformers_the_trained_policy(results, moe_dir, tmp_path, world):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_merged_weights_give_transformers_the_trained_policy(results, moe_dir, tmp_path, layout):
     from safetensors.torch import load_file, save_file
 
-    merged = {name: torch.from_numpy(array) for result in results[world] for name, array in result["merged"].items()}
+    merged = {name: torch.from_numpy(array) for result in results[layout] for name, array in result["merged"].items()}
     base = load_file(moe_dir / "model.safetensors")
     assert {name for name in base if "_proj" in name} == set(merged)  # every attention and expert weight, each once
-    assert sum(len(result["merged"]) for result in results[world]) == len(merged)
+    assert sum(len(result["merged"]) for result in results[layout]) == len(merged)
     save_file({**base, **merged}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((moe_dir / "config.json").read_text())
     batch = random_batch()
     trained = transformers_logprobs(tmp_path, batch) * batch.mask
-    assert np.abs(assembled(results[world], "trained_logprobs", batch) - trained).max() < 1e-5
+    assert np.abs(assembled(results[layout], "trained_logprobs", batch) - trained).max() < 1e-5
     assert np.abs(trained - transformers_logprobs(moe_dir, batch) * batch.mask).max() > 1e-2  # it did learn something
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_reference_logprobs_are_the_base_models_after_training(results, world):
-    for result in results[world]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reference_logprobs_are_the_base_models_after_training(results, layout):
+    for result in results[layout]:
         np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
 
 
 def test_merged_weight_is_base_plus_scaled_product(results, moe_dir):
     checkpoint = Checkpoint(moe_dir)
-    for result in results[2]:
+    for result in results[EXPERT_PARALLEL]:
         for name, (_, b, a) in result["factors"].items():
             expected = checkpoint.read(name).double().numpy() + b.astype(np.float64) @ a.astype(np.float64)
             np.testing.assert_allclose(result["merged"][name], expected, atol=1e-6)
 
 
-def test_two_ranks_train_like_one(results):
-    (one,) = results[1]
-    gradients = {name: g for result in results[2] for name, g in result["gradients"].items()}
+@pytest.mark.parametrize("layout", [EXPERT_PARALLEL, DATA_PARALLEL])
+def test_two_ranks_train_like_one(results, layout):
+    (one,) = results[ONE]
+    gradients = {name: g for result in results[layout] for name, g in result["gradients"].items()}
     assert set(gradients) == set(one["gradients"])
     for name, gradient in one["gradients"].items():
         assert (gradients[name] - gradient).norm() < 1e-5 * gradient.norm(), name
     for step in range(3):
-        for result in results[2]:
+        for result in results[layout]:
             for key in ("loss/policy", "loss/kl", "loss/total", "grad_norm", "mismatch/k3", "mismatch/max_abs_prob_diff"):
                 assert result["metrics"][step][key] == pytest.approx(one["metrics"][step][key], rel=1e-3, abs=1e-6), key
     assert one["metrics"][0]["grad_norm"] > 0.05  # so clipping was at work
@@ -131,10 +135,10 @@ def test_two_ranks_train_like_one(results):
 
 
 def test_every_adapter_learned_and_is_counted_once(results):
-    for world in (1, 2):
-        totals = {target: sum(result["report"][target]["modules"] for result in results[world]) for target in results[1][0]["report"]}
+    for layout in LAYOUTS:
+        totals = {target: sum(result["report"][target]["modules"] for result in results[layout]) for target in results[ONE][0]["report"]}
         assert totals == {"linear_qkv": 2, "linear_proj": 2, "linear_fc1": 16, "linear_fc2": 16}
-        assert all(norm > 0 for result in results[world] for norm in result["adapters"].values())
+        assert all(norm > 0 for result in results[layout] for norm in result["adapters"].values())
 
 
 def test_qkv_is_interleaved_by_group_as_megatron_reads_it():
