@@ -79,15 +79,18 @@ class LocalEngine:
         self.rendezvous = logs.resolve() / "rendezvous"
         ray.init(address="local", num_cpus=config.ranks + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
-        threads = str(max(1, (os.cpu_count() or 1) // config.ranks))
+        cores = len(os.sched_getaffinity(0))
+        # Ranks and rollouts take turns: threads that wait by spinning would hold the cores of those whose turn it is.
+        threads = {name: {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE"}
+                   for name, count in (("rank", max(1, cores // config.ranks)), ("rollout", cores))}
         self.ranks = [
             self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
-                            {"OMP_NUM_THREADS": threads}, config=config, rank=rank, world_size=config.ranks,
+                            threads["rank"], config=config, rank=rank, world_size=config.ranks,
                             rendezvous=f"file://{self.rendezvous}")
             for rank in range(config.ranks)]
         self.rollout = self.team.start(
             "rollout engine", "mindspeed_qerl.local.rollout", "RolloutEngine", logs / "rollout.log",
-            {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}, model_dir=config.model_dir, dtype=config.dtype,
+            threads["rollout"], model_dir=config.model_dir, dtype=config.dtype,
             max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, kv_cache_gib=config.local.kv_cache_gib,
             aqn=self._noise_arguments())
         return self

@@ -23,7 +23,6 @@ class TrainRank:
     def __init__(self, config: RunConfig, rank: int, world_size: int, rendezvous: str):
         """rendezvous: init_method of torch.distributed, for example file:///some/new/file."""
         os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         from mindspeed_qerl.emulation import cuda_on_cpu
 
         cuda_on_cpu.install()

@@ -46,7 +46,7 @@ class LoRALinear(nn.Module):
         output, bias = self.base_layer(x, *args, **kwargs)
         if self.enabled:
             a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-            output = output + self.scaling * nn.functional.linear(nn.functional.linear(x, a), b)
+            output = output + nn.functional.linear(self.scaling * nn.functional.linear(x, a), b)
         return output, bias
 
     @torch.no_grad()

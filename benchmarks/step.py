@@ -1,0 +1,313 @@
+"""Seconds per GRPO step: our local engine beside TRL's GRPOTrainer, on the same model, prompts and cores, in one run.
+
+    python benchmarks/step.py --quick            see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
+    python benchmarks/step.py                    both sizes, two rounds of 2 + 5 steps, about 12 minutes
+    python benchmarks/step.py --size large --prompts 32 --rounds 1
+
+    tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
+    large   10M parameters, 8 prompts x 8 answers of 256 tokens
+
+Both sides: the same Qwen3-MoE with random weights, float32, 2 cores, LoRA r=32 alpha=64 on attention and all experts, AdamW 2e-4,
+no KL term, one update per step, the same prompts in the same order, the same verifier as reward, answers of exactly the same
+length (nothing ends an answer early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and two Megatron ranks
+in processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with transformers in the process that
+trains, with `grouped_mm` experts, without gradient checkpointing, autocast, load-balancing loss or saving; its vLLM mode trains
+on stale weights on a CPU. The two take turns, each in fresh processes; the first steps are not counted, the rest give medians.
+OMP_WAIT_POLICY is PASSIVE for both unless it is set: threads that spin for a core another program has taken slow TRL twentyfold.
+
+    rollout    sampling the answers; TRL also decodes them here
+    reward     verifier, advantages and the batch
+    training   forward, backward and optimizer, on our side with the hop to the ranks and back
+    sync       merged weights into vLLM; TRL samples from the weights it trains
+    once       everything outside the steps: imports, engines, the first evaluation of our side, shutdown
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+CORES = 2
+GROUP = 8  # answers per prompt
+SEED = 1
+LEARNING_RATE = 2e-4
+MAX_PROMPT_TOKENS = 96
+PARTS = ("rollout", "reward", "training", "sync", "other")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides run. Micro-batches count answers; None is all of them at once."""
+
+    shape: str
+    prompts: int
+    tokens: int
+    our_micro_batch: int
+    trl_micro_batch: int | None = None
+    warm_up: int = 2
+    steps: int = 5
+
+    @property
+    def answers(self) -> int:
+        return self.prompts * GROUP
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one side: per counted step the seconds of each part and of the whole, answer lengths, rewards."""
+
+    steps: list[dict[str, float]]
+    once_seconds: float
+    load: float
+
+
+SIZES = {
+    "tiny": Setting("tiny", prompts=32, tokens=24, our_micro_batch=128),
+    "large": Setting("large", prompts=8, tokens=256, our_micro_batch=16, trl_micro_batch=16),
+}
+
+
+def make_model(directory: Path, shape: str) -> int:
+    """Random weights and no end token: every answer gets all its tokens. Returns the number of parameters."""
+    from transformers import AutoTokenizer
+
+    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+
+    parameters = make_tiny_model(directory, Recipe(shape=shape, steps=0))["parameters"]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(directory)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((directory / name).read_text()) | {"eos_token_id": None}
+        (directory / name).write_text(json.dumps(content, indent=2))
+    return parameters
+
+
+def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
+    """The counted steps of `cli/train_grpo.py`, from its metrics.jsonl."""
+    root = Path(tempfile.mkdtemp(prefix="ours_", dir=work))
+    command = [
+        sys.executable, REPO / "cli" / "train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
+        f"megatron_training.tokenizer_name_or_path={model_dir}", f"megatron_training.global_batch_size={setting.prompts}",
+        f"megatron_training.train_iters={setting.warm_up + setting.steps}", f"megatron_training.seed={SEED}",
+        f"actor_config.lr={LEARNING_RATE}", f"actor_config.micro_batch_size={setting.our_micro_batch}",
+        f"rl_config.mini_batch_size={setting.prompts}", f"rl_config.n_samples_per_prompt={GROUP}",
+        f"rl_config.max_prompt_length={MAX_PROMPT_TOKENS}", "rl_config.verifier_function=[gsm8k]",
+        f"generate_config.sampling_config.max_tokens={setting.tokens}",
+        f"generate_config.max_model_len={MAX_PROMPT_TOKENS + setting.tokens}",
+        "eval.n_problems=1", "eval.samples_per_problem=1", "eval.every=1000", f"run.root={root}", "run.name=step"]
+    with open(root / "output.log", "w") as log:
+        code = subprocess.run(command, check=False, cwd=REPO, stdout=log, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RuntimeError(f"cli/train_grpo.py ended with exit code {code}:\n{(root / 'output.log').read_text()[-3000:]}")
+    rows = [json.loads(line) for line in next(root.glob("step/*/metrics.jsonl")).read_text().splitlines()]
+    return [{
+        "rollout": row["time/rollout"],
+        "reward": row["time/reward"],
+        "training": row["time/logprobs"] + row["time/update"],
+        "sync": row["time/sync"],
+        "step": row["time/step"],
+        "length": row["response/length_mean"],
+        "gradient": row["grad_norm"],
+    } for row in rows]
+
+
+def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
+    """The steps of TRL's GRPOTrainer; call in a fresh process, its output goes to a file in `work`."""
+    log = os.open(work / "trl.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from mindspeed_qerl.gsm8k.dataset import read_converted
+    from mindspeed_qerl.gsm8k.prompts import plain_prompt
+    from mindspeed_qerl.gsm8k.verifier import get_verifier
+    from mindspeed_qerl.local.engine import prompt_indices
+
+    torch.set_num_threads(CORES)
+    rows = read_converted(model_dir / "data" / "train_chat.parquet")
+    chosen = [index for step in range(setting.warm_up + setting.steps)
+              for index in prompt_indices(step, setting.prompts, len(rows), SEED)]
+    dataset = Dataset.from_dict({"prompt": [plain_prompt(rows[i]["question"]) for i in chosen],
+                                 "gold": [rows[i]["answer"] for i in chosen]})
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.set_experts_implementation("grouped_mm")
+    lora = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+                      target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_special_tokens({"eos_token": "<never>"})  # TRL wants one; it is beyond the model's vocabulary
+    micro_batch = setting.trl_micro_batch or setting.answers
+    arguments = GRPOConfig(
+        output_dir=str(work / "trl"), max_steps=setting.warm_up + setting.steps, per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=setting.answers // micro_batch, num_generations=GROUP, max_completion_length=setting.tokens,
+        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, top_p=1.0,
+        top_k=0, beta=0.0, num_iterations=1, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, scale_rewards="group",
+        router_aux_loss_coef=0.0, shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True, use_vllm=False,
+        save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, seed=SEED)
+
+    seconds, steps = {}, []
+
+    class Timed(GRPOTrainer):
+        def _generate(self, *given, **named):
+            started = time.perf_counter()
+            result = super()._generate(*given, **named)
+            seconds["rollout"] = time.perf_counter() - started
+            return result
+
+        def _generate_and_score_completions(self, *given, **named):
+            started = time.perf_counter()
+            result = super()._generate_and_score_completions(*given, **named)
+            seconds["scored"] = time.perf_counter() - started
+            return result
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            step = time.perf_counter() - self.started
+            steps.append({"rollout": seconds["rollout"], "reward": seconds["scored"] - seconds["rollout"],
+                          "training": step - seconds["scored"], "sync": 0.0, "step": step})
+
+        def on_log(self, _, __, ___, logs, **____):
+            if "completions/mean_length" in logs:
+                steps[-1] |= {"length": logs["completions/mean_length"], "gradient": logs["grad_norm"]}
+
+    verifier = get_verifier("gsm8k")
+    trainer = Timed(model=model, processing_class=tokenizer, args=arguments, train_dataset=dataset,
+                    reward_funcs=lambda completions, gold, **_: verifier(completions, gold), peft_config=lora, callbacks=[Clock()])
+    trainer.train()
+    return steps
+
+
+def run_trl_process(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(run_trl, setting, model_dir, work).result()
+        except Exception as error:
+            raise RuntimeError(f"TRL's side failed, {type(error).__name__}: {error}\n{(work / 'trl.log').read_text()[-3000:]}") from error
+
+
+SIDES = {"ours": run_ours, "TRL": run_trl_process}
+
+
+def measure(side: str, setting: Setting, model_dir: Path, work: Path) -> Measured:
+    """Run one side once; RuntimeError if it fails or did other work than it was asked for."""
+    started = time.perf_counter()
+    rows = SIDES[side](setting, model_dir, work)
+    once = time.perf_counter() - started - sum(row["step"] for row in rows)
+    if not any(row["gradient"] > 0 for row in rows):
+        raise RuntimeError(f"{side}: no step had a gradient, all rewards were equal; use more --prompts")
+    for row in rows:
+        row["other"] = row["step"] - sum(row[part] for part in PARTS if part != "other")
+    return Measured(rows[setting.warm_up:], once, os.getloadavg()[0])
+
+
+def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], console) -> None:
+    from rich.table import Table
+
+    def median(side: str, key: str) -> float:
+        return statistics.median(step[key] for run in runs[side] for step in run.steps)
+
+    rounds = len(runs["ours"])
+    table = Table("seconds per step", *runs, "ours / TRL", "share of our step",
+                  title=f"{parameters / 1e6:.1f}M parameters, {setting.prompts} prompts x {GROUP} answers of {setting.tokens} tokens",
+                  caption=f"medians of {rounds} x {setting.steps} steps after {setting.warm_up}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    ours_step = median("ours", "step")
+    for part in (*PARTS, "step"):
+        ours, theirs = median("ours", part), median("TRL", part)
+        ratio = f"{ours / theirs:.2f}" if part != "other" and theirs else ""
+        if part == "step":
+            table.add_section()
+        table.add_row(part, f"{ours:.3f}", f"{theirs:.3f}", ratio, f"{ours / ours_step:.0%}", style="bold" if part == "step" else None)
+
+    def row(name: str, value) -> None:
+        table.add_row(name, *(value(side) for side in runs))
+
+    def spread(side: str) -> str:
+        steps = [step["step"] for run in runs[side] for step in run.steps]
+        return f"{min(steps):.3f} - {max(steps):.3f}"
+
+    row("step, fastest - slowest", spread)
+    table.add_section()
+    row("tokens per answer", lambda side: f"{median(side, 'length'):.1f}")
+    row("sampled tokens/s", lambda side: f"{setting.answers * median(side, 'length') / median(side, 'rollout'):,.0f}")
+    row("once, seconds a run", lambda side: " ".join(f"{run.once_seconds:.0f}" for run in runs[side]))
+    row("load average after each run", lambda side: " ".join(f"{run.load:.1f}" for run in runs[side]))
+    console.print(table)
+
+
+def settings_from(arguments: argparse.Namespace) -> list[Setting]:
+    """The sizes asked for, with what the command line changes; ValueError if it cannot be run."""
+    changes = {field.name: value for field in dataclasses.fields(Setting)
+               if (value := getattr(arguments, field.name, None)) is not None}
+    sizes = ["tiny"] if arguments.quick else arguments.size
+    if arguments.quick:
+        changes |= {"warm_up": 1, "steps": 2}
+    settings = [dataclasses.replace(SIZES[size], **changes) for size in sizes]
+    for setting in settings:
+        for name, value in dataclasses.asdict(setting).items():
+            if isinstance(value, int) and value < (0 if name == "warm_up" else 1):
+                raise ValueError(f"--{name.replace('_', '-')} {value} is too small")
+        if setting.answers % (setting.trl_micro_batch or 1):
+            raise ValueError(f"--trl-micro-batch {setting.trl_micro_batch} must divide {setting.answers} answers")
+    return settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps")
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each side runs: ours, TRL, ours, ... (default %(default)s)")
+    parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
+    parser.add_argument("--warm-up", type=int, help="steps before them (default 2)")
+    parser.add_argument("--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)")
+    parser.add_argument("--tokens", type=int, help="tokens of an answer (default: the size's)")
+    parser.add_argument("--our-micro-batch", type=int, help="answers a rank trains on at once (default: the size's)")
+    parser.add_argument("--trl-micro-batch", type=int, help="answers TRL trains on at once (default: the size's)")
+    arguments = parser.parse_args()
+    try:
+        settings = settings_from(arguments)
+        if arguments.rounds < 1:
+            raise ValueError(f"--rounds {arguments.rounds} is too small")
+    except ValueError as error:
+        parser.error(str(error))
+
+    os.environ["OMP_NUM_THREADS"] = str(CORES)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    for setting in settings:
+        with tempfile.TemporaryDirectory(prefix="step_") as folder:
+            work = Path(folder)
+            parameters = make_model(work / "model", setting.shape)
+            runs = {side: [] for side in SIDES}
+            for turn in range(1 if arguments.quick else arguments.rounds):
+                for side in SIDES:
+                    with console.status(f"{setting.shape}, round {turn + 1}: {side}"):
+                        runs[side].append(measure(side, setting, work / "model", work))
+            report(setting, parameters, runs, console)
+
+
+if __name__ == "__main__":
+    main()
