@@ -38,7 +38,7 @@ $(VENV)/.local: requirements/local.txt setup.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --no-deps $(TORCH)+cpu || $(PY) -m pip install --quiet --no-deps $(TORCH)+cpu --index-url $(TORCH_CPU_INDEX)
 	$(PY) -m pip install --progress-bar off --no-deps --requirement requirements/local.txt | awk -v total=$$(wc -l < requirements/local.txt) \
-		'/^Collecting/ {printf "\rfetching package %d of %d", ++n, total} /^Installing/ {printf "\ninstalling them"} {fflush()} END {print ""}'
+		'/^(Collecting|Processing)/ {printf "\rfetching package %d of %d", ++n, total} /^Installing/ {printf "\ninstalling them"} {fflush()} END {print ""}'
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

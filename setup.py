@@ -21,9 +21,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]),
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     extras_require={
-        "local": ["torch==2.13.0", *names("local.in")],
+        "local": ["torch==2.13.0", *names("local.in")],  # `make install` installs the locked list, which leaves out what does not fit
         "dev": names("dev.in"),
         "ascend": ["hydra-core==1.3.2", "pandas", "psutil", "pyarrow", "pyyaml", "rich"],  # torch, vLLM and Ray are MindSpeed-RL's own
     },

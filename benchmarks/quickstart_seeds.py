@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart_seeds.py --seeds 1 2 3
 
-Runs that are finished in --root are not run again. Intervals over seeds are 95% Student-t intervals of the mean; the interval of
+Runs that are finished in --root are not run again; give another --root with other overrides. Intervals over seeds are 95% Student-t intervals of the mean; the interval of
 the difference is Welch's. Three seeds make them wide, and that is what they say.
 """
 
@@ -24,8 +24,8 @@ PARTS = ("has `#### n`", "right operation", "right operands", "right arithmetic"
 
 def finished_run(root: Path, name: str, seed: int) -> RunDirectory | None:
     """The first finished run of this name and seed."""
-    runs = (RunDirectory.open(path) for path in sorted((root / name).glob(f"*_seed{seed}*")))
-    return next((run for run in runs if run.status()["state"] == "finished"), None)
+    runs = (RunDirectory.open(path) for path in sorted((root / name).glob("*_seed*")))
+    return next((run for run in runs if run.status()["state"] == "finished" and run.status()["seed"] == seed), None)
 
 
 def parts(run: RunDirectory, step: int) -> list[float]:
@@ -54,7 +54,7 @@ def difference(treated: list[float], baseline: list[float]) -> str:
     """Welch's 95% interval of the difference of means."""
     variances = [np.var(values, ddof=1) / len(values) for values in (treated, baseline)]
     freedom = sum(variances) ** 2 / sum(v**2 / (len(values) - 1) for v, values in zip(variances, (treated, baseline)))
-    half = T_95[max(1, int(freedom))] * np.sqrt(sum(variances))
+    half = T_95[min(max(T_95), max(1, int(freedom)))] * np.sqrt(sum(variances))
     mean = np.mean(treated) - np.mean(baseline)
     return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 

@@ -23,7 +23,8 @@ def main(config: DictConfig) -> None:
 def check_config_name(arguments: list[str]) -> None:
     """Exit with the list of configs if --config-name names none of them; Hydra would only show where it looked."""
     asked = re.search(r"(?:^|\n)(?:--config-name|-cn)[=\n]([^\n]+)", "\n".join(arguments))
-    if asked and not (CONFIGS / asked[1]).with_suffix(".yaml").is_file():
+    elsewhere = any(argument.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for argument in arguments)
+    if asked and not elsewhere and not (CONFIGS / f"{asked[1].removesuffix('.yaml')}.yaml").is_file():
         from mindspeed_qerl.config import unknown
 
         sys.exit("error: " + unknown("config name", asked[1], (path.stem for path in CONFIGS.glob("*.yaml"))))

@@ -109,13 +109,10 @@ class LocalConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """generate_config.sampling_config."""
+    """generate_config.sampling_config; top_p, top_k and min_p must leave the distribution whole."""
 
     max_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,10 +155,6 @@ class RunConfig:
     local: LocalConfig
     ignored_keys: tuple[str, ...]
 
-    @property
-    def samples_per_step(self) -> int:
-        return self.global_batch_size * self.samples_per_prompt
-
 
 OWN_SECTIONS = {"aqn": AQNConfig, "gsm8k": GSM8KConfig, "eval": EvalConfig, "run": RunSection, "local": LocalConfig}
 UPSTREAM_SECTIONS = {"megatron_training": MEGATRON_KEYS, "actor_config": MEGATRON_KEYS, "rl_config": RL_KEYS,
@@ -184,6 +177,10 @@ class _Reader:
         """The value of an upstream key, checked for type and closed range; a fault and the default if it is wrong."""
         self.honoured.add((section, key))
         value = (self.raw.get(section) or {}).get(key)
+        if section == "actor_config" and value is None:  # upstream reads both as one: MegatronConfig({**megatron_training, **actor_config})
+            section = "megatron_training"
+            self.honoured.add((section, key))
+            value = (self.raw.get(section) or {}).get(key)
         if value is None:
             if required:
                 self.fault(f"{section}.{key} is missing")
@@ -248,10 +245,7 @@ def _check_names(reader: _Reader) -> tuple[str, ...]:
                 reader.fault(unknown(f"key in {section}:", key, known))
             elif (section, key) not in reader.honoured:
                 ignored.append(f"{section}.{key}")
-    sampling = (reader.raw.get("generate_config") or {}).get("sampling_config") or {}
-    for key in sampling:
-        if key not in SAMPLING_KEYS:
-            reader.fault(unknown("key in generate_config.sampling_config:", key, SAMPLING_KEYS))
+    ignored += ["model"] if "model" in reader.raw else []
     return tuple(ignored)
 
 
@@ -259,19 +253,22 @@ def _check_verifiers(reader: _Reader) -> tuple[tuple[str, float], ...]:
     names = reader.upstream("rl_config", "verifier_function", ["gsm8k"], (list,))
     weights = reader.upstream("rl_config", "verifier_weight", [1.0] * len(names), (list,))
     for name in names:
-        if name not in VERIFIERS:
+        if not isinstance(name, str) or name not in VERIFIERS:
             reader.fault("rl_config.verifier_function: " + unknown("verifier", name, VERIFIERS))
     if len(names) != len(weights) or not names:
         reader.fault(f"rl_config: {len(names)} verifier_function and {len(weights)} verifier_weight must be as many, and at least one")
+    weights = [reader.value(f"rl_config.verifier_weight[{i}]", weight, 1.0, (float,), None, None) for i, weight in enumerate(weights)]
     return tuple(zip(names, weights))
 
 
 def _check_aqn(reader: _Reader, train_iters: int) -> AQNConfig:
     aqn = reader.own("aqn")
-    if aqn.enabled and not reader.faults:
+    if aqn.enabled:
         try:
             aqn.noise_schedule(train_iters)
-            check_targets(aqn.targets)
+            check_targets(aqn.exclude)
+            if not check_targets(aqn.targets):
+                raise ValueError("targets is empty; to run without noise, use aqn=off")
         except ValueError as error:
             reader.fault(f"aqn: {error}")
     return aqn
@@ -285,13 +282,20 @@ def _check_model_dir(reader: _Reader, path: str, expert_parallel: int) -> None:
         return
     try:
         shape = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         reader.fault(f"{config_file} is not valid JSON: {error}")
         return
+    if not isinstance(shape, dict):
+        reader.fault(f"{config_file} holds no JSON object")
+        return
+    experts = shape.get("num_experts", shape.get("num_local_experts"))  # transformers 5 writes the second
     if shape.get("model_type") not in LOCAL_MODELS:
         reader.fault(f"{config_file}: " + unknown("model_type for the local engine", shape.get("model_type"), LOCAL_MODELS))
-    elif (experts := shape.get("num_experts", shape.get("num_local_experts", 0))) % expert_parallel:  # transformers 5 writes the second
+    elif not isinstance(experts, int):
+        reader.fault(f"{config_file}: num_experts = {experts!r} must be int")
+    elif experts % expert_parallel:
         reader.fault(f"{experts} experts of {path} cannot be shared equally by expert_model_parallel_size = {expert_parallel}")
+
 
 
 def check(raw: Mapping[str, Any]) -> RunConfig:
@@ -306,6 +310,9 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     reader = _Reader(raw)
     if raw.get("engine") not in ENGINES:
         raise ConfigError(unknown("engine", raw.get("engine"), ENGINES))
+    for section in UPSTREAM_SECTIONS:
+        if not isinstance(raw.get(section) or {}, Mapping):
+            raise ConfigError(f"section {section} must be a mapping, not {raw[section]!r}")
     get = reader.upstream
     model_dir = get("megatron_training", "tokenizer_name_or_path", "", (str,), required=True)
     train_iters = get("megatron_training", "train_iters", 1, low=1, required=True)
@@ -315,6 +322,8 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     if batch % mini_batch:
         reader.fault(f"megatron_training.global_batch_size = {batch} prompts must be a multiple of rl_config.mini_batch_size = {mini_batch}")
     resources = get("rl_config", "actor_resource", {}, (dict,))
+    for key in resources.keys() - {"num_npus"}:
+        reader.fault(unknown("key in rl_config.actor_resource:", key, ["num_npus"]))
     ranks = reader.value("rl_config.actor_resource.num_npus", resources.get("num_npus", 1), 1, (int,), 1, None)
     if ranks not in LOCAL_RANKS:
         reader.fault(f"rl_config.actor_resource.num_npus = {ranks}: the local engine runs {' or '.join(map(str, LOCAL_RANKS))} ranks")
@@ -350,6 +359,13 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     temperature = reader.value("generate_config.sampling_config.temperature", sampling.get("temperature", 1.0), 1.0, (float,), None, None)
     if temperature <= 0:
         reader.fault(f"generate_config.sampling_config.temperature = {temperature}: GRPO compares different answers, so it must be above 0")
+    for key in sampling:
+        if key not in SAMPLING_KEYS:
+            reader.fault(unknown("key in generate_config.sampling_config:", key, SAMPLING_KEYS))
+    for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        if sampling.get(key, neutral) != neutral:
+            reader.fault(f"generate_config.sampling_config.{key} = {sampling[key]!r}: the policy that is trained is the whole distribution, "
+                         f"so the rollout must sample from the whole distribution: {key} = {neutral}")
     max_prompt = get("rl_config", "max_prompt_length", 512, low=1)
     max_model_len = get("generate_config", "max_model_len", max_prompt + max_tokens, low=2)
     if max_prompt + max_tokens > max_model_len:
@@ -371,29 +387,41 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
             reader.fault(f"gsm8k.{key} = {getattr(gsm8k, key)!r}: no such file. Make it with `python tools/convert_gsm8k.py --input "
                          "DIR_OR_HUB_NAME --output DIR`, or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
     for name, value in (("eval.every", evaluation.every), ("eval.samples_per_problem", evaluation.samples_per_problem),
-                        ("local.kv_cache_gib", local.kv_cache_gib), ("eval.n_problems", evaluation.n_problems or 1)):
-        if value < 1:
-            reader.fault(f"{name} = {value} must be at least 1")
+                        ("local.kv_cache_gib", local.kv_cache_gib), ("eval.n_problems", evaluation.n_problems),
+                        ("run.rollout_samples", run.rollout_samples)):
+        least = 0 if name == "run.rollout_samples" else 1
+        if value is not None and value < least:
+            reader.fault(f"{name} = {value} must be at least {least}")
+    if evaluation.temperature < 0 or (evaluation.temperature == 0 and evaluation.samples_per_problem > 1):
+        reader.fault(f"eval.temperature = {evaluation.temperature} with eval.samples_per_problem = {evaluation.samples_per_problem}: it must be "
+                     "above 0, or 0 (greedy) with 1 sample")
     available = psutil.virtual_memory().available / 2**30
     if local.kv_cache_gib >= available:
         reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for vLLM's KV cache. "
                      "Ask for less, or free some")
     _check_model_dir(reader, model_dir, expert_parallel)
+    lr, min_lr = get("actor_config", "lr", 1e-6, (float,), low=0, required=True), get("actor_config", "min_lr", 0.0, (float,), low=0)
+    lora_alpha = get("megatron_training", "lora_alpha", 1, (float,), required=True)
+    if lr <= 0 or min_lr > lr:
+        reader.fault(f"actor_config.lr = {lr} must be above 0 and not below actor_config.min_lr = {min_lr}")
+    if lora_alpha <= 0:
+        reader.fault(f"megatron_training.lora_alpha = {lora_alpha} must be above 0")
     result = dict(
-        model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1), ranks=ranks, expert_parallel=expert_parallel,
+        model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1, low=0), ranks=ranks, expert_parallel=expert_parallel,
         train_iters=train_iters, global_batch_size=batch, mini_batch_size=mini_batch,
         micro_batch_size=get("actor_config", "micro_batch_size", 1, low=1), samples_per_prompt=samples,
         epochs=get("rl_config", "epochs", 1, low=1), max_prompt_length=max_prompt, max_model_len=max_model_len,
         max_num_seqs=get("generate_config", "max_num_seqs", 256, low=1),
-        lr=get("actor_config", "lr", 1e-6, (float,), low=0, required=True), min_lr=get("actor_config", "min_lr", 0.0, (float,), low=0),
+        lr=lr, min_lr=min_lr,
         lr_decay_style=style, lr_warmup_steps=int(warmup * train_iters),
         weight_decay=get("actor_config", "weight_decay", 0.01, (float,), low=0),
-        adam_betas=(get("actor_config", "adam_beta1", 0.9, (float,), low=0, high=1), get("actor_config", "adam_beta2", 0.999, (float,), low=0, high=1)),
+        adam_betas=(get("actor_config", "adam_beta1", 0.9, (float,), low=0, high=0.999999),
+                    get("actor_config", "adam_beta2", 0.999, (float,), low=0, high=0.999999)),
         clip_grad=get("actor_config", "clip_grad", 1.0, (float,), low=0), clip_low=clip[0], clip_high=clip[1],
         kl_coefficient=get("rl_config", "init_kl_coef", 0.01, (float,), low=0),
-        lora_r=get("megatron_training", "lora_r", 8, low=1), lora_alpha=get("megatron_training", "lora_alpha", 16, (float,), low=0),
+        lora_r=get("megatron_training", "lora_r", 1, low=1, required=True), lora_alpha=lora_alpha,
         lora_targets=targets, verifiers=verifiers,
-        sampling=Sampling(max_tokens, temperature, sampling.get("top_p", 1.0), sampling.get("top_k", -1), sampling.get("min_p", 0.0)),
+        sampling=Sampling(max_tokens, temperature),
         aqn=aqn, gsm8k=gsm8k, eval=evaluation, run=run, local=local,
     )
     ignored = _check_names(reader)

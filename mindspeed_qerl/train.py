@@ -25,6 +25,8 @@ def run(raw: dict[str, Any], name: str) -> int:
         return _refuse(error)
 
     from mindspeed_qerl.gsm8k.dataset import read_converted
+    from mindspeed_qerl.local.engine import train
+    from mindspeed_qerl.local.workers import WorkerError
     from mindspeed_qerl.runs.metrics import MetricsWriter
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.runs.report import write_report
@@ -42,9 +44,6 @@ def run(raw: dict[str, Any], name: str) -> int:
         metrics = MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project)
     except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal: its message says what to do
         return _stop(directory, error)
-
-    from mindspeed_qerl.local.engine import train
-    from mindspeed_qerl.local.workers import WorkerError
 
     started = time.perf_counter()
     try:

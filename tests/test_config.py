@@ -36,7 +36,7 @@ def put(raw, key, value):
 
 def test_the_quickstart_says_what_it_does(raw):
     config = check(raw)
-    assert (config.ranks, config.expert_parallel, config.samples_per_step) == (2, 2, 256)
+    assert (config.ranks, config.expert_parallel, config.global_batch_size, config.samples_per_prompt) == (2, 2, 32, 8)
     assert (config.lr, config.clip_low, config.clip_high, config.kl_coefficient) == (2e-4, 0.2, 0.28, 0.0)
     assert (config.lora_r, config.lora_alpha, len(config.lora_targets)) == (32, 64, 4)
     assert config.aqn.noise_schedule(40).sigma(4) == 0.05
@@ -78,6 +78,21 @@ def test_the_quickstart_says_what_it_does(raw):
     ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
     ("megatron_training.train_iters", 0, "train_iters = 0 must be at least 1"),
     ("megatron_training.train_iters", True, "train_iters = True must be int"),
+    ("rl_config", 5, "section rl_config must be a mapping"),
+    ("rl_config.actor_resource", {"num_npu": 2}, "did you mean 'num_npus'"),
+    ("rl_config.verifier_function", [["gsm8k"]], "unknown verifier ['gsm8k']"),
+    ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight[0] = 'x' must be float"),
+    ("generate_config.sampling_config", 3, "generate_config.sampling_config = 3 must be dict"),
+    ("generate_config.sampling_config.top_p", 0.9, "the rollout must sample from the whole distribution: top_p = 1.0"),
+    ("aqn.targets", [], "targets is empty; to run without noise, use aqn=off"),
+    ("aqn.exclude", "x", "unknown AQN target 'x'"),
+    ("eval.temperature", 0.0, "it must be above 0, or 0 (greedy) with 1 sample"),
+    ("eval.n_problems", 0, "eval.n_problems = 0 must be at least 1"),
+    ("run.rollout_samples", -1, "run.rollout_samples = -1 must be at least 0"),
+    ("megatron_training.seed", -1, "seed = -1 must be at least 0"),
+    ("megatron_training.lora_r", None, "megatron_training.lora_r is missing"),
+    ("actor_config.min_lr", 1.0, "must be above 0 and not below actor_config.min_lr = 1.0"),
+    ("actor_config.adam_beta2", 1, "actor_config.adam_beta2 = 1 must be at least 0 and at most"),
     ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
 ])
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
@@ -96,6 +111,13 @@ def test_all_faults_are_named_at_once(raw):
     assert len(str(error.value).splitlines()) == 3
 
 
+def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
+    raw["megatron_training"]["lr"] = raw["actor_config"].pop("lr") * 2
+    raw["megatron_training"]["expert_model_parallel_size"] = 1
+    config = check(raw)
+    assert (config.lr, config.expert_parallel) == (4e-4, 2)
+
+
 def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw):
     put(raw, "megatron_training.use_flash_attn", True)
     put(raw, "generate_config.gpu_memory_utilization", 0.8)
@@ -105,7 +127,9 @@ def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw)
 @pytest.mark.parametrize("model, message", [
     ('{"model_type": "llama"}', "unknown model_type for the local engine 'llama'"),
     ('{"model_type": "qwen3_moe", "num_local_experts": 7}', "7 experts .* cannot be shared equally"),
+    ('{"model_type": "qwen3_moe", "num_experts": "8"}', "num_experts = '8' must be int"),
     ('{"model_type": ', "is not valid JSON"),
+    ("[]", "holds no JSON object"),
 ])
 def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, model, message):
     (tmp_path / "config.json").write_text(model)

@@ -24,7 +24,7 @@ def main() -> int:
     recipe = Recipe(seed=arguments.seed, shape="large", steps=0) if arguments.large else Recipe(seed=arguments.seed)
     try:
         report = make_tiny_model(arguments.output, recipe)
-    except (FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{arguments.output}: {report['parameters']:,} parameters, {report['seconds']['total']:.0f} s to make")

@@ -34,9 +34,7 @@ def _maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
 
 
 def install() -> None:
-    """Patch torch.cuda and megatron-core's split conversion, in this process; does nothing where CUDA is present."""
-    if torch.cuda.is_available():
-        return
+    """Patch torch.cuda and megatron-core's split conversion, in this process."""
     torch.cuda.Stream = Stream
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()

@@ -42,7 +42,7 @@ def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[in
 
 
 class Task:
-    """Rows of a converted file as prompts in token ids, and the verdict on answers to them."""
+    """Rows of a converted file, and their prompts as token ids."""
 
     def __init__(self, path: str, tokenizer, prompt: str, max_prompt_length: int, limit: int | None = None):
         self.tokenizer = tokenizer
@@ -120,7 +120,10 @@ class LocalEngine:
         config = self.config
         self.progress.phase("starting engines")
         started = time.perf_counter()
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{config.model_dir} has no tokenizer that transformers can read: {error}") from error
         if config.gsm8k.prompt == "chat" and not self.tokenizer.chat_template:
             raise ConfigError(f"gsm8k.prompt = 'chat', but the tokenizer of {config.model_dir} has no chat template. "
                               "Give a chat model, or set gsm8k.prompt=plain")
@@ -138,10 +141,13 @@ class LocalEngine:
             self.iteration(step, train_task)
             if step % config.eval.every == 0 or step == config.train_iters:
                 self.evaluate(eval_task, step)
+        if not self.proved:
+            self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way into the rollout "
+                                  "engine was never proved")
 
     def _report_targets(self) -> None:
         described = self.team.gather({rank: rank.call("describe") for rank in self.ranks})
-        totals = {target: {key: sum(d["lora"][target][key] for d in described) for key in ("modules", "parameters")}
+        totals = {target: {key: sum(counted[target][key] for counted in described) for key in ("modules", "parameters")}
                   for target in self.config.lora_targets}
         self.progress.message("LoRA trains " + ", ".join(
             f"{target}: {count['modules']} modules, {count['parameters']:,} parameters" for target, count in totals.items()))
@@ -155,6 +161,9 @@ class LocalEngine:
             chosen = prompt_indices(step - 1, config.global_batch_size, len(task.rows), config.seed)
             completions, noise = self._generate([task.prompts[i] for i in chosen], config.samples_per_prompt, "rollout", step,
                                                 noise_step=step - 1)
+        if noise and step == 1:
+            self.run.record(aqn_layers=noise.names)
+            self.progress.message(f"AQN targets {noise.layers} RMSNorm layers: {', '.join(noise.names)}")
         with self._timed("reward"):
             rows = [task.rows[i] for i in chosen for _ in range(config.samples_per_prompt)]
             answers = [answer for group in completions for answer in group]
@@ -173,7 +182,7 @@ class LocalEngine:
         values = {
             "reward/mean": rewards.mean(),
             "reward/std": rewards.std(),
-            "reward/groups_with_signal": (groups.std(1) > 0).mean(),
+            "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean(),
             **{f"verifier/{name}/mean": score for name, score in per_verifier.items()},
             "response/length_mean": np.mean([len(a.token_ids) for a in answers]),
             "response/truncated_fraction": np.mean([a.truncated for a in answers]),
@@ -205,7 +214,7 @@ class LocalEngine:
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch."""
-        size = self.config.mini_batch_size * self.config.samples_per_prompt
+        size = self.config.mini_batch_size * self.config.samples_per_prompt  # answers
         shards = [[] for _ in self.ranks]
         for start in range(0, len(batch), size):
             mini = batch.rows(np.arange(start, start + size))
@@ -221,10 +230,10 @@ class LocalEngine:
             factors = [rank.call("adapter_factors") for rank in self.ranks]
             movement = self.team.gather({self.rollout: self.rollout.call("movement", *factors)})[0]
             for target, entry in movement.items():
-                if entry["max_error"] > 2 * entry["resolution"]:
+                if entry["max_error"] > 2 * entry["resolution"] or entry["lost"] > 0.1:
                     raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by {entry['max_error']:.3g}, "
-                                      f"more than rounding ({entry['resolution']:.3g}); |update| should be {entry['expected']:.3g} "
-                                      f"and is {entry['moved']:.3g}")
+                                      f"rounding is {entry['resolution']:.3g}; up to {entry['lost']:.0%} of a tensor's move is lost; "
+                                      f"|update| should be {entry['expected']:.3g} and is {entry['moved']:.3g}")
             if all(entry["expected"] > 0 for entry in movement.values()):
                 self.proved = True
                 self.run.record(lora_movement=movement)

@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.config import LOCAL_MODELS, ConfigError, unknown
 from mindspeed_qerl.local.weights import Checkpoint, Mapping, load_weights, qwen3_moe_mappings
 
-SUPPORTED_MODELS = ("qwen3_moe",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -19,9 +18,14 @@ def read_hf_config(directory: str | Path):
     if not (Path(directory) / "config.json").is_file():
         raise ConfigError(f"model directory {directory} has no config.json")
     config = AutoConfig.from_pretrained(directory)
-    if config.model_type not in SUPPORTED_MODELS:
-        raise ConfigError(f"model_type {config.model_type!r} of {directory} is not supported by the local engine; "
-                          f"supported: {', '.join(SUPPORTED_MODELS)}")
+    if config.model_type not in LOCAL_MODELS:
+        raise ConfigError(f"{directory}: " + unknown("model_type for the local engine", config.model_type, LOCAL_MODELS))
+    for key, only, value in (("attention_bias", False, config.attention_bias), ("hidden_act", "silu", config.hidden_act),
+                             ("use_sliding_window", False, config.use_sliding_window), ("mlp_only_layers", [], config.mlp_only_layers),
+                             ("decoder_sparse_step", 1, config.decoder_sparse_step),
+                             ("rope_type", "default", config.rope_parameters.get("rope_type", "default"))):
+        if value != only:
+            raise ConfigError(f"{directory}: {key} is {value!r}; the local engine builds Qwen3-MoE with {only!r} only")
     return config
 
 

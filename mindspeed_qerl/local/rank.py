@@ -41,7 +41,7 @@ class TrainRank:
         self.owns_experts = parallel_state.get_expert_data_parallel_rank() == 0
         self.model, table, experts = build_model(config.model_dir, DTYPES[config.dtype])
         self.table = {mapping.megatron: mapping for mapping in table}
-        self.lora_report = apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, experts.start)
+        apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, experts.start)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
         self.scheduler = OptimizerParamScheduler(
@@ -49,8 +49,8 @@ class TrainRank:
             lr_decay_steps=config.train_iters, lr_decay_style=config.lr_decay_style, start_wd=config.weight_decay,
             end_wd=config.weight_decay, wd_incr_steps=config.train_iters, wd_incr_style="constant")
 
-    def describe(self) -> dict:
-        """{"lora": modules and parameters per target on this rank, dense layers counted only by the rank that answers for them}."""
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Per LoRA target its modules and parameters; a layer that several ranks hold is counted by the one that answers for it."""
         counted = {}
         for name, layer in lora_layers(self.model):
             target = name.rpartition(".")[2]
@@ -59,7 +59,7 @@ class TrainRank:
             if owned:
                 entry["modules"] += 1
                 entry["parameters"] += layer.lora_A.numel() + layer.lora_B.numel()
-        return {"lora": counted, "pid": os.getpid()}
+        return counted
 
     def _micro_batches(self, shard: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
         size = self.config.micro_batch_size
@@ -170,6 +170,8 @@ class TrainRank:
         dense, experts = squares
         dist.all_reduce(experts, group=self.expert_group)
         norm = math.sqrt(dense.item() + experts.item())
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in metrics.jsonl")
         if self.config.clip_grad > 0 and norm > self.config.clip_grad:
             for parameter in self.parameters:
                 parameter.grad.mul_(self.config.clip_grad / (norm + 1e-6))

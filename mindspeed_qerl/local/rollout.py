@@ -139,22 +139,27 @@ class RolloutEngine:
             factors: from each rank, HF name -> (target, (alpha / r) B [out, r], A [r, in]), see `TrainRank.adapter_factors`.
 
         Returns:
-            per target: tensors, the norms |weight - base| and |(alpha / r) B A|, and max_error = max |weight - (base + update)|,
-            beside resolution, the rounding of the largest weight.
+            per target: tensors, the norms |weight - base| and |(alpha / r) B A|; max_error = max |weight - (base + update)| beside
+            resolution, the rounding of the largest weight; and lost, the largest share of one tensor's own rounded move that did
+            not arrive (1: a tensor that was never synced, also where bfloat16 hides the move below the resolution).
         """
         held = dict(self._held_weights())
         checkpoint = Checkpoint(self.model_dir)
         report = {}
         for name, (target, b, a) in sorted(item for part in factors for item in part.items()):
-            base, weight = checkpoint.read(name).float(), held[name]
+            base, weight = checkpoint.read(name).to(held[name].dtype), held[name]
             update = torch.from_numpy(b) @ torch.from_numpy(a)
-            expected = (base + update).to(weight.dtype)
-            entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0, "resolution": 0.0})
+            expected = (base.float() + update).to(weight.dtype)
+            base, weight, expected = base.float(), weight.float(), expected.float()
+            entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0, "resolution": 0.0, "lost": 0.0})
             entry["tensors"] += 1
-            entry["moved"] = math.hypot(entry["moved"], (weight.float() - base.to(weight.dtype).float()).norm().item())
+            entry["moved"] = math.hypot(entry["moved"], (weight - base).norm().item())
             entry["expected"] = math.hypot(entry["expected"], update.norm().item())
-            entry["max_error"] = max(entry["max_error"], (weight.float() - expected.float()).abs().max().item())
-            entry["resolution"] = max(entry["resolution"], torch.finfo(weight.dtype).eps * expected.float().abs().max().item())
+            error = (weight - expected).abs().max().item()
+            entry["max_error"] = max(entry["max_error"], math.inf if math.isnan(error) else error)
+            entry["resolution"] = max(entry["resolution"], torch.finfo(held[name].dtype).eps * expected.abs().max().item())
+            if move := (expected - base).norm().item():
+                entry["lost"] = max(entry["lost"], (weight - expected).norm().item() / move)
         return report
 
     def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

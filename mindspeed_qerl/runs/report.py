@@ -165,6 +165,8 @@ def _warnings(rows: list[dict[str, Any]], rewards: list[float], noise: NoiseSumm
         warnings.append("the reward was 0 at every step: look at rollouts.jsonl, and at the verifier's method")
     if noise and noise.noisy_syncs and noise.layers[0] == 0:
         warnings.append("AQN was on, but a sync put noise on no layer")
+    if noise and not noise.noisy_syncs:
+        warnings.append("AQN was on, but no step had any noise: this run is a plain baseline")
     warnings += [
         f"AQN stage {stage.stage}: the measured std {stage.measured_std:.1e} is far below the nominal sigma {stage.sigma:.1e} "
         "(small noise is lost when weights are rounded)"

@@ -34,7 +34,7 @@ def train_rank(rank, config, folder):
     batch = random_batch()
     rows = deal(batch.lengths, config.ranks)[rank]
     shard = batch.rows(rows)
-    result = {"rows": rows, "logprobs": trainer.logprobs(shard), "report": trainer.describe()["lora"]}
+    result = {"rows": rows, "logprobs": trainer.logprobs(shard), "report": trainer.describe()}
     for name, layer in lora_layers(trainer.model):  # B away from zero, so that A has a gradient as well
         torch.nn.init.normal_(layer.lora_B, std=0.02, generator=torch.Generator().manual_seed(zlib.crc32(layer.lora_A.detach().numpy())))
     result["metrics"] = [trainer.train([shard])]
@@ -63,7 +63,7 @@ def results(moe_dir, data_dir, tmp_path_factory):
     return gathered
 
 
-def transformers_logprobs(directory, batch, changed=None):
+def transformers_logprobs(directory, batch):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

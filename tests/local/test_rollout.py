@@ -151,8 +151,10 @@ def test_movement_shows_a_single_lost_tensor(engine, moe_dir, lost, target):
     lora, weights = factors(moe_dir, 1)
     name = f"model.{lost}.weight"
     sync(engine, {**weights, name: Checkpoint(moe_dir).read(name)})
-    wrong = {t for t, entry in engine.movement(lora).items() if entry["max_error"] > 2 * entry["resolution"]}
-    assert wrong == {target}
+    movement = engine.movement(lora)
+    assert {t for t, entry in movement.items() if entry["max_error"] > 2 * entry["resolution"]} == {target}
+    assert movement[target]["lost"] == pytest.approx(1, rel=1e-3)
+    assert all(entry["lost"] < 1e-3 for t, entry in movement.items() if t != target)
 
 
 def test_zero_adapters_leave_the_base_weights_bit_for_bit(moe_dir, engine):

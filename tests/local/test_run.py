@@ -111,6 +111,22 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_pat
     assert not any(name.startswith("aqn/") for name in rows[0])
 
 
+def test_a_run_can_be_repeated(tiny_model, tmp_path):
+    """The same config and seed give the same numbers, bit for bit, noise and sampling included; times aside."""
+    recorded = []
+    for repetition in ("first", "second"):
+        code, output = finish(start(tiny_model, tmp_path / repetition, "megatron_training.train_iters=2", "aqn.num_stages=2",
+                                    "rl_config.verifier_function=[gsm8k]", "rl_config.n_samples_per_prompt=32", "eval.n_problems=4"))
+        assert code == 0, output
+        run = only_run(tmp_path / repetition)
+        assert "post_attention_layernorm" in output and len(run.facts()["aqn_layers"]) == 2
+        recorded.append([{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
+                         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
+                         for row in read_jsonl(file)])
+    assert recorded[0] == recorded[1]
+    assert recorded[0][1]["aqn/sigma"] > 0
+
+
 @pytest.mark.parametrize("name", ["rank 1", "rollout engine"])
 def test_a_killed_process_ends_the_run_with_its_name(tiny_model, tmp_path, name):
     process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
