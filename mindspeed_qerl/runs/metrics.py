@@ -49,7 +49,7 @@ class MetricsWriter:
         self._run = run
         self._last_step = 0
         try:
-            for file in (run.metrics_file, run.eval_file, run.rollouts_file):
+            for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
                 file.touch(exist_ok=False)
         except FileExistsError as error:
             raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run directory") from error
