@@ -1,0 +1,38 @@
+"""Questions as token ids: the plain form, and a model's own chat template."""
+
+import pytest
+
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.gsm8k.dataset import read_converted
+from mindspeed_qerl.local.engine import Task
+from mindspeed_qerl.local.tiny_model import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
+                               "{% if add_generation_prompt %}####{% endif %}")
+    return tokenizer
+
+
+def test_plain_prompts_are_the_question_and_a_newline(tokenizer, data_dir):
+    path = data_dir / "train_chat.parquet"
+    task = Task(path, tokenizer, "plain", 96)
+    assert [tokenizer.decode(ids) for ids in task.prompts] == [row["question"] + "\n" for row in read_converted(path)]
+
+
+def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):
+    task = Task(data_dir / "test_chat.parquet", tokenizer, "chat", 96, limit=3)
+    assert len(task.prompts) == 3
+    for ids in task.prompts:
+        assert ids[0] == tokenizer.eos_token_id and tokenizer.decode(ids[-1]) == "####"
+
+
+def test_long_prompts_are_left_out_and_counted(tokenizer, data_dir):
+    path = data_dir / "train_chat.parquet"
+    lengths = sorted(len(ids) for ids in Task(path, tokenizer, "plain", 96).prompts)
+    task = Task(path, tokenizer, "plain", lengths[0])
+    assert task.dropped == sum(length > lengths[0] for length in lengths) > 0
+    with pytest.raises(ConfigError, match="is longer than rl_config.max_prompt_length = 3 tokens"):
+        Task(path, tokenizer, "plain", 3)
