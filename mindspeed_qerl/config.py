@@ -24,6 +24,7 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 ENGINES = ("local",)
 LOCAL_RANKS = (1, 2)
 LOCAL_MODELS = ("qwen3_moe",)
+EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 DTYPES = ("float32", "bfloat16")
 LR_STYLES = ("constant", "linear", "cosine")
 PROMPTS = ("chat", "plain")
@@ -295,7 +296,9 @@ def _check_model_dir(reader: _Reader, path: str, expert_parallel: int) -> None:
         reader.fault(f"{config_file}: num_experts = {experts!r} must be int")
     elif experts % expert_parallel:
         reader.fault(f"{experts} experts of {path} cannot be shared equally by expert_model_parallel_size = {expert_parallel}")
-
+    elif (width := shape.get("moe_intermediate_size")) and width % EXPERT_WIDTH_STEP:
+        reader.fault(f"{config_file}: moe_intermediate_size = {width} must be a multiple of {EXPERT_WIDTH_STEP}; vLLM's CPU backend pads "
+                     "other widths, and padded experts cannot be updated in place")
 
 
 def check(raw: Mapping[str, Any]) -> RunConfig:
@@ -331,9 +334,8 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     if ranks % expert_parallel:
         reader.fault(f"actor_config.expert_model_parallel_size = {expert_parallel} must divide the {ranks} ranks")
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        if get("actor_config", key, 1) != 1:
-            reader.fault(f"actor_config.{key} = {raw['actor_config'][key]}: the local engine runs it at 1 only, with "
-                         "expert_model_parallel_size 1 or 2")
+        if (size := get("actor_config", key, 1)) != 1:
+            reader.fault(f"actor_config.{key} = {size}: the local engine runs it at 1 only, with expert_model_parallel_size 1 or 2")
     if mini_batch * samples % ranks:
         reader.fault(f"{mini_batch} prompts x {samples} samples of a mini-batch cannot be shared equally by {ranks} ranks")
 

@@ -116,6 +116,10 @@ def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
     raw["megatron_training"]["expert_model_parallel_size"] = 1
     config = check(raw)
     assert (config.lr, config.expert_parallel) == (4e-4, 2)
+    raw["megatron_training"]["tensor_model_parallel_size"] = 2
+    del raw["actor_config"]["tensor_model_parallel_size"]
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size = 2: the local engine runs it at 1 only"):
+        check(raw)
 
 
 def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw):
@@ -129,6 +133,7 @@ def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw)
     ('{"model_type": "qwen3_moe", "num_local_experts": 7}', "7 experts .* cannot be shared equally"),
     ('{"model_type": "qwen3_moe", "num_experts": "8"}', "num_experts = '8' must be int"),
     ('{"model_type": ', "is not valid JSON"),
+    ('{"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 40}', "moe_intermediate_size = 40 must be a multiple of 32"),
     ("[]", "holds no JSON object"),
 ])
 def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, model, message):

@@ -77,13 +77,14 @@ class Team:
             done, pending = ray.wait(pending, num_returns=1)
             try:
                 ray.get(done[0])
-            except ray.exceptions.RayActorError as error:
-                raise self._dead(owner[done[0]]) from error
-            except ray.exceptions.RayTaskError as error:
-                for worker in self.workers:
+            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                caller = owner[done[0]]
+                for worker in self.workers:  # also where the caller only waited for another's result, as in a sync
                     if worker.name in self.pids and not _is_running(self.pids[worker.name]):
                         raise self._dead(worker) from error
-                raise WorkerError(f"{owner[done[0]].name} failed: {error.cause}\nIts log: {owner[done[0]].log_file}") from error
+                if isinstance(error, ray.exceptions.RayActorError):
+                    raise self._dead(caller) from error
+                raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
         return [ray.get(reference) for reference in calls.values()]
 
     def _dead(self, worker: Worker) -> WorkerError:

@@ -1,0 +1,34 @@
+"""Who is blamed when a process dies while another waits for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from mindspeed_qerl.local.workers import Team, WorkerError
+
+
+class Named:
+    def __init__(self, name):
+        self.name, self.log_file = name, Path(f"{name}.log")
+
+
+@pytest.mark.parametrize("rank_lives, blamed", [(False, "rank 0"), (True, "rollout engine")])
+def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_lives, blamed):
+    """In a sync the rollout engine's call fails because a rank, whose weights it waits for, is gone."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    team = Team()
+    team.workers = [Named("rank 0"), Named("rollout engine")]
+    team.pids = {"rank 0": os.getpid() if rank_lives else gone.pid, "rollout engine": os.getpid()}
+
+    def fail(reference):
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[:1], pending[1:]))
+    monkeypatch.setattr(ray, "get", fail)
+    with pytest.raises(WorkerError, match=rf"^{blamed} \(pid \d+\) died"):
+        team.gather({team.workers[1]: "a call that takes the rank's weights"})
