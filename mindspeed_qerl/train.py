@@ -2,10 +2,14 @@
 
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, check
+from mindspeed_qerl.config import ConfigError, EngineError, unknown
 from mindspeed_qerl.runs.directory import RunDirectory
+
+# Each is a package with settings.check(raw) and engine.train(settings, directory, metrics, progress).
+ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
 def run(raw: dict[str, Any], name: str) -> int:
@@ -20,23 +24,25 @@ def run(raw: dict[str, Any], name: str) -> int:
         2 refused before a run directory was made, 130 interrupted.
     """
     try:
-        config = check(raw)
+        if raw.get("engine") not in ENGINES:
+            raise ConfigError(unknown("engine", raw.get("engine"), ENGINES))
+        engine = ENGINES[raw["engine"]]
+        config = import_module(f"{engine}.settings").check(raw)
+        train = import_module(f"{engine}.engine").train
     except ConfigError as error:
         return _refuse(error)
 
     from mindspeed_qerl.gsm8k.dataset import read_converted
-    from mindspeed_qerl.local.engine import train
-    from mindspeed_qerl.local.workers import WorkerError
     from mindspeed_qerl.runs.metrics import MetricsWriter
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.runs.report import write_report
 
-    files = {"train": config.gsm8k.train_file, "test": config.gsm8k.test_file}
     try:
-        for file in files.values():
-            read_converted(file)
+        for file in config.data_files.values():
+            if file.endswith((".parquet", ".jsonl")):
+                read_converted(file)
         directory = RunDirectory.create(config.run.root, config.run.name or name, config=raw, command=sys.argv, seed=config.seed,
-                                        data_files=files)
+                                        data_files=config.data_files)
     except (ValueError, OSError) as error:
         return _refuse(error)
 
@@ -50,11 +56,11 @@ def run(raw: dict[str, Any], name: str) -> int:
         with metrics, Progress(config.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
             if config.ignored_keys:
-                progress.message(f"Warning: the local engine does not use {', '.join(config.ignored_keys)}")
+                progress.message(f"Warning: the {raw['engine']} engine does not use {', '.join(config.ignored_keys)}")
             train(config, directory, metrics, progress)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130)
-    except (ConfigError, WorkerError) as error:
+    except (ConfigError, EngineError) as error:
         return _stop(directory, error)
     except BaseException as error:
         directory.fail(f"{type(error).__name__}: {error}")

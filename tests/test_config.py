@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.config import ConfigError, check
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.local.settings import check
+from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +46,6 @@ def test_the_quickstart_says_what_it_does(raw):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("engine", "lokal", "unknown engine 'lokal', did you mean 'local'"),
     ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
     ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
     ("rl_config.n_sample_per_prompt", 4, "did you mean 'n_samples_per_prompt'"),
@@ -159,3 +160,9 @@ def test_names_hydra_does_not_know_are_refused(argument, message):
     assert done.returncode != 0
     assert message in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones(raw, capsys):
+    raw["engine"] = "lokal"
+    assert run(raw, "a") == 2
+    assert "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl" in capsys.readouterr().err

@@ -4,7 +4,6 @@ prompts -> rollout engine (synced weights, noise on) -> answers and their logpro
 -> Megatron ranks (clean weights): reference, loss, update -> merged weights -> rollout engine -> evaluation (noise off)
 """
 
-import hashlib
 import os
 import signal
 import time
@@ -17,21 +16,17 @@ import numpy as np
 import ray
 import torch
 
-from mindspeed_qerl.config import ConfigError, RunConfig
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.prompts import plain_prompt
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.gsm8k.task import Task, score_answers
 from mindspeed_qerl.gsm8k.verifier import get_verifier
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.grpo import group_advantages
+from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.workers import Team, WorkerError
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
-
-
-def derived_seed(seed: int, purpose: str, step: int) -> int:
-    """A seed of its own for each purpose and step, so that no draw depends on how many came before it."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()[:4], "little")
+from mindspeed_qerl.seeds import derived_seed
 
 
 def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[int]:
@@ -39,26 +34,6 @@ def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[in
     positions = range(step * batch_size, (step + 1) * batch_size)
     orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in {p // count for p in positions}}
     return [int(orders[p // count][p % count]) for p in positions]
-
-
-class Task:
-    """Rows of a converted file, and their prompts as token ids."""
-
-    def __init__(self, path: str, tokenizer, prompt: str, max_prompt_length: int, limit: int | None = None):
-        self.tokenizer = tokenizer
-        self.rows, self.prompts = [], []
-        rows = read_converted(path)
-        for row in rows[:limit]:
-            if prompt == "chat":
-                ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-            else:
-                ids = tokenizer.encode(plain_prompt(row["question"]), add_special_tokens=False)
-            if len(ids) <= max_prompt_length:
-                self.rows.append(row)
-                self.prompts.append(ids)
-        self.dropped = len(rows[:limit]) - len(self.rows)
-        if not self.rows:
-            raise ConfigError(f"every prompt of {path} is longer than rl_config.max_prompt_length = {max_prompt_length} tokens")
 
 
 class LocalEngine:
@@ -124,9 +99,6 @@ class LocalEngine:
             self.tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config.model_dir} has no tokenizer that transformers can read: {error}") from error
-        if config.gsm8k.prompt == "chat" and not self.tokenizer.chat_template:
-            raise ConfigError(f"gsm8k.prompt = 'chat', but the tokenizer of {config.model_dir} has no chat template. "
-                              "Give a chat model, or set gsm8k.prompt=plain")
         train_task = Task(config.gsm8k.train_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length)
         eval_task = Task(config.gsm8k.test_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length, config.eval.n_problems)
         for name, task in (("training", train_task), ("evaluation", eval_task)):
@@ -248,22 +220,13 @@ class LocalEngine:
         n = settings.samples_per_problem
         completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
         texts = self.tokenizer.batch_decode([a.token_ids for group in completions for a in group], skip_special_tokens=True)
-        rows = [row for row in task.rows for _ in range(n)]
-        name = self.config.verifiers[0][0]
-        correct = np.array(get_verifier(name)(texts, [row["answer"] for row in rows])).reshape(-1, n)
-        per_problem = correct.mean(1)
-        result = {
-            "accuracy": per_problem.mean(),
-            "standard_error": per_problem.std(ddof=1) / np.sqrt(len(per_problem)) if len(per_problem) > 1 else float("nan"),
-            "n_problems": len(task.rows),
-            "samples_per_problem": n,
+        result, answers = score_answers(task.rows, texts, n, self.config.verifiers[0][0])
+        result |= {
             "temperature": settings.temperature,
             "truncated_fraction": np.mean([a.truncated for group in completions for a in group]),
             "seconds": time.perf_counter() - started,
         }
-        self.metrics.log_eval(step, result, [
-            {"question": row["question"], "answer": row["answer"], "responses": texts[i * n:(i + 1) * n], "scores": correct[i].tolist()}
-            for i, row in enumerate(task.rows)])
+        self.metrics.log_eval(step, result, answers)
         self.progress.evaluated(step, result)
 
 

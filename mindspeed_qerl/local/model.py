@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mindspeed_qerl.config import LOCAL_MODELS, ConfigError, unknown
+from mindspeed_qerl.config import ConfigError, unknown
+from mindspeed_qerl.local.settings import LOCAL_MODELS
 from mindspeed_qerl.local.weights import Checkpoint, Mapping, load_weights, qwen3_moe_mappings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.config import RunConfig
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.grpo import grpo_loss, low_variance_kl, token_logprobs
+from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.lora import adapters_disabled, apply_lora, lora_layers
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import psutil
 import ray
 
+from mindspeed_qerl.config import EngineError
 
-class WorkerError(RuntimeError):
+
+class WorkerError(EngineError):
     """A process of the engine failed or died; the message says which, why, and where its log is."""
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.local.batch import build_batch, deal
-from mindspeed_qerl.local.engine import derived_seed, prompt_indices
+from mindspeed_qerl.local.engine import prompt_indices
+from mindspeed_qerl.seeds import derived_seed
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 COMPLETIONS = [[1], [2, 3, 4], [5, 6]]

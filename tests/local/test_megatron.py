@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from mindspeed_qerl.config import ConfigError, check
+from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.local.batch import build_batch, deal
+from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.local.weights import Checkpoint, merge_qkv, qwen3_moe_mappings, split_qkv
 
 from .conftest import make_qwen3_moe, raw_config

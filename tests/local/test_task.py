@@ -4,7 +4,7 @@ import pytest
 
 from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.local.engine import Task
+from mindspeed_qerl.gsm8k.task import Task
 from mindspeed_qerl.local.tiny_model import build_tokenizer
 
 

@@ -1,0 +1,292 @@
+"""The MindSpeed-RL engine: upstream's own `train`, with our classes where it looks its own up, on a Ray that we start.
+
+check upstream's sources -> start Ray -> check NPUs and CPUs -> put our classes into cli/train_grpo.py's globals -> train(config)
+"""
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ray
+
+from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, installed_roots, require
+from mindspeed_qerl.ascend.settings import Settings
+from mindspeed_qerl.config import EngineError
+from mindspeed_qerl.gsm8k.task import Task, score_answers
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.progress import Progress
+
+# For every process. MindSpeed-RL configs/envs/runtime_env.yaml, and what the facts about 910C boxes add to it.
+NPU_ENVIRONMENT = {
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "true",  # a worker sees all dies; set_device takes the Ray id (base_worker.py:89)
+    "TOKENIZERS_PARALLELISM": "true",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    "HCCL_CONNECT_TIMEOUT": "1800",  # s
+    "HCCL_EXEC_TIMEOUT": "3600",  # s
+    "HCCL_IF_BASE_PORT": "12345",
+    "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE",
+    "HCCL_WHITELIST_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "USING_LCCL_COM": "0",
+    "LCAL_COMM_ID": "127.0.0.1:27001",
+    "VLLM_USE_V1": "1",
+    "VLLM_VERSION": "0.11.0",
+    "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": "1",
+    "VLLM_ASCEND_ACL_OP_INIT_MODE": "0",
+    "VLLM_ASCEND_ENABLE_NZ": "0",  # weights in FRACTAL_NZ cannot be updated
+    "TASK_QUEUE_ENABLE": "2",
+    "CPU_AFFINITY_CONF": "1",
+    "IS_MULTIMODAL": "False",
+    "HYDRA_FULL_ERROR": "1",
+}
+OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
+
+
+def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
+    """Run `settings` on NPUs, or with `emulate_npu` on CPUs.
+
+    Raises:
+        EngineError: upstream's sources are missing or do not fit; Ray has too few NPUs or CPUs; a worker failed.
+        ConfigError: the data does not fit the model.
+    """
+    progress.phase("checking upstream")
+    environment = {**NPU_ENVIRONMENT, "VLLM_DP_SIZE": str(settings.vllm_dp_size), "HCCL_BUFFSIZE": str(settings.hccl_buffer_mib)}
+    if settings.emulate_npu:
+        environment |= _emulate(settings)
+    check_upstream(settings.emulate_npu)
+    progress.phase("starting Ray")
+    os.environ.update({name: value for name, value in environment.items() if name not in os.environ or name == "VLLM_DP_SIZE"})
+    environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
+    start_ray(settings, environment, run)
+    try:
+        check_resources(settings)
+        progress.phase("importing upstream")
+        observer = RunObserver(settings, run, metrics, progress)
+        upstream = load_upstream(settings, observer)
+        progress.phase("starting workers")
+        _call(upstream, settings)
+    finally:
+        ray.shutdown()
+
+
+def _emulate(settings: Settings) -> dict[str, str]:
+    """Put the stand-ins first on this process's path; the variables that every process needs for them."""
+    from mindspeed_qerl import emulation
+
+    environment = emulation.environment(settings.npus)
+    sys.path.insert(0, str(emulation.STAND_INS))
+    os.environ.update(environment)
+    return environment
+
+
+def check_upstream(emulated: bool) -> None:
+    """EngineError that names each thing in the installed upstream that is missing or not what we rely on (contract.py)."""
+    roots = installed_roots()
+    if emulated:
+        roots.pop("vllm_ascend")  # a stand-in
+    if missing := [PINS[key].title for key in PINS if key not in roots and not (emulated and key == "vllm_ascend")]:
+        raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their checkouts on PYTHONPATH "
+                          "(docs/ascend.md)")
+    try:
+        require(check(roots))
+    except UpstreamMismatch as error:
+        raise EngineError(str(error)) from error
+
+
+def start_ray(settings: Settings, environment: dict[str, str], run: RunDirectory) -> None:
+    """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options = dict(runtime_env={"env_vars": environment}, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    if settings.emulate_npu:
+        ray.init(address="local", num_cpus=needed_cpus(settings), resources={"NPU": settings.npus}, **options)
+        return
+    try:
+        ray.init(address="auto", runtime_env=options["runtime_env"], log_to_driver=False, logging_level="ERROR")
+    except ConnectionError:
+        ray.init(address="local", **options)
+
+
+TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
+
+
+def needed_cpus(settings: Settings) -> int:
+    """Logical CPUs that upstream reserves: a bundle per NPU (launcher.py:90-104), the reward process (cli/train_grpo.py:155), the task
+    that computes advantages, and the transfer dock."""
+    return settings.npus * settings.cpus_per_npu + 2 * settings.cpus_for_tasks + TRANSFER_DOCK_CPUS
+
+
+def check_resources(settings: Settings) -> None:
+    """EngineError if Ray has too few NPUs or CPUs; upstream would wait for them for ever (`ray.get(pg.ready())`, launcher.py:101)."""
+    have = ray.cluster_resources()
+    npus, cpus = int(have.get("NPU", 0)), int(have.get("CPU", 0))
+    if npus < settings.npus:
+        raise EngineError(
+            f"{settings.npus} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. Usual causes: "
+            f"ASCEND_RT_VISIBLE_DEVICES names fewer (it is {os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} here), the container maps fewer "
+            "/dev/davinci*, or `ray start` ran with other --resources. Unset it, map davinci0-15, then: ray stop; ray start --head "
+            f"--resources='{{\"NPU\": {settings.npus}}}'; or ask for {npus}.")
+    if cpus < needed_cpus(settings):
+        most = (cpus - needed_cpus(settings) + settings.npus * settings.cpus_per_npu) // settings.npus
+        raise EngineError(
+            f"{settings.npus} NPUs x rl_config.num_cpus_for_placement_group = {settings.cpus_per_npu}, and the reward process, the "
+            f"advantage task and the transfer dock, need {needed_cpus(settings)} CPUs; Ray has {cpus}. They are places, not threads: set rl_config.num_cpus_for_placement_group="
+            f"{max(1, most)}, or start Ray with --num-cpus={needed_cpus(settings)}.")
+
+
+def load_upstream(settings: Settings, observer: "RunObserver") -> ModuleType:
+    """cli/train_grpo.py of MindSpeed-RL as a module of its own, with our classes for those that its `train` looks up as globals."""
+    package = importlib.util.find_spec("mindspeed_rl")
+    script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
+    spec = importlib.util.spec_from_file_location("mindspeed_rl_train_grpo", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    from mindspeed_rl.workers.scheduler import launcher
+
+    from mindspeed_qerl.ascend.reward import QeRLRuleReward
+    from mindspeed_qerl.ascend.trainer import QeRLTrainer
+    from mindspeed_qerl.ascend.worker import QeRLWorker
+
+    launcher.resource_mapping[QeRLWorker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
+    module.IntegratedWorker = QeRLWorker
+    module.RuleReward = QeRLRuleReward
+    module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
+    module.MegatronConfig = _with_attributes(module.MegatronConfig, settings.extra_arguments)
+    module.RLConfig = _with_attributes(module.RLConfig, {"qerl": settings.worker})
+    return module
+
+
+def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable[..., Any]:
+    """Upstream's config class with more attributes: it refuses keys that it does not know (base_config.py:32). What is put on
+    MegatronConfig becomes an argument of Megatron's (utils/utils.py:337)."""
+    def build(*args: Any) -> Any:
+        config = config_class(*args)
+        for name, value in attributes.items():
+            setattr(config, name, value)
+        return config
+    return build
+
+
+def _call(upstream: ModuleType, settings: Settings) -> None:
+    from omegaconf import OmegaConf
+
+    try:
+        upstream.train._function(OmegaConf.create(settings.upstream))
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"a worker failed: {error}") from error
+
+
+class RunObserver:
+    """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when it is time."""
+
+    def __init__(self, settings: Settings, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
+        from transformers import AutoTokenizer
+
+        self.settings, self.run, self.metrics, self.progress = settings, run, metrics, progress
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model_dir)
+        self.task = Task(settings.gsm8k.test_file, self.tokenizer, settings.gsm8k.prompt, settings.max_prompt_length,
+                         settings.eval.n_problems)
+
+    def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
+        """Names what is trained and what gets noise, once."""
+        totals: dict[str, dict[str, int]] = {}
+        for rank in ranks:
+            for target, counts in rank["lora"].items():
+                total = totals.setdefault(target, dict.fromkeys(counts, 0))
+                for key, count in counts.items():
+                    total[key] += count
+        if missing := [target for target in self.settings.lora_targets if not totals.get(target, {}).get("modules")]:
+            raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
+        self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
+        for target, total in totals.items():
+            self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} parameters over all ranks")
+        if ranks[0]["aqn"]:
+            self.progress.message(f"AQN targets {len(ranks[0]['aqn'])} RMSNorm layers: {', '.join(ranks[0]['aqn'])}")
+
+    def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
+        """One row of metrics.jsonl, and samples of this step's answers."""
+        rewards = [float(score) for score in experience["rm_scores"]]
+        values = to_our_names(metrics) | reward_metrics(rewards, self.settings.samples_per_prompt)
+        self.metrics.log(step, values)
+        if "aqn/sigma" in values and values["aqn/sigma"] > 0:
+            self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']:.0f} RMSNorm layers: sigma {values['aqn/sigma']:.3g}, "
+                                  f"measured std {values['aqn/measured_std']:.3g}")
+        shown = range(min(self.settings.run.rollout_samples, len(rewards)))
+        texts = {column: self.tokenizer.batch_decode([experience[column][i] for i in shown], skip_special_tokens=True)
+                 for column in ("prompts", "responses", "labels")}
+        self.metrics.log_rollouts(step, [
+            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": texts["labels"][i], "reward": rewards[i]}
+            for i in shown])
+        self.progress.step(step, values)
+
+    def evaluate(self, step: int, generate: Callable) -> None:
+        """Accuracy on the test file, noise off: before step 1, every eval.every steps, and after the last."""
+        settings, started = self.settings.eval, time.perf_counter()
+        if step % settings.every and step != self.settings.train_iters:
+            return
+        self.progress.phase("evaluation")
+        answers = generate(self.task.prompts, settings.samples_per_problem, settings.temperature)
+        limit = self.settings.upstream["generate_config"]["sampling_config"]["max_tokens"]
+        texts = self.tokenizer.batch_decode([ids for group in answers for ids in group], skip_special_tokens=True)
+        result, scored = score_answers(self.task.rows, texts, settings.samples_per_problem, self._verifier())
+        cut = [len(ids) >= limit and self.tokenizer.eos_token_id not in ids for group in answers for ids in group]
+        result |= {"temperature": settings.temperature, "truncated_fraction": sum(cut) / len(cut), "seconds": time.perf_counter() - started}
+        self.metrics.log_eval(step, result, scored)
+        self.progress.evaluated(step, result)
+
+    def _verifier(self) -> str:
+        """The first of our verifiers in the config; "gsm8k" if all are upstream's."""
+        from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+
+        return next((name for name, _ in self.settings.verifiers if name in VERIFIERS), "gsm8k")
+
+
+# Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others keep theirs
+# after "upstream/".
+OUR_NAMES = {
+    "response_length/mean": "response/length_mean",
+    "actor/pg_loss": "loss/policy",
+    "actor/kl_loss": "loss/kl",
+    "actor/grad_norm": "grad_norm",
+    "grad_norm": "grad_norm",
+    "actor/lr": "lr",
+    "actor/pg_clipfrac": "clip_fraction",
+    "timing/all": "time/step",
+    "timing/rollout": "time/rollout",
+    "timing/rule_reward": "time/reward",
+    "timing/old_log_p": "time/logprobs",
+    "timing/update": "time/update",
+    "timing/resharding_to_infer": "time/sync",
+}
+
+
+def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
+    """Upstream's metrics of one step by our names; what is no number is left out."""
+    named = {}
+    for name, value in metrics.items():
+        if name.startswith("aqn/"):
+            ours = name
+        elif name.endswith("_rewards/mean"):
+            ours = f"verifier/{name.removesuffix('_rewards/mean')}/mean"
+        else:
+            ours = OUR_NAMES.get(name, f"upstream/{name}")
+        try:
+            named[ours] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return named
+
+
+def reward_metrics(rewards: list[float], samples_per_prompt: int) -> dict[str, float]:
+    """Mean and standard deviation over all answers, and the fraction of prompts whose answers' rewards differ."""
+    import numpy as np
+
+    groups = np.array(rewards).reshape(-1, samples_per_prompt)
+    return {"reward/mean": groups.mean(), "reward/std": groups.std(), "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}

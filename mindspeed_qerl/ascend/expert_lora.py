@@ -1,0 +1,113 @@
+"""LoRA on grouped experts: MindSpeed-LLM's class, mended from outside.
+
+Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by sys.argv.
+
+What is wrong there (tasks/posttrain/lora/moe/experts.py, core/transformer/moe/moe_layer.py):
+- only two of the four adapter tensors say allreduce=False (:505-506), so with expert parallelism the other two would be averaged over
+  ranks that hold other experts;
+- `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would keep them on;
+- with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and moe_layer.py:258 installs a dispatcher that knows
+  nothing of it; the gradient norm would count adapter gradients of TP rank 0 only;
+- a rank whose experts get no token fails on a shape (:627), since the base output is left out there;
+- every target list adds adapters to the experts, also one without linear_fc1 and linear_fc2.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from mindspeed.core.transformer.moe.grouped_gemm_util import Ops
+from mindspeed.core.transformer.moe.moe_feature.adaptor import MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher
+from mindspeed_llm.core.transformer.moe import moe_layer
+from mindspeed_llm.tasks.posttrain.lora.moe import experts
+
+TARGET_OF = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
+
+
+class ExpertLoRA(experts.LoraParallelGroupedMLP):
+    """E local experts, y = W2 act(W1 x) with W + (alpha/r) A B in the place of W; A, B per expert.
+
+    Args:
+        num_local_experts: E.
+        config: TransformerConfig; moe_tp_extend_ep spreads whole experts over the TP ranks, and nothing is split.
+        lora_config: PEFT's LoraConfig: r, lora_alpha, target_modules (linear_fc1 for W1, linear_fc2 for W2).
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, lora_config: Any):
+        with _whole_experts(config.moe_tp_extend_ep):
+            super().__init__(num_local_experts, config, lora_config)
+        self.adapters_enabled = True
+        self.adapted = [weight for weight, target in TARGET_OF.items() if target in lora_config.target_modules]
+        for name, parameter in self.named_parameters():
+            if "lora" not in name:
+                continue
+            parameter.allreduce = not self.expert_parallel
+            parameter.tensor_model_parallel = True  # no TP rank holds a copy: each rank's share counts in the gradient norm
+            parameter.requires_grad_(name.split("_")[0] in self.adapted)
+
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, ctx: Any = None) -> tuple:
+        """Upstream's arithmetic without its fused variants.
+
+        Args:
+            hidden: [tokens, h], sorted by expert.
+            tokens_per_expert: [E], int64.
+            probs: [tokens], router weights, applied before the down projection as megatron-core does.
+
+        Returns:
+            ([tokens, h], None).
+        """
+        up = self._linear(hidden, "weight1", tokens_per_expert)
+        activated = self.activation_func_with_probs(up, probs.unsqueeze(-1))
+        return self._linear(activated, "weight2", tokens_per_expert), None
+
+    def _linear(self, x: torch.Tensor, name: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        shapes = {"weight1": (self.config.hidden_size, -1), "weight2": (-1, self.config.hidden_size)}
+        y = _grouped(x, getattr(self, name).view(self.num_local_experts, *shapes[name]), tokens_per_expert)
+        if name not in self.adapted or not self.adapters_enabled:
+            return y
+        a = getattr(self, f"{name}_lora_a").view(self.num_local_experts, -1, self.lora_r)
+        b = getattr(self, f"{name}_lora_b").view(self.num_local_experts, self.lora_r, -1)
+        return y + self.scaling * _grouped(_grouped(x, a, tokens_per_expert), b, tokens_per_expert)
+
+
+def _grouped(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """x [tokens, in] by each token's expert in weights [E, in, out]. Without tokens too the parameters get a gradient, of zeros: the
+    gradient reduction waits for it."""
+    if x.shape[0] == 0:
+        return x @ weights[0]
+    return Ops.gmm(x, weights, tokens_per_expert, trans_b=False)
+
+
+@contextmanager
+def _whole_experts(tp_extends_ep: bool) -> Iterator[None]:
+    """Expert tensor parallel size 1 while experts are built, as MindSpeed does for those without LoRA
+    (core/transformer/moe/moe_feature/tp_extend_ep/experts.py:31-35)."""
+    size = parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
+    if tp_extends_ep:
+        parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = 1
+    try:
+        yield
+    finally:
+        parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = size
+
+
+@contextmanager
+def adapters_disabled(model: list[torch.nn.Module]) -> Iterator[None]:
+    """The experts of all chunks of `model` without their adapters."""
+    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, ExpertLoRA)]
+    for layer in layers:
+        layer.adapters_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapters_enabled = True
+
+
+def install(tp_extends_ep: bool) -> None:
+    """Put the class, and with moe_tp_extend_ep the dispatcher that fits, where `lora_moe_layer_init` looks them up when it runs."""
+    experts.LoraParallelGroupedMLP = ExpertLoRA
+    if tp_extends_ep:
+        moe_layer.MoEAlltoAllSEQTokenDispatcher = MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher

@@ -1,0 +1,226 @@
+"""What a config of the MindSpeed-RL engine must hold before anything heavy is imported. No torch, no upstream here.
+
+The sections `model`, `megatron_training`, `actor_config`, `rl_config` and `generate_config` go to upstream as they are; upstream checks
+them once more (config_cls/validate_config.py), after minutes and without our names. The rules below are those that upstream lacks, or
+that it only meets in the middle of a run. Layouts have their own rules.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
+from mindspeed_qerl.config import (
+    AQNConfig,
+    ConfigError,
+    EvalConfig,
+    GSM8KConfig,
+    Reader,
+    RunSection,
+    check_aqn,
+    check_lora_targets,
+    check_names,
+    check_task_sections,
+    check_verifiers,
+    unknown,
+)
+from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+
+MODELS = {  # model_type of the model's config.json -> mixture of experts?
+    "qwen2": False,
+    "qwen3": False,
+    "qwen3_moe": True,
+    "qwen2_moe": True,
+}
+# Upstream keys with one value that works here: section, key, value, why.
+FIXED = (
+    ("megatron_training", "stage", "ray_grpo", "the engine runs GRPO"),
+    ("rl_config", "use_integrated_worker", True, "actor, reference and rollout share each NPU"),
+    ("rl_config", "rule_reward", True, "GSM8K is scored by a rule"),
+    ("generate_config", "enforce_eager", True, "a captured graph replays the addresses of weights that move at every sync"),
+)
+REFUSED = (  # upstream keys that must stay off
+    ("rl_config", "use_wandb", "set run.wandb_project instead"),
+    ("rl_config", "use_tensorboard", "set run.tensorboard instead"),
+    ("rl_config", "use_swanlab", "upstream's logger would miss the evaluations"),
+    ("rl_config", "async_engine", "AQN and the seeds of prompts are in the synchronous rollout"),
+    ("rl_config", "multi_turn_enable", "GSM8K has one turn"),
+    ("rl_config", "is_multimodal", "the task is text"),
+    ("megatron_training", "prompt_type", "the prompt is in the data already; tools/convert_gsm8k.py --format mindspeed puts it there"),
+)
+LORA_MOE_REFUSED = (
+    ("moe_alltoall_overlap_comm", "its fused backward (MindSpeed-LLM tasks/posttrain/lora/moe/experts.py) does not know merged experts"),
+    ("lora_fusion", "it uses MC2 kernels and replaces the forward that switches adapters off"),
+    ("recompute_activation_function", "LoRA on grouped experts keeps its activations"),
+)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What travels to the NPU workers as `rl_config.qerl`."""
+
+    seed: int
+    aqn: AQNConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked config. `upstream` are the sections for upstream, plain Python; `extra_arguments` become Megatron arguments that
+    upstream's MegatronConfig has no key for."""
+
+    upstream: dict[str, Any]
+    extra_arguments: dict[str, Any]
+    model_dir: str
+    seed: int
+    train_iters: int
+    npus: int
+    cpus_per_npu: int
+    cpus_for_tasks: int
+    vllm_dp_size: int
+    hccl_buffer_mib: int
+    samples_per_prompt: int
+    max_prompt_length: int
+    lora_targets: tuple[str, ...]
+    verifiers: tuple[tuple[str, float], ...]
+    aqn: AQNConfig
+    gsm8k: GSM8KConfig
+    eval: EvalConfig
+    run: RunSection
+    emulate_npu: bool
+    data_files: dict[str, str]
+    ignored_keys: tuple[str, ...] = field(default=())
+
+    @property
+    def worker(self) -> WorkerSettings:
+        return WorkerSettings(seed=self.seed, aqn=self.aqn)
+
+
+def check(raw: Mapping[str, Any]) -> Settings:
+    """Read the resolved config; ConfigError names every fault, one a line."""
+    reader = Reader(raw)
+    get = reader.upstream
+    training = {**(raw.get("megatron_training") or {}), **(raw.get("actor_config") or {})}
+    model_dir = get("megatron_training", "tokenizer_name_or_path", "", (str,), required=True)
+    for section, key, value, why in FIXED:
+        if get(section, key, None, (bool, str)) != value:
+            reader.fault(f"{section}.{key} = {(raw.get(section) or {}).get(key)!r} must be {value!r}: {why}")
+    for section, key, why in REFUSED:
+        if get(section, key, None, (bool, str)):
+            reader.fault(f"{section}.{key} must be left out or false: {why}")
+
+    mixture = _check_model(reader, model_dir)
+    targets = _check_lora(reader, training, mixture)
+    sampling = (raw.get("generate_config") or {}).get("sampling_config") or {}
+    seed = get("megatron_training", "seed", 1234, low=0)
+    train_iters = get("megatron_training", "train_iters", 1, low=1, required=True)
+    resource = (raw.get("rl_config") or {}).get("actor_resource") or {}
+    npus = reader.value("rl_config.actor_resource.num_npus", resource.get("num_npus"), 1, int, 1, None)
+    tp, pp = (get("actor_config", f"{kind}_model_parallel_size", 1, low=1) for kind in ("tensor", "pipeline"))
+    infer_tp, infer_ep = (get("generate_config", f"infer_{kind}_parallel_size", 1, low=1) for kind in ("tensor", "expert"))
+    if npus % (tp * pp):
+        reader.fault(f"rl_config.actor_resource.num_npus = {npus} must be divisible by tensor x pipeline parallel size = {tp} x {pp}")
+    if npus % (infer_tp * infer_ep):
+        reader.fault(f"rl_config.actor_resource.num_npus = {npus} must be divisible by infer tensor x expert parallel size = {infer_tp} x "
+                     f"{infer_ep}")
+    if mixture and npus == 1:
+        reader.fault("a mixture of experts needs at least 2 NPUs: vLLM's expert group is not made for one (MindSpeed-RL "
+                     "models/rollout/vllm_adapter/vllm_parallel_state.py:317)")
+    if get("megatron_training", "dataset_additional_keys", [], (list,)) != ["labels"]:
+        reader.fault("megatron_training.dataset_additional_keys must be [labels]: the verifier reads the gold answers from there")
+
+    aqn = check_aqn(reader, train_iters)
+    gsm8k, evaluation, run = (reader.own(section) for section in ("gsm8k", "eval", "run"))
+    check_task_sections(reader, gsm8k, evaluation, run, ("test_file",))
+    verifiers = check_verifiers(reader, (*VERIFIERS, *UPSTREAM_VERIFIERS))
+    data_files = {"test": gsm8k.test_file, **_packed_files(reader, get("megatron_training", "data_path", "", (str,), required=True))}
+    emulate = raw.get("emulate_npu", False)
+    if not isinstance(emulate, bool):
+        reader.fault(f"emulate_npu = {emulate!r} must be true or false")
+    settings = dict(
+        upstream={name: raw[name] for name in ("model", "megatron_training", "actor_config", "rl_config", "generate_config") if name in raw},
+        extra_arguments={"shared_expert_gate": True} if mixture == "shared" else {},
+        model_dir=model_dir, seed=seed, train_iters=train_iters, npus=npus,
+        cpus_per_npu=get("rl_config", "num_cpus_for_placement_group", 8, low=1),
+        cpus_for_tasks=get("rl_config", "num_cpus_for_local_task", 1, low=1),
+        vllm_dp_size=infer_ep if get("generate_config", "enable_expert_parallel", False, (bool,)) else 1,
+        hccl_buffer_mib=get("rl_config", "hccl_buffersize", 256, low=1),
+        samples_per_prompt=get("rl_config", "n_samples_per_prompt", 1, low=1),
+        max_prompt_length=get("rl_config", "max_prompt_length", 512, low=1),
+        lora_targets=targets, verifiers=verifiers, aqn=aqn, gsm8k=gsm8k, eval=evaluation, run=run, emulate_npu=emulate,
+        data_files=data_files,
+    )
+    if not isinstance(sampling.get("max_tokens"), int):
+        reader.fault("generate_config.sampling_config.max_tokens is missing: upstream would stop each answer after 128 tokens")
+    check_names(reader)
+    if reader.faults:
+        raise ConfigError("\n".join(reader.faults))
+    return Settings(**settings)
+
+
+def _check_model(reader: Reader, model_dir: str) -> bool | str:
+    """False for a dense model, True for a mixture of experts, "shared" for one with a shared expert."""
+    try:
+        shape = json.loads((Path(model_dir) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        reader.fault(f"megatron_training.tokenizer_name_or_path = {model_dir!r}: no readable config.json of a Hugging Face model there ({error})")
+        return False
+    kind = shape.get("model_type")
+    if kind not in MODELS:
+        reader.fault(f"{model_dir}/config.json: " + unknown("model_type for the MindSpeed-RL engine", kind, MODELS))
+        return False
+    return "shared" if kind == "qwen2_moe" else MODELS[kind]
+
+
+def _check_lora(reader: Reader, training: Mapping[str, Any], mixture: bool | str) -> tuple[str, ...]:
+    """The LoRA targets, () for none, and the faults of what does not go together with them."""
+    given = reader.upstream("megatron_training", "lora_target_modules", None, (list,))
+    share = reader.upstream("rl_config", "share_backbone", False, (bool,))
+    tp = training.get("tensor_model_parallel_size") or 1
+    if mixture:
+        for key, value, why in (
+            ("moe_tp_extend_ep", True, "without it vLLM's experts stay zero, or the first sync fails (vllm_weight_container.py:158,189)"),
+            ("moe_grouped_gemm", True, "moe_tp_extend_ep needs it"),
+            ("moe_permutation_async_comm", True, "moe_tp_extend_ep needs it"),
+            ("moe_token_dispatcher_type", "alltoall_seq", "the only dispatcher that MindSpeed-LLM has LoRA for"),
+        ):
+            if _with_model(reader.raw, training).get(key) != value:
+                reader.fault(f"{key} = {_with_model(reader.raw, training).get(key)!r} must be {value!r} for a mixture of experts: {why}")
+        if tp > 1 and not training.get("sequence_parallel"):
+            reader.fault(f"megatron_training.sequence_parallel must be true for a mixture of experts with tensor_model_parallel_size = {tp}")
+    if not given:
+        if share:
+            reader.fault("rl_config.share_backbone = True needs LoRA: the reference is the model without its adapters")
+        return ()
+    try:
+        targets = check_lora_targets(given)
+    except ConfigError as error:
+        reader.fault(f"megatron_training.lora_target_modules: {error}")
+        return ()
+    for key, why in LORA_MOE_REFUSED if mixture else ():
+        if training.get(key):
+            reader.fault(f"megatron_training.{key} must be left out or false with LoRA on a mixture of experts: {why}")
+    if tp > 1 and training.get("lora_fusion"):
+        reader.fault(f"megatron_training.lora_fusion must be left out or false with tensor_model_parallel_size = {tp}: it uses MC2 kernels")
+    if share and training.get("num_layers_per_virtual_pipeline_stage"):
+        reader.fault("rl_config.share_backbone = True with a virtual pipeline: only the first chunk's adapters would be off for the reference")
+    if not training.get("lora_ckpt_filter"):
+        reader.fault("megatron_training.lora_ckpt_filter must be true with LoRA: checkpoints hold the adapters only")
+    return targets
+
+
+def _with_model(raw: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as upstream puts them together: the named model's, overridden by the sections."""
+    return {**((raw.get("model") or {}).get(training.get("model")) or {}), **training}
+
+
+def _packed_files(reader: Reader, data_path: str) -> dict[str, str]:
+    """The files of an indexed dataset, by label; a fault for each that is missing."""
+    files = {f"train_{column}": f"{data_path}_packed_{column}_document.bin" for column in ("input_ids", "labels")}
+    for file in files.values():
+        for path in (Path(file), Path(file).with_suffix(".idx")):
+            if data_path and not path.is_file():
+                reader.fault(f"megatron_training.data_path = {data_path!r}: no file {path}. Make it with `python tools/convert_gsm8k.py "
+                             "--format mindspeed --tokenizer MODEL_DIR --input DIR_OR_HUB_NAME --output DIR`")
+    return files

@@ -1,0 +1,109 @@
+"""One NPU rank: upstream's integrated worker (actor, reference and rollout in one process) with adapters, noise and evaluation."""
+
+from collections import Counter
+from typing import Any
+
+import ray
+import torch
+from mindspeed_rl.workers import actor_hybrid_worker
+from mindspeed_rl.workers.integrated_worker import IntegratedWorker
+
+from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.ascend import weights
+from mindspeed_qerl.ascend.rollout import QeRLInferEngine
+
+
+@ray.remote(resources={"NPU": 0.7})
+class QeRLWorker(IntegratedWorker.__ray_actor_class__):
+    """Upstream's IntegratedWorker; `rl_config.qerl` (ascend/settings.py) holds what is ours."""
+
+    def setup_distributed_rank(self) -> None:
+        """Upstream's, which initialises Megatron; our expert class is put in place before the model is built."""
+        super().setup_distributed_rank()
+        if self.megatron_config.lora_target_modules and self.megatron_config.num_experts:
+            from mindspeed_qerl.ascend import expert_lora
+
+            expert_lora.install(self.megatron_config.moe_tp_extend_ep)
+
+    def _build_rollout(self) -> Any:
+        actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
+        rollout = super()._build_rollout()
+        # OmegaConf's ListConfig was right for argv (utils/utils.py:341); the weight container asks for a list (:312).
+        self.actor_model_config.lora_target_modules = list(self.megatron_config.lora_target_modules or [])
+        aqn = self.rl_config.qerl.aqn
+        if aqn.enabled:
+            rollout.injector = NoiseInjector(
+                rollout.model, aqn.noise_schedule(self.megatron_config.train_iters), aqn.targets, aqn.exclude,
+                seed=self.rl_config.qerl.seed if aqn.seed is None else aqn.seed)
+        return rollout
+
+    def _build_sharding_manager(self) -> Any:
+        weights.install()
+        return super()._build_sharding_manager()
+
+    def generate_sequences(self) -> None:
+        """Upstream's rollout of one iteration, with this iteration's noise; its report goes with upstream's metrics."""
+        rollout = self.inference_model
+        rollout.noise_step, rollout.seed_of = self.iteration, ("rollout", self.iteration)
+        super().generate_sequences()
+        if rollout.noise_report is not None:
+            for name, value in rollout.noise_report.to_metrics().items():
+                ray.get(self.td.update_metrics.remote(name, value=[value], cumulate=True))
+
+    def compute_ref_log_prob(self) -> None:
+        """Upstream's; PEFT switches its own layers off, and this the experts'."""
+        if not (self.rl_config.share_backbone and self.megatron_config.num_experts):
+            super().compute_ref_log_prob()
+            return
+        from mindspeed_qerl.ascend.expert_lora import adapters_disabled
+
+        with adapters_disabled(self.model):
+            super().compute_ref_log_prob()
+
+    def evaluate(self, prompts: list[list[int]], n: int, temperature: float, step: int) -> list[tuple[int, list[list[int]]]] | None:
+        """Answers of this rank's share of `prompts`, noise off, on the weights after `step` updates.
+
+        Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so that none waits.
+
+        Returns:
+            (index into prompts, n answers as token ids) for each; None from ranks other than the first of their group.
+        """
+        rollout, tp = self.inference_model, self.generate_config.infer_tensor_parallel_size
+        group, groups = self._rank // tp, self._world_size // tp
+        share = [min(index, len(prompts) - 1) for index in range(group, group + -(-len(prompts) // groups) * groups, groups)]
+        rollout.noise_step, rollout.seed_of = None, ("evaluation", step)
+        self.sharding_manager.enter_infer_mode()
+        tokens, _ = rollout.generate_sequences([prompts[index] for index in share], n=n, temperature=temperature)
+        self.sharding_manager.exit_infer_mode()
+        if self.generate_config.offload_train_param:
+            self.actor_offloader.onload_param()
+        torch.cuda.empty_cache()
+        if self._rank % tp:
+            return None
+        answers = tokens.view(len(share), n, -1).tolist()
+        return [(index, answers[i]) for i, index in enumerate(share)]
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of norms}.
+
+        Parameters count this rank's own shares; those that every TP rank holds a copy of are counted by TP rank 0.
+        """
+        modules, parameters = Counter(), Counter()
+        first = self.parallel_state.get_tensor_model_parallel_rank() == 0
+        for chunk in self.model:
+            for name, parameter in chunk.named_parameters():
+                if parameter.requires_grad and "lora_" in name:
+                    target = _target_of(name)
+                    modules[target] += name.lower().endswith(("lora_a", "lora_a.default.weight"))
+                    parameters[target] += parameter.numel() if first or parameter.tensor_model_parallel else 0
+        injector = self.inference_model.injector
+        return {"lora": {target: {"modules": modules[target], "parameters": parameters[target]} for target in modules},
+                "aqn": [target.name for target in injector.targets] if injector else []}
+
+
+def _target_of(name: str) -> str:
+    """The LoRA target an adapter parameter belongs to: `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a`."""
+    parts = name.split(".")
+    if "experts" in parts:
+        return {"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]]
+    return next(part for part in parts if part.startswith("linear_"))

@@ -1,0 +1,226 @@
+"""What the local engine reads of a config, and refuses. No torch here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mindspeed_qerl.config import (
+    AQNConfig,
+    ConfigError,
+    EvalConfig,
+    GSM8KConfig,
+    LocalConfig,
+    Reader,
+    RunSection,
+    check_aqn,
+    check_lora_targets,
+    check_names,
+    check_task_sections,
+    check_verifiers,
+    unknown,
+)
+from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.upstream_keys import SAMPLING_KEYS
+
+LOCAL_RANKS = (1, 2)
+LOCAL_MODELS = ("qwen3_moe",)
+EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
+DTYPES = ("float32", "bfloat16")
+LR_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """generate_config.sampling_config; top_p, top_k and min_p must leave the distribution whole."""
+
+    max_tokens: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the local engine runs on. Batch sizes count prompts, except micro_batch_size (sequences)."""
+
+    model_dir: str
+    dtype: str
+    seed: int
+    ranks: int
+    expert_parallel: int
+    train_iters: int
+    global_batch_size: int
+    mini_batch_size: int
+    micro_batch_size: int
+    samples_per_prompt: int
+    epochs: int
+    max_prompt_length: int
+    max_model_len: int
+    max_num_seqs: int
+    lr: float
+    min_lr: float
+    lr_decay_style: str
+    lr_warmup_steps: int
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    clip_grad: float
+    clip_low: float
+    clip_high: float
+    kl_coefficient: float
+    lora_r: int
+    lora_alpha: float
+    lora_targets: tuple[str, ...]
+    verifiers: tuple[tuple[str, float], ...]
+    sampling: Sampling
+    aqn: AQNConfig
+    gsm8k: GSM8KConfig
+    eval: EvalConfig
+    run: RunSection
+    local: LocalConfig
+    ignored_keys: tuple[str, ...]
+
+    @property
+    def data_files(self) -> dict[str, str]:
+        return {"train": self.gsm8k.train_file, "test": self.gsm8k.test_file}
+
+
+def _check_model_dir(reader: Reader, path: str, expert_parallel: int) -> None:
+    config_file = Path(path) / "config.json"
+    if not config_file.is_file():
+        reader.fault(f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a Hugging Face model "
+                     "directory; the quickstart's is made by `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
+        return
+    try:
+        shape = json.loads(config_file.read_text())
+    except ValueError as error:
+        reader.fault(f"{config_file} is not valid JSON: {error}")
+        return
+    if not isinstance(shape, dict):
+        reader.fault(f"{config_file} holds no JSON object")
+        return
+    experts = shape.get("num_experts", shape.get("num_local_experts"))  # transformers 5 writes the second
+    if shape.get("model_type") not in LOCAL_MODELS:
+        reader.fault(f"{config_file}: " + unknown("model_type for the local engine", shape.get("model_type"), LOCAL_MODELS))
+    elif not isinstance(experts, int):
+        reader.fault(f"{config_file}: num_experts = {experts!r} must be int")
+    elif experts % expert_parallel:
+        reader.fault(f"{experts} experts of {path} cannot be shared equally by expert_model_parallel_size = {expert_parallel}")
+    elif (width := shape.get("moe_intermediate_size")) and width % EXPERT_WIDTH_STEP:
+        reader.fault(f"{config_file}: moe_intermediate_size = {width} must be a multiple of {EXPERT_WIDTH_STEP}; vLLM's CPU backend pads "
+                     "other widths, and padded experts cannot be updated in place")
+
+
+def check(raw: Mapping[str, Any]) -> RunConfig:
+    """Check a whole config for the local engine.
+
+    Args:
+        raw: the resolved config as plain dicts and lists.
+
+    Raises:
+        ConfigError: with one line for every fault found.
+    """
+    reader = Reader(raw)
+    get = reader.upstream
+    model_dir = get("megatron_training", "tokenizer_name_or_path", "", (str,), required=True)
+    train_iters = get("megatron_training", "train_iters", 1, low=1, required=True)
+    batch = get("megatron_training", "global_batch_size", 1, low=1, required=True)
+    samples = get("rl_config", "n_samples_per_prompt", 2, low=2, required=True)
+    mini_batch = get("rl_config", "mini_batch_size", batch, low=1)
+    if batch % mini_batch:
+        reader.fault(f"megatron_training.global_batch_size = {batch} prompts must be a multiple of rl_config.mini_batch_size = {mini_batch}")
+    resources = get("rl_config", "actor_resource", {}, (dict,))
+    for key in resources.keys() - {"num_npus"}:
+        reader.fault(unknown("key in rl_config.actor_resource:", key, ["num_npus"]))
+    ranks = reader.value("rl_config.actor_resource.num_npus", resources.get("num_npus", 1), 1, (int,), 1, None)
+    if ranks not in LOCAL_RANKS:
+        reader.fault(f"rl_config.actor_resource.num_npus = {ranks}: the local engine runs {' or '.join(map(str, LOCAL_RANKS))} ranks")
+    expert_parallel = get("actor_config", "expert_model_parallel_size", 1, low=1)
+    if ranks % expert_parallel:
+        reader.fault(f"actor_config.expert_model_parallel_size = {expert_parallel} must divide the {ranks} ranks")
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        if (size := get("actor_config", key, 1)) != 1:
+            reader.fault(f"actor_config.{key} = {size}: the local engine runs it at 1 only, with expert_model_parallel_size 1 or 2")
+    if mini_batch * samples % ranks:
+        reader.fault(f"{mini_batch} prompts x {samples} samples of a mini-batch cannot be shared equally by {ranks} ranks")
+
+    for key, only in (("adv_estimator", "group_norm"), ("kl_penalty", "low_var_kl")):
+        if get("rl_config", key, only, (str,)) != only:
+            reader.fault(f"rl_config.{key} = {raw['rl_config'][key]!r}: the local engine has {only!r}")
+    if get("rl_config", "token_level_loss", True, (bool,)) is False:
+        reader.fault("rl_config.token_level_loss = false: the local engine's loss is per token")
+    if get("rl_config", "clip_higher_enable", False, (bool,)):
+        clip = tuple(get("rl_config", f"clip_ratio_{side}", default, (float,), low=0) for side, default in (("low", 0.2), ("high", 0.28)))
+    else:
+        clip = (get("rl_config", "clip_ratio", 0.2, (float,), low=0),) * 2
+
+    style = get("actor_config", "lr_decay_style", "constant", (str,))
+    if style not in LR_STYLES:
+        reader.fault("actor_config.lr_decay_style: " + unknown("style", style, LR_STYLES))
+    dtype = get("generate_config", "dtype", "bfloat16", (str,))
+    if dtype not in DTYPES:
+        reader.fault("generate_config.dtype: " + unknown("dtype", dtype, DTYPES))
+
+    sampling = get("generate_config", "sampling_config", {}, (dict,))
+    max_tokens = reader.value("generate_config.sampling_config.max_tokens", sampling.get("max_tokens", 128), 128, (int,), 1, None)
+    temperature = reader.value("generate_config.sampling_config.temperature", sampling.get("temperature", 1.0), 1.0, (float,), None, None)
+    if temperature <= 0:
+        reader.fault(f"generate_config.sampling_config.temperature = {temperature}: GRPO compares different answers, so it must be above 0")
+    for key in sampling:
+        if key not in SAMPLING_KEYS:
+            reader.fault(unknown("key in generate_config.sampling_config:", key, SAMPLING_KEYS))
+    for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        if sampling.get(key, neutral) != neutral:
+            reader.fault(f"generate_config.sampling_config.{key} = {sampling[key]!r}: the policy that is trained is the whole distribution, "
+                         f"so the rollout must sample from the whole distribution: {key} = {neutral}")
+    max_prompt = get("rl_config", "max_prompt_length", 512, low=1)
+    max_model_len = get("generate_config", "max_model_len", max_prompt + max_tokens, low=2)
+    if max_prompt + max_tokens > max_model_len:
+        reader.fault(f"rl_config.max_prompt_length = {max_prompt} plus sampling max_tokens = {max_tokens} exceeds "
+                     f"generate_config.max_model_len = {max_model_len}")
+    warmup = get("actor_config", "lr_warmup_fraction", 0.0, (float,), low=0, high=0.99)
+    try:
+        targets = check_lora_targets(get("megatron_training", "lora_target_modules", None, (list, str), required=True))
+    except ConfigError as error:
+        targets = ()
+        reader.fault(f"megatron_training.{error}" if str(error).startswith("lora") else f"megatron_training.lora_target_modules: {error}")
+    verifiers = check_verifiers(reader, VERIFIERS)
+    aqn = check_aqn(reader, train_iters)
+    gsm8k, evaluation, run, local = (reader.own(section) for section in ("gsm8k", "eval", "run", "local"))
+    check_task_sections(reader, gsm8k, evaluation, run, ("train_file", "test_file"))
+    if local.kv_cache_gib < 1:
+        reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib} must be at least 1")
+    available = psutil.virtual_memory().available / 2**30
+    if local.kv_cache_gib >= available:
+        reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for vLLM's KV cache. "
+                     "Ask for less, or free some")
+    _check_model_dir(reader, model_dir, expert_parallel)
+    lr, min_lr = get("actor_config", "lr", 1e-6, (float,), low=0, required=True), get("actor_config", "min_lr", 0.0, (float,), low=0)
+    lora_alpha = get("megatron_training", "lora_alpha", 1, (float,), required=True)
+    if lr <= 0 or min_lr > lr:
+        reader.fault(f"actor_config.lr = {lr} must be above 0 and not below actor_config.min_lr = {min_lr}")
+    if lora_alpha <= 0:
+        reader.fault(f"megatron_training.lora_alpha = {lora_alpha} must be above 0")
+    result = dict(
+        model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1, low=0), ranks=ranks, expert_parallel=expert_parallel,
+        train_iters=train_iters, global_batch_size=batch, mini_batch_size=mini_batch,
+        micro_batch_size=get("actor_config", "micro_batch_size", 1, low=1), samples_per_prompt=samples,
+        epochs=get("rl_config", "epochs", 1, low=1), max_prompt_length=max_prompt, max_model_len=max_model_len,
+        max_num_seqs=get("generate_config", "max_num_seqs", 256, low=1),
+        lr=lr, min_lr=min_lr,
+        lr_decay_style=style, lr_warmup_steps=int(warmup * train_iters),
+        weight_decay=get("actor_config", "weight_decay", 0.01, (float,), low=0),
+        adam_betas=(get("actor_config", "adam_beta1", 0.9, (float,), low=0, high=0.999999),
+                    get("actor_config", "adam_beta2", 0.999, (float,), low=0, high=0.999999)),
+        clip_grad=get("actor_config", "clip_grad", 1.0, (float,), low=0), clip_low=clip[0], clip_high=clip[1],
+        kl_coefficient=get("rl_config", "init_kl_coef", 0.01, (float,), low=0),
+        lora_r=get("megatron_training", "lora_r", 1, low=1, required=True), lora_alpha=lora_alpha,
+        lora_targets=targets, verifiers=verifiers,
+        sampling=Sampling(max_tokens, temperature),
+        aqn=aqn, gsm8k=gsm8k, eval=evaluation, run=run, local=local,
+    )
+    ignored = check_names(reader)
+    if reader.faults:
+        raise ConfigError("\n".join(reader.faults))
+    return RunConfig(**result, ignored_keys=ignored)
