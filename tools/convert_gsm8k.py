@@ -3,16 +3,23 @@
 Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "answer"} rows, one such file whose name
 begins with train or test, or a dataset of the Hugging Face Hub (openai/gsm8k). Writes to --output, for each split:
 
+--format chat (text; what the local engine and every evaluation read)
   {train,test}_chat.parquet  messages (one user turn), question, answer (canonical gold number), solution
   {train,test}.jsonl         {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
+
+--format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, see docs/data.md)
+  gsm8k_{train,test}_packed_input_ids_document.{bin,idx}  the prompt in the chat template of --tokenizer
+  gsm8k_{train,test}_packed_labels_document.{bin,idx}     the canonical gold number
 
 Every row is checked first. A bad row stops the conversion with its file and line, and nothing is written or changed.
 """
 
 import argparse
+import json
 import sys
 
-from mindspeed_qerl.gsm8k.convert import convert
+from mindspeed_qerl.gsm8k.convert import WrittenFile, convert
+from mindspeed_qerl.gsm8k.packed import PackedSplit, convert_packed
 
 
 def main() -> int:
@@ -20,19 +27,50 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 converted, 1 bad input or output, 2 wrong arguments\n\n"
-        "example:\n  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k",
+        "examples:\n"
+        "  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k\n"
+        "  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k --format mindspeed \\\n"
+        "      --tokenizer models/Qwen3-30B-A3B --max-prompt-length 512",
     )
     parser.add_argument("--input", required=True, metavar="DIR_OR_HUB_NAME", help="folder, file, or Hub dataset to read")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to; made if it is not there")
+    parser.add_argument("--format", choices=("chat", "mindspeed"), default="chat", help="what to write (default: %(default)s)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="mindspeed: directory of the Hugging Face model to be trained")
+    parser.add_argument("--max-prompt-length", type=int, metavar="TOKENS",
+                        help="mindspeed: your rl_config.max_prompt_length; says how many rows the trainer will leave out "
+                        "because of it (all rows are written)")
     args = parser.parse_args()
+    if (args.format == "mindspeed") != (args.tokenizer is not None):
+        parser.error("--format mindspeed and --tokenizer DIR go together")
+    if args.max_prompt_length is not None and (args.format == "chat" or args.max_prompt_length < 1):
+        parser.error("--max-prompt-length is a number of tokens, at least 1, for --format mindspeed")
     try:
-        written = convert(args.input, args.output, progress=True)
+        if args.format == "chat":
+            _print_files(convert(args.input, args.output, progress=True))
+        else:
+            for split in convert_packed(args.input, args.output, args.tokenizer, progress=True):
+                _print_packed(split, args.max_prompt_length)
     except (ValueError, OSError) as error:
         print(f"convert_gsm8k: {error}", file=sys.stderr)
         return 1
-    for file in written:
-        print(f"{file.path}  {file.rows:,} rows  {file.bytes:,} bytes  sha256 {file.sha256}")
     return 0
+
+
+def _print_files(files: list[WrittenFile]) -> None:
+    for file in files:
+        print(f"{file.path}  {file.rows:,} rows  {file.bytes:,} bytes  sha256 {file.sha256}")
+
+
+def _print_packed(split: PackedSplit, max_prompt_length: int | None) -> None:
+    _print_files(split.files)
+    rows = len(split.prompt_lengths)
+    print(f"  prompts of {min(split.prompt_lengths)} to {max(split.prompt_lengths)} tokens")
+    if max_prompt_length is not None:
+        print(f"  {split.dropped(max_prompt_length):,} of {rows:,} have {max_prompt_length} tokens or more: "
+              f"with max_prompt_length: {max_prompt_length} MindSpeed-RL leaves them out")
+    if split.prompts_with_unknown:
+        print(f"  warning: {split.prompts_with_unknown:,} of {rows:,} prompts hold the tokenizer's unknown token: is it the right one?")
+    print(f"  data_path: {json.dumps(str(split.data_path), ensure_ascii=False)}")
 
 
 if __name__ == "__main__":

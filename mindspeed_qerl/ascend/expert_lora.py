@@ -106,8 +106,9 @@ def adapters_disabled(model: list[torch.nn.Module]) -> Iterator[None]:
             layer.adapters_enabled = True
 
 
-def install(tp_extends_ep: bool) -> None:
-    """Put the class, and with moe_tp_extend_ep the dispatcher that fits, where `lora_moe_layer_init` looks them up when it runs."""
+def install(tensor_parallel: int) -> None:
+    """Put the class, and with tensor parallelism the dispatcher that fits, where `lora_moe_layer_init` looks them up when it runs. (With
+    one rank of TP x EP that dispatcher fails, token_dispatcher.py:154; the one that upstream installs is right at TP = 1.)"""
     experts.LoraParallelGroupedMLP = ExpertLoRA
-    if tp_extends_ep:
+    if tensor_parallel > 1:
         moe_layer.MoEAlltoAllSEQTokenDispatcher = MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher

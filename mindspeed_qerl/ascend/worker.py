@@ -23,7 +23,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         if self.megatron_config.lora_target_modules and self.megatron_config.num_experts:
             from mindspeed_qerl.ascend import expert_lora
 
-            expert_lora.install(self.megatron_config.moe_tp_extend_ep)
+            expert_lora.install(self.megatron_config.tensor_model_parallel_size)
 
     def _build_rollout(self) -> Any:
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
@@ -86,24 +86,30 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def describe(self) -> dict[str, Any]:
         """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of norms}.
 
-        Parameters count this rank's own shares; those that every TP rank holds a copy of are counted by TP rank 0.
+        Summed over the ranks, each layer counts as one module and each parameter once, however often ranks hold copies.
         """
         modules, parameters = Counter(), Counter()
-        first = self.parallel_state.get_tensor_model_parallel_rank() == 0
+        state = self.parallel_state
+        first_of_tp = state.get_tensor_model_parallel_rank() == 0
+        first_of_ep = state.get_expert_model_parallel_rank() == 0
         for chunk in self.model:
             for name, parameter in chunk.named_parameters():
-                if parameter.requires_grad and "lora_" in name:
-                    target = _target_of(name)
-                    modules[target] += name.lower().endswith(("lora_a", "lora_a.default.weight"))
-                    parameters[target] += parameter.numel() if first or parameter.tensor_model_parallel else 0
+                if not parameter.requires_grad or "lora_" not in name:
+                    continue
+                target, expert = _target_of(name)
+                replica = state.get_expert_data_parallel_rank() if expert else state.get_data_parallel_rank(with_context_parallel=True)
+                if replica == 0:
+                    modules[target] += name.endswith(("lora_a", "lora_A.default.weight")) and first_of_tp and (first_of_ep or not expert)
+                    parameters[target] += parameter.numel() if first_of_tp or parameter.tensor_model_parallel else 0
         injector = self.inference_model.injector
         return {"lora": {target: {"modules": modules[target], "parameters": parameters[target]} for target in modules},
                 "aqn": [target.name for target in injector.targets] if injector else []}
 
 
-def _target_of(name: str) -> str:
-    """The LoRA target an adapter parameter belongs to: `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a`."""
+def _target_of(name: str) -> tuple[str, bool]:
+    """The LoRA target that an adapter parameter belongs to, and whether it is a grouped expert's: `...linear_qkv.lora_A.default.weight`,
+    `...experts.weight1_lora_a`."""
     parts = name.split(".")
     if "experts" in parts:
-        return {"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]]
-    return next(part for part in parts if part.startswith("linear_"))
+        return {"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]], True
+    return next(part for part in parts if part.startswith("linear_")), False

@@ -3,13 +3,15 @@
 For each split, `{split}_chat.parquet` with the columns of `dataset.read_converted`, and `{split}.jsonl` with one
 `{"problem": question, "answer": canonical gold number}` a line, which MindSpeed-RL's `cli/preprocess_data.py` takes
 (R1AlpacaStyleInstructionHandler; its prompt template brings its own instruction, so `problem` is the bare question).
+`packed` writes the token ids that MindSpeed-RL's trainer itself reads, with the functions of this module.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mindspeed_qerl.gsm8k.dataset import SPLITS, check_raw, load_raw, split_files
@@ -18,7 +20,7 @@ from mindspeed_qerl.gsm8k.prompts import chat_messages
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that `convert` wrote: its path, number of rows, size in bytes, and SHA-256 in hexadecimal."""
+    """A file that was written: its path, number of rows, size in bytes, and SHA-256 in hexadecimal."""
 
     path: Path
     rows: int
@@ -35,19 +37,41 @@ def convert(source: str | Path, output: str | Path, progress: bool = False) -> l
 
     FileNotFoundError if a split is missing; ValueError for a bad row names the file and the line.
     """
+    output = output_folder(output)
+    rows = read_splits(source, progress)
+    targets = {f"{split}{ending}": (split, write) for split in rows for ending, write in _WRITERS.items()}
+    _refuse_to_replace(source, rows, {output / name for name in targets})
+    write_together(output, {name: partial(write, rows=rows[split]) for name, (split, write) in targets.items()})
+    return [describe(output / name, len(rows[split])) for name, (split, _) in targets.items()]
+
+
+def output_folder(output: str | Path) -> Path:
+    """`output` as a Path; ValueError if it is a file. Asked before the rows are read, to fail at once."""
     output = Path(output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output {output} is a file: name a folder")
-    rows = {split: _read_split(source, split, progress) for split in _splits(source)}
-    targets = {f"{split}{ending}": (split, write) for split in rows for ending, write in _WRITERS.items()}
-    _refuse_to_replace(source, rows, {output / name for name in targets})
+    return output
 
+
+def read_splits(source: str | Path, progress: bool = False) -> dict[str, list[dict]]:
+    """{split: its rows as `dataset.read_converted` gives them}, all checked; for `source` and errors see `convert`."""
+    return {split: _read_split(source, split, progress) for split in _splits(source)}
+
+
+def write_together(output: Path, writers: dict[str, Callable[[Path], None]]) -> None:
+    """Write the files `output`/name by calling each writer with a temporary path; they get their names after all are complete.
+
+    Whatever fails before that, `output` and its parents are as they were. ValueError if a name is taken by a folder.
+    """
+    for name in writers:
+        if (output / name).exists() and not (output / name).is_file():
+            raise ValueError(f"{output / name} is in the way and is not a file: choose another output folder")
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
-    temporary = {name: output / f".{name}.{os.getpid()}.tmp" for name in targets}
+    temporary = {name: output / f".{name}.{os.getpid()}.tmp" for name in writers}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, (split, write) in targets.items():
-            write(temporary[name], rows[split])
+        for name, write in writers.items():
+            write(temporary[name])
         for name, path in temporary.items():
             os.replace(path, output / name)
     except BaseException:
@@ -57,7 +81,12 @@ def convert(source: str | Path, output: str | Path, progress: bool = False) -> l
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
         raise
-    return [_describe(output / name, len(rows[split])) for name, (split, _) in targets.items()]
+
+
+def describe(path: Path, rows: int) -> WrittenFile:
+    """The `WrittenFile` of a file that holds `rows` rows."""
+    content = path.read_bytes()
+    return WrittenFile(path, rows, len(content), hashlib.sha256(content).hexdigest())
 
 
 def _splits(source: str | Path) -> Iterable[str]:
@@ -86,12 +115,9 @@ def _read_split(source: str | Path, split: str, progress: bool) -> list[dict]:
 
 def _refuse_to_replace(source: str | Path, splits: Iterable[str], targets: set[Path]) -> None:
     """train.jsonl is a name of raw files too: converting a folder into itself would lose them."""
-    existing = [target for target in targets if target.exists()]
-    for target in existing:
-        if not target.is_file():
-            raise ValueError(f"{target} is in the way and is not a file: choose another output folder")
     if not Path(source).exists():
         return
+    existing = [target for target in targets if target.exists()]
     for split in splits:
         for path in split_files(source, split):
             if any(path.samefile(target) for target in existing):
@@ -115,8 +141,3 @@ def _write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 _WRITERS = {"_chat.parquet": _write_parquet, ".jsonl": _write_jsonl}
-
-
-def _describe(path: Path, rows: int) -> WrittenFile:
-    content = path.read_bytes()
-    return WrittenFile(path, rows, len(content), hashlib.sha256(content).hexdigest())
