@@ -1,0 +1,55 @@
+"""Whole runs: three GRPO iterations of the real MindSpeed-RL, for each model family and layout."""
+
+import re
+
+import pytest
+from rehearsal import LAYERS, NOISY_NORMS, make_config, run_engine
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+RUNS = [
+    ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2)),
+    ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2)),
+    ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4)),
+    ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2)),
+    ("qwen2_moe", dict(npus=2, ep=2, infer_ep=2)),
+    ("qwen2", dict(npus=2, tp=2, infer_tp=1)),
+    ("qwen3", dict(npus=2, tp=1, infer_tp=2)),
+]
+
+
+def lora_parameters(family: str, r: int = 4) -> dict[str, int]:
+    """By hand: r (in + out) for each adapted matrix of the tiny models (rehearsal.SHAPE)."""
+    h, q, kv, f, e, s = 128, 4 * 32, 2 * 32, 48, 8, 96
+    if family == "qwen2_moe":
+        up, down = e * r * (h + 2 * f) + r * (h + 2 * s), e * r * (f + h) + r * (s + h)
+    elif family == "qwen3_moe":
+        up, down = e * r * (h + 2 * f), e * r * (f + h)
+    else:
+        up, down = r * (h + 2 * 192), r * (192 + h)
+    counts = {"linear_qkv": r * (h + q + 2 * kv), "linear_proj": r * (q + h), "linear_fc1": up, "linear_fc2": down}
+    return {target: LAYERS * count for target, count in counts.items()}
+
+
+@pytest.mark.parametrize("family, layout", RUNS, ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS])
+def test_three_iterations(family, layout, upstream, tiny, tmp_path):
+    result = run_engine(make_config(family, *tiny(family), tmp_path, **layout), upstream, tmp_path)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
+
+    assert run.status()["state"] == "finished" and run.status()["step"] == 3
+    noisy = re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout)
+    assert noisy == [("2", str(NOISY_NORMS[family])), ("3", str(NOISY_NORMS[family]))]
+    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2, 3]
+    lora = run.facts()["lora"]
+    assert {target: entry["parameters"] for target, entry in lora.items()} == lora_parameters(family)
+    assert {entry["modules"] for entry in lora.values()} == ({LAYERS} if family != "qwen2_moe" else {LAYERS, 2 * LAYERS})
+
+    rows = read_jsonl(run.metrics_file)
+    assert [row["aqn/sigma"] for row in rows] == [0.0, 0.05, pytest.approx(0.005)]
+    assert all(row["aqn/layers"] == NOISY_NORMS[family] for row in rows)
+    for row, sigma in zip(rows[1:], (0.05, 0.005)):
+        assert row["aqn/measured_std"] == pytest.approx(sigma, rel=0.3)
+    assert all(0 <= row["verifier/gsm8k/mean"] <= 1 for row in rows)
+    assert len(read_jsonl(run.rollouts_file)) == 3 * 8
