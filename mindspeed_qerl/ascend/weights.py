@@ -1,11 +1,13 @@
-"""Training weights to vLLM weights, with the adapters: what upstream's weight adaptors and container lack.
+"""Training weights to vLLM weights, adapters merged: what upstream's weight adaptors and container lack.
 
-Upstream merges a LoRA linear (`.base_layer.weight` + (alpha/r) B A, vllm_weight_container.py:469-488), but only where the adaptor asks
-for the name with `.base_layer`, which the adaptors of Qwen3 and Qwen3-MoE do not (weight_adaptor.py:648,689). It copies the experts as they
-are (:519), and has no adaptor for Qwen2-MoE.
+Upstream's own LoRA sync fails for Qwen3 and Qwen3-MoE, whose adaptors do not know the names that PEFT gives (weight_adaptor.py:648,689;
+KeyError in vllm_weight_container.py:465), copies grouped experts without their adapters (:519), rounds B A and the sum separately to
+bfloat16, and has no adaptor for Qwen2-MoE. Here the container sees a model without LoRA, by the names it has without, and each weight it
+reads from it comes merged.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,11 @@ from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleV
 from mindspeed_rl.workers.resharding.weight_adaptor import Qwen3MoeMVWeightAdaptor, Qwen3MvWeightAdaptor, QwenMVWeightAdaptor
 
 EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
+
+
+def merge_linear(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """W + scaling * B A in float32, rounded once to W's dtype. weight [out, in], a [r, in], b [out, r], this rank's shares of them."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
 
 
 def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scaling: float) -> torch.Tensor:
@@ -34,62 +41,58 @@ def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Ten
     experts = a.shape[1] // rank if up else b.shape[0] // rank
     stacked = weight.view(experts, weight.shape[0], -1) if up else weight.view(experts, -1, weight.shape[1])
     a, b = a.view(experts, -1, rank).float(), b.view(experts, rank, -1).float()
-    merged = torch.baddbmm(stacked.float(), a, b, alpha=scaling)
-    return merged.to(weight.dtype).view(weight.shape)
+    return torch.baddbmm(stacked.float(), a, b, alpha=scaling).to(weight.dtype).view(weight.shape)
 
 
-class MergedExperts(dict):
-    """Training parameters by name; an expert weight comes merged with its adapters, when it is asked for and not before: all of them
-    at once would double the experts' memory."""
+class MergedWeights(dict):
+    """Training parameters by their names without LoRA; a weight comes merged with its adapter when it is asked for and not before: all
+    of them at once would double the model's memory."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], rank: int, scaling: float):
         super().__init__(parameters)
         self.rank, self.scaling = rank, scaling
 
+    @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight = super().__getitem__(name)
-        if not EXPERT_WEIGHT.search(name) or f"{name}_lora_a" not in self:
+        weight, linear = super().__getitem__(name), name.removesuffix(".weight")
+        if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in self:
+            merged = merge_experts(name, weight, self[f"{name}_lora_a"], self[f"{name}_lora_b"], self.rank, self.scaling)
+        elif f"{linear}.lora_A.default.weight" in self:
+            merged = merge_linear(weight, self[f"{linear}.lora_A.default.weight"], self[f"{linear}.lora_B.default.weight"], self.scaling)
+        else:
             return weight
-        with torch.no_grad():
-            return merge_experts(name, weight, super().__getitem__(f"{name}_lora_a"), super().__getitem__(f"{name}_lora_b"),
-                                 self.rank, self.scaling)
+        for attribute in ("tensor_model_parallel", "partition_dim"):
+            if hasattr(weight, attribute):
+                setattr(merged, attribute, getattr(weight, attribute))
+        return merged
 
 
-class LoRAWeights:
-    """Mixed into an upstream adaptor: the names of LoRA's base layers, and merged experts."""
-
-    def replace_name_i2t(self, inference_name: str) -> str:
-        """The training name of vLLM's `inference_name`, with `.base_layer` where LoRA wraps the linear."""
-        name = super().replace_name_i2t(inference_name)
-        for target in self.model_config.lora_target_modules or ():
-            name = re.sub(rf"\.{target}\.(weight|bias)$", rf".{target}.base_layer.\1", name)
-        return name
+class MergesAdapters:
+    """Mixed into an upstream adaptor: the container reads merged weights. `model_config` has lora_r and lora_alpha (worker.py)."""
 
     def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor], train_tp_size: int) -> dict[str, torch.Tensor]:
-        """What the container reads the training weights from."""
+        """Called by the container before it reads (vllm_weight_container.py:459,516)."""
         param_dict = super().adjust_megatron_param_dict(param_dict, train_tp_size)
-        if not self.model_config.lora_target_modules:
-            return param_dict
-        return MergedExperts(param_dict, self.model_config.lora_r, self.model_config.lora_alpha / self.model_config.lora_r)
+        return MergedWeights(param_dict, self.model_config.lora_r, self.model_config.lora_alpha / self.model_config.lora_r)
 
 
-class Qwen2Adaptor(LoRAWeights, QwenMVWeightAdaptor):
+class Qwen2Adaptor(MergesAdapters, QwenMVWeightAdaptor):
     """Qwen2 and Qwen2.5, dense."""
 
 
-class Qwen3Adaptor(LoRAWeights, Qwen3MvWeightAdaptor):
+class Qwen3Adaptor(MergesAdapters, Qwen3MvWeightAdaptor):
     """Qwen3, dense."""
 
 
-class Qwen3MoeAdaptor(LoRAWeights, Qwen3MoeMVWeightAdaptor):
+class Qwen3MoeAdaptor(MergesAdapters, Qwen3MoeMVWeightAdaptor):
     """Qwen3-MoE."""
 
 
-class Qwen2MoeAdaptor(LoRAWeights, Qwen3MoeMVWeightAdaptor):
+class Qwen2MoeAdaptor(MergesAdapters, Qwen3MoeMVWeightAdaptor):
     """Qwen2-MoE (Qwen1.5-MoE-A2.7B): Qwen3-MoE without q_norm and k_norm, with qkv biases, and with a shared expert and its gate.
 
     vLLM's model_executor/models/qwen2_moe.py names them `mlp.shared_expert.*` and `mlp.shared_expert_gate`; megatron-core's
-    transformer/moe/shared_experts.py:100 keeps the gate as a bare parameter `gate_weight`.
+    transformer/moe/shared_experts.py keeps the gate as a bare parameter `gate_weight`.
     """
 
     def __init__(self, model_config: Any):
@@ -105,12 +108,25 @@ class Qwen2MoeAdaptor(LoRAWeights, Qwen3MoeMVWeightAdaptor):
         return super().replace_name_i2t(inference_name).replace(".gate_weight.weight", ".gate_weight")
 
 
-class WeightContainer(MegatronStyleVllmWeightContainer):
-    """Upstream's container; it splits the halves of a gated linear right also when LoRA wraps it."""
+class PlainNames:
+    """A chunk of the training model by the names it has without LoRA (`.base_layer` left out); the adapters keep theirs."""
 
-    def split_tp_params(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Upstream tests for "linear_fc1.weight" in the name (vllm_weight_container.py:706), which `.base_layer` would hide."""
-        return super().split_tp_params(param, name.replace(".base_layer", ""))
+    def __init__(self, chunk: torch.nn.Module):
+        self.chunk = chunk.base_model.model if hasattr(chunk, "base_model") else chunk  # PEFT's wrapping
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.chunk.named_buffers()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.chunk.named_parameters():
+            yield name.replace(".base_layer.", "."), parameter
+
+
+class WeightContainer(MegatronStyleVllmWeightContainer):
+    """Upstream's container, reading the model through PlainNames."""
+
+    def _unwrap_megatron_model(self, model: list[torch.nn.Module]) -> list[PlainNames]:
+        return [PlainNames(chunk) for chunk in super()._unwrap_megatron_model(model)]
 
 
 ADAPTORS = {

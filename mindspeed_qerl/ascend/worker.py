@@ -28,8 +28,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def _build_rollout(self) -> Any:
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
         rollout = super()._build_rollout()
-        # OmegaConf's ListConfig was right for argv (utils/utils.py:341); the weight container asks for a list (:312).
-        self.actor_model_config.lora_target_modules = list(self.megatron_config.lora_target_modules or [])
+        self.actor_model_config.lora_target_modules = None  # the weight container sees a model without LoRA (weights.py)
         aqn = self.rl_config.qerl.aqn
         if aqn.enabled:
             rollout.injector = NoiseInjector(

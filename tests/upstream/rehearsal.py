@@ -65,6 +65,7 @@ def make_model(family: str, folder: Path) -> Path:
     config = getattr(transformers, config_class)(**arguments, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.lm_head.weight.data[:10] *= 3  # the digits: it says numbers often, and so is sometimes right
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -77,8 +78,8 @@ def make_data(model: Path, folder: Path) -> Path:
 
     raw = folder / "raw"
     raw.mkdir(parents=True)
-    for split, first in (("train", 2), ("test", 6)):
-        rows = [{"question": f"{a}+{b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a in range(first, first + 4) for b in range(8)]
+    for split, second in (("train", range(5)), ("test", range(5, 7))):  # one digit each: a random answer is sometimes right
+        rows = [{"question": f"{a}+{b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a in range(4) for b in second]
         (raw / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     convert(raw, folder / "chat")
     convert_packed(raw, folder / "packed", model)
@@ -86,10 +87,10 @@ def make_data(model: Path, folder: Path) -> Path:
 
 
 def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int = 2, tp: int = 1, pp: int = 1, ep: int = 1, infer_tp: int = 1,
-                infer_ep: int = 1, train_iters: int = 3, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+                infer_ep: int = 1, train_iters: int = 3, samples: int = 2, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """A whole config for the engine. `changes` maps dotted keys to values."""
     mixture = "moe" in family
-    answers, train_dp = 8, npus // (tp * pp)
+    answers, train_dp = 4 * samples, npus // (tp * pp)
     config = dict(
         engine="mindspeed_rl", emulate_npu=True, model={"tiny": FAMILIES[family][2]},
         megatron_training=dict(
@@ -108,7 +109,7 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
             guarantee_order=True, blocking=True, use_integrated_worker=True, share_backbone=True, use_remove_padding=False,
             actor_update_dispatch_size=answers // train_dp, adv_estimator="group_norm", kl_penalty="low_var_kl", kl_ctrl_type="fixed",
             init_kl_coef=0.001, mini_batch_size=4, max_prompt_length=100, epochs=1, clip_ratio=0.2, entropy_coeff=0.0,
-            shuffle_mini_batch=False, n_samples_per_prompt=2, rule_reward=True, log_max_throughput=False, verifier_function=["gsm8k"],
+            shuffle_mini_batch=False, n_samples_per_prompt=samples, rule_reward=True, log_max_throughput=False, verifier_function=["gsm8k"],
             verifier_weight=[1.0], num_cpus_for_local_task=1, num_cpus_for_placement_group=1, actor_resource=dict(num_npus=npus)),
         generate_config=dict(
             trust_remote_code=False, offload_train_optimizer=True, offload_train_grad=True, offload_train_param=True,
@@ -143,4 +144,4 @@ def run_engine(config: dict[str, Any], upstream: Path, folder: Path, timeout: fl
                 "hydra": {"output_subdir": None, "run": {"dir": "."}}}
     (configs / "rehearsal.yaml").write_text(yaml.safe_dump({**defaults, **config}, sort_keys=False))
     return subprocess.run([sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-dir", str(configs), "--config-name", "rehearsal"],
-                          cwd=folder, env=environment(upstream), capture_output=True, text=True, timeout=timeout)
+                          check=False, cwd=folder, env=environment(upstream), capture_output=True, text=True, timeout=timeout)

@@ -1,0 +1,118 @@
+"""One iteration of the real engine on given weights, with everything of interest written to a folder.
+
+    python probe.py CONFIG.yaml FOLDER
+
+FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the rank's place, its training weights, vLLM's
+weights after a sync with zero adapters, with the given ones and with noise, and the gradients of the update; experience.pt with the
+transfer dock's content at the end of the iteration.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+FOLDER = Path(sys.argv[2])
+
+
+def probe_classes():
+    """Our worker and trainer with a few more methods; they must be made after upstream can be imported."""
+    import ray
+    from reference import Place, shard
+
+    from mindspeed_qerl.ascend.trainer import QeRLTrainer
+    from mindspeed_qerl.ascend.worker import QeRLWorker
+
+    @ray.remote(resources={"NPU": 0.7})
+    class ProbeWorker(QeRLWorker.__ray_actor_class__):
+        def _parameters(self):
+            model = self.model[0]
+            while not hasattr(model, "base_model"):
+                model = model.module
+            return dict(model.base_model.model.named_parameters())
+
+        def _place(self):
+            state = self.parallel_state
+            layers = self.megatron_config.num_layers // self.megatron_config.pipeline_model_parallel_size
+            return Place(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size(),
+                         state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size(),
+                         layers * state.get_pipeline_model_parallel_rank())
+
+        def load(self, folder, zero):
+            content = torch.load(folder / "full.pt", weights_only=False)
+            adapters = content["zero"] if zero else content["adapters"]
+            for name, parameter in self._parameters().items():
+                value = shard(name, content["full"], adapters, self._place())
+                assert value.shape == parameter.shape, (name, value.shape, parameter.shape)
+                parameter.data.copy_(value)
+            self.optimizer.reload_model_params()
+
+        def synced(self, noise_step):
+            self.inference_model.noise_step = noise_step
+            self.sharding_manager.enter_infer_mode()
+            weights = {name: parameter.detach().clone() for name, parameter in self.inference_model.model.named_parameters()}
+            self.sharding_manager.exit_infer_mode()
+            self.actor_offloader.onload_param()
+            return weights
+
+        def look(self, folder):
+            """The syncs; then keep the gradients of the coming update."""
+            self.seen = {"place": self._place(), "rank": self._rank}
+            self.load(folder, zero=True)
+            self.seen["vllm_zero"] = self.synced(None)
+            self.load(folder, zero=False)
+            self.seen["train"] = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+            self.seen["vllm"] = self.synced(None)
+            self.seen["vllm_noisy"] = self.synced(1)
+            step = self.optimizer.step
+
+            def keep_gradients():
+                gradients = {name: parameter.main_grad.detach().clone() for name, parameter in self._parameters().items()
+                             if parameter.requires_grad}
+                result = step()
+                self.seen.setdefault("gradients", gradients)  # of the first update, when the policy is still the old one
+                self.seen.setdefault("grad_norm", result[1])
+                return result
+            self.optimizer.step = keep_gradients
+
+        def save_seen(self, folder):
+            torch.save(self.seen, folder / f"rank{self._rank}.pt")
+
+    class ProbeTrainer(QeRLTrainer):
+        def fit(self, data_iters):
+            self.actor_worker.execute_sync_command("look", FOLDER)
+            super().fit(data_iters)
+
+        def log_metrics(self, metrics, iteration):
+            torch.save({"metrics": metrics, "experience": self.data_strategy.experience}, FOLDER / "experience.pt")
+            self.actor_worker.execute_sync_command("save_seen", FOLDER)
+            super().log_metrics(metrics, iteration)
+
+    return ProbeWorker, ProbeTrainer
+
+
+def main() -> int:
+    from functools import partial
+
+    from mindspeed_qerl import train
+    from mindspeed_qerl.ascend import engine
+
+    load_upstream = engine.load_upstream
+
+    def load_with_probes(settings, observer):
+        module = load_upstream(settings, observer)
+        from mindspeed_rl.workers.scheduler import launcher
+
+        worker, trainer = probe_classes()
+        launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
+        module.IntegratedWorker, module.RayGRPOTrainer = worker, partial(trainer, observer=observer)
+        return module
+
+    engine.load_upstream = load_with_probes
+    return train.run(yaml.safe_load(Path(sys.argv[1]).read_text()), "probe")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""One iteration of the real engine, number by number: weights that reach vLLM, noise, log-probabilities, rewards, advantages, gradients.
+
+Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references in float32. bfloat16 keeps 8 bits, so a
+single rounding moves a number by up to 2^-9 = 0.2 % of it. Weights are compared to one rounding of the merged weight. A log-probability
+is a sum of some hundred products rounded on its way through two layers; transformers' own bfloat16 is the yardstick there. All 8 experts are active, so that no rounding can change a route.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from reference import (
+    delta,
+    full_weights,
+    grpo_loss,
+    log_probs,
+    random_adapters,
+    shard,
+    to_hf,
+    vllm_shard,
+    with_adapters,
+)
+from rehearsal import environment, make_config
+
+from mindspeed_qerl.aqn.injector import standard_normal
+from mindspeed_qerl.gsm8k.verifier import get_verifier
+
+SIGMA, KL, CLIP, SAMPLES = 0.05, 0.1, 0.2, 8
+CASES = [
+    ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2)),
+    ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2)),
+    ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4)),
+    ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2)),
+    ("qwen2_moe", dict(npus=2, ep=2, infer_ep=2)),
+    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2)),
+    ("qwen2", dict(npus=2, tp=2, infer_tp=1)),
+    ("qwen3", dict(npus=2, tp=1, infer_tp=2)),
+]
+
+
+class Probe:
+    """What one probed iteration left behind."""
+
+    def __init__(self, folder: Path, model: Path, family: str, layout: dict):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        content = torch.load(folder / "full.pt", weights_only=False)
+        self.full, self.adapters = content["full"], content["adapters"]
+        self.ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(layout["npus"])]
+        self.experience = torch.load(folder / "experience.pt", weights_only=False)["experience"]
+        self.grad_norm = [rank["grad_norm"] for rank in self.ranks]
+        self.model = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32, num_experts_per_tok=8)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.family, self.layout = family, layout
+
+    def hf(self, full: dict) -> dict:
+        return {name: tensor.contiguous() for name, tensor in to_hf(full, self.model.config).items()}
+
+    def batch(self) -> list[dict]:
+        """The dock's answers without padding."""
+        rows = []
+        for i, response in enumerate(self.experience["responses"]):
+            length = int(self.experience["response_length"][i])
+            rows.append({"prompt": self.experience["prompts"][i].tolist(), "response": response[:length].tolist(),
+                         "label": self.tokenizer.decode(self.experience["labels"][i]), "reward": float(self.experience["rm_scores"][i]),
+                         "advantages": self.experience["advantages"][i][:length],
+                         "old_log_prob": self.experience["old_log_prob"][i][:length],
+                         "ref_log_prob": self.experience["ref_log_prob"][i][:length]})
+        return rows
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for f, layout in CASES])
+def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
+    from transformers import AutoModelForCausalLM
+
+    family, layout = request.param
+    folder = tmp_path_factory.mktemp("probe")
+    model, data = tiny(family)
+    full = full_weights(AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.bfloat16))
+    torch.save({"full": full, "adapters": random_adapters(full), "zero": random_adapters(full, zero=True)}, folder / "full.pt")
+    # Two epochs: with one, upstream takes the current log-probabilities for the old ones and computes none.
+    changes = {"rl_config.epochs": 2, "rl_config.init_kl_coef": KL, "rl_config.clip_ratio": CLIP, "actor_config.clip_grad": 1e9,
+               "megatron_training.use_distributed_optimizer": False, "aqn.sigma_start": SIGMA, "aqn.num_stages": 2,
+               "rl_config.verifier_function": ["gsm8k", "format"], "rl_config.verifier_weight": [1.0, 0.5],
+               "generate_config.offload_train_optimizer": False}
+    if "moe" in family:
+        changes |= {"model.tiny.moe_router_topk": 8, "model.tiny.moe_aux_loss_coeff": 0.0}
+        config_file = folder / "model"  # vLLM must route to all experts too
+        subprocess.run(["cp", "-r", str(model), str(config_file)], check=True)
+        text = (config_file / "config.json").read_text()
+        (config_file / "config.json").write_text(text.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 8'))
+        model = config_file
+    (folder / "config.yaml").write_text(yaml.safe_dump(make_config(family, model, data, folder, **layout, train_iters=1, samples=SAMPLES, changes=changes)))
+    here = Path(__file__).parent
+    variables = environment(upstream)
+    variables["PYTHONPATH"] += os.pathsep + str(here)
+    result = subprocess.run([sys.executable, str(here / "probe.py"), str(folder / "config.yaml"), str(folder)], env=variables,
+                            check=False, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return Probe(folder, model, family, layout)
+
+
+def test_each_rank_holds_its_shards(probe):
+    for rank in probe.ranks:
+        for name, tensor in rank["train"].items():
+            assert torch.equal(tensor, shard(name, probe.full, probe.adapters, rank["place"]).bfloat16()), name
+
+
+def vllm_place(probe, rank: int) -> tuple[int, int, range]:
+    """Tensor rank and size, and the experts, of a rank of vLLM: whole experts in order over the ranks of an expert group."""
+    tp, group = probe.layout.get("infer_tp", 1), probe.layout.get("infer_tp", 1) * probe.layout.get("infer_ep", 1)
+    count = 8 // group
+    return rank % tp, tp, range(rank % group * count, (rank % group + 1) * count)
+
+
+def test_vllm_has_the_base_weights_when_the_adapters_are_zero(probe):
+    hf = probe.hf(probe.full)
+    for rank in probe.ranks:
+        for name, tensor in rank["vllm_zero"].items():
+            assert torch.equal(tensor, vllm_shard(name, hf, *vllm_place(probe, rank["rank"]))), name
+
+
+def test_vllm_has_base_plus_scaled_b_a(probe):
+    """Within two roundings of the merged weight (upstream rounds B A and the sum), and with the move plainly there."""
+    exact, base = probe.hf(with_adapters(probe.full, probe.adapters)), probe.hf(probe.full)
+    moved = set()
+    for rank in probe.ranks:
+        place = vllm_place(probe, rank["rank"])
+        for name, tensor in rank["vllm"].items():
+            expected, before = vllm_shard(name, exact, *place), vllm_shard(name, base, *place).float()
+            step = torch.maximum(expected.abs(), (expected - before).abs()) * 2**-8 + 1e-6
+            assert ((tensor.float() - expected).abs() <= step).all(), name
+            if (expected != before).any():
+                moved.add(name.split(".", 3)[-1])
+                assert (tensor.float() - before).norm() == pytest.approx((expected - before).norm(), rel=0.01), name
+    kinds = {"self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}
+    kinds |= {"mlp.experts.w13_weight", "mlp.experts.w2_weight"} if "moe" in probe.family else {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+    kinds |= {"mlp.shared_expert.gate_up_proj.weight", "mlp.shared_expert.down_proj.weight"} if probe.family == "qwen2_moe" else set()
+    assert moved == kinds
+
+
+def test_noise_is_on_the_norms_only_and_the_same_on_every_rank(probe):
+    for rank in probe.ranks:
+        changed = set()
+        for name, noisy in rank["vllm_noisy"].items():
+            clean = rank["vllm"][name]
+            if not torch.equal(noisy, clean):
+                changed.add(name)
+                noise = SIGMA * standard_normal(1, 1, name, clean.shape)
+                assert torch.equal(noisy, (clean.float() + noise).bfloat16()), name
+        mixture = "moe" in probe.family
+        assert changed == {name for name in rank["vllm"] if name.endswith("post_attention_layernorm.weight")
+                           or not mixture and name.endswith(("input_layernorm.weight", "model.norm.weight"))}
+
+
+def answers_log_probs(probe, weights: dict, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """By transformers, for each answer that has tokens."""
+    model = probe.model.to(dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    return [log_probs(model, weights, row["prompt"], row["response"]) for row in probe.batch() if row["response"]]
+
+
+@pytest.mark.parametrize("column, adapted", [("old_log_prob", True), ("ref_log_prob", False)])
+def test_log_probs_of_policy_and_reference(probe, column, adapted):
+    """The policy has all adapters on, the reference none, experts included. The yardstick of what bfloat16 costs is transformers' own
+    bfloat16 on the same tokens: upstream may be off by no more than twice its mean error and three times its largest."""
+    own, other = (probe.hf(with_adapters(probe.full, probe.adapters if on else {})) for on in (adapted, not adapted))
+    with torch.no_grad():
+        rounded = torch.cat(answers_log_probs(probe, own, torch.bfloat16))
+        expected = torch.cat(answers_log_probs(probe, own))
+        gap = (torch.cat(answers_log_probs(probe, other)) - expected).abs()
+    actual = torch.cat([row[column] for row in probe.batch()])
+    error, yardstick = (actual - expected).abs(), (rounded - expected).abs()
+    print(f"\n{column}: mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers in bfloat16 {yardstick.mean():.4f}, "
+          f"{yardstick.max():.3f}; the adapters move it by {gap.mean():.3f}")
+    assert error.mean() < 2 * yardstick.mean() and error.max() < 3 * yardstick.max()
+    assert gap.mean() > 10 * error.mean()
+
+
+def test_rewards_and_advantages(probe):
+    batch = probe.batch()
+    texts = [probe.tokenizer.decode(row["response"], skip_special_tokens=True) for row in batch]
+    right = get_verifier("gsm8k")(texts, [row["label"] for row in batch])
+    assert [row["reward"] for row in batch] == [1.0 * score for score in right]  # no random answer has upstream's format
+    assert 0 < sum(right) < len(right)
+    rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(-1, SAMPLES)
+    expected = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+    for row, advantage in zip(batch, expected):
+        assert torch.allclose(row["advantages"].double(), advantage.expand(len(row["response"])))
+
+
+def test_gradients_of_every_adapter(probe):
+    """Against autograd of the same loss on the float32 model; and the gradient norm that upstream clips by counts each parameter once."""
+    leaves = {name: tuple(t.clone().requires_grad_() for t in pair) for name, pair in probe.adapters.items()}
+    with torch.no_grad():
+        reference = answers_log_probs(probe, probe.hf(with_adapters(probe.full, {})))
+    current = answers_log_probs(probe, to_hf(with_adapters(probe.full, leaves), probe.model.config))
+    advantages = [row["advantages"][0] for row in probe.batch() if row["response"]]
+    assert any(advantages)
+    # An answer without tokens (its first was the padding token) counts in the mean over answers, with a loss of 0.
+    (grpo_loss(current, reference, advantages, KL) / len(probe.batch())).backward()
+    gradients = {name: tuple(t.grad for t in pair) for name, pair in leaves.items()}
+    expected_norm = torch.stack([g.norm() for pair in gradients.values() for g in pair]).norm()
+    worst = 0.0
+    for rank in probe.ranks:
+        assert rank["gradients"]
+        for name, actual in rank["gradients"].items():
+            expected = shard(name, probe.full, gradients, rank["place"])
+            error = (actual.float().view(expected.shape) - expected).norm() / (expected.norm() + 1e-2 * expected_norm)
+            worst = max(worst, error.item())
+            assert error < 0.1, (name, error, expected.norm(), expected_norm)
+    print(f"\ngradients: worst relative error of a tensor {worst:.4f}; norm {expected_norm:.5f}, upstream's {probe.grad_norm}")
+    for norm in probe.grad_norm:
+        assert float(norm) == pytest.approx(expected_norm.item(), rel=0.03)
+
+
+def test_delta_is_by_definition():
+    """The reference's own formula, on numbers one can check by hand."""
+    assert torch.equal(delta("x.linear_qkv.weight", torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])),
+                       torch.tensor([[6.0, 12.0], [10.0, 20.0]]))
