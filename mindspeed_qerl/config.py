@@ -86,10 +86,11 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where a run is kept and what is written beside metrics.jsonl."""
+    """Where a run is kept and what is written beside metrics.jsonl; `resume` is the directory of a run that stopped, to go on with it."""
 
     root: str = "runs"
     name: str | None = None
+    resume: str | None = None
     tensorboard: bool = True
     wandb_project: str | None = None
     rollout_samples: int = 8

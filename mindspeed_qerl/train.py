@@ -8,7 +8,8 @@ from typing import Any
 from mindspeed_qerl.config import ConfigError, EngineError, unknown
 from mindspeed_qerl.runs.directory import RunDirectory
 
-# Each is a package with settings.check(raw) and engine.train(settings, directory, metrics, progress).
+# Each is a package with settings.check(raw), engine.train(settings, directory, metrics, progress) and, if it can resume,
+# engine.last_checkpoint(directory), the step that a run can go on after.
 ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
@@ -26,9 +27,9 @@ def run(raw: dict[str, Any], name: str) -> int:
     try:
         if raw.get("engine") not in ENGINES:
             raise ConfigError(unknown("engine", raw.get("engine"), ENGINES))
-        engine = ENGINES[raw["engine"]]
-        config = import_module(f"{engine}.settings").check(raw)
-        train = import_module(f"{engine}.engine").train
+        package = ENGINES[raw["engine"]]
+        config = import_module(f"{package}.settings").check(raw)
+        engine = import_module(f"{package}.engine")
     except ConfigError as error:
         return _refuse(error)
 
@@ -41,13 +42,18 @@ def run(raw: dict[str, Any], name: str) -> int:
         for file in config.data_files.values():
             if file.endswith((".parquet", ".jsonl")):
                 read_converted(file)
-        directory = RunDirectory.create(config.run.root, config.run.name or name, config=raw, command=sys.argv, seed=config.seed,
-                                        data_files=config.data_files)
+        after = None
+        if config.run.resume:
+            after = engine.last_checkpoint(config.run.resume)
+            directory = RunDirectory.reopen(config.run.resume, config=raw, command=sys.argv)
+        else:
+            directory = RunDirectory.create(config.run.root, config.run.name or name, config=raw, command=sys.argv, seed=config.seed,
+                                            data_files=config.data_files)
     except (ValueError, OSError) as error:
         return _refuse(error)
 
     try:
-        metrics = MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project)
+        metrics = MetricsWriter(directory, config.run.tensorboard, config.run.wandb_project, after)
     except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal: its message says what to do
         return _stop(directory, error)
 
@@ -57,7 +63,7 @@ def run(raw: dict[str, Any], name: str) -> int:
             progress.message(f"Run directory: {directory.path}")
             if config.ignored_keys:
                 progress.message(f"Warning: the {raw['engine']} engine does not use {', '.join(config.ignored_keys)}")
-            train(config, directory, metrics, progress)
+            engine.train(config, directory, metrics, progress)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130)
     except (ConfigError, EngineError) as error:

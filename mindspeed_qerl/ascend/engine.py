@@ -5,6 +5,7 @@ check upstream's sources -> start Ray -> check NPUs and CPUs -> put our classes 
 
 import importlib.util
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ NPU_ENVIRONMENT = {
     "IS_MULTIMODAL": "False",
     "HYDRA_FULL_ERROR": "1",
 }
+TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
 OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
 
@@ -71,7 +73,7 @@ def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progres
         observer = RunObserver(settings, run, metrics, progress)
         upstream = load_upstream(settings, observer)
         progress.phase("starting workers")
-        _call(upstream, settings)
+        _call(upstream, settings, run)
     finally:
         ray.shutdown()
 
@@ -102,7 +104,8 @@ def check_upstream(emulated: bool) -> None:
 
 def start_ray(settings: Settings, environment: dict[str, str], run: RunDirectory) -> None:
     """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's agents outlive a killed driver by the second, not by 60 s.
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5", RAY_BACKEND_LOG_LEVEL="fatal")
     options = dict(runtime_env={"env_vars": environment}, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     if settings.emulate_npu:
         ray.init(address="local", num_cpus=needed_cpus(settings), resources={"NPU": settings.npus}, **options)
@@ -158,7 +161,10 @@ def load_upstream(settings: Settings, observer: "RunObserver") -> ModuleType:
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
     module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
-    module.MegatronConfig = _with_attributes(module.MegatronConfig, settings.extra_arguments)
+    arguments = dict(settings.extra_arguments)
+    if settings.run.resume:
+        arguments["lora_load"] = str(RunDirectory.open(settings.run.resume).checkpoints_dir.resolve())
+    module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
     module.RLConfig = _with_attributes(module.RLConfig, {"qerl": settings.worker})
     return module
 
@@ -174,13 +180,49 @@ def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable
     return build
 
 
-def _call(upstream: ModuleType, settings: Settings) -> None:
+def _call(upstream: ModuleType, settings: Settings, run: RunDirectory) -> None:
     from omegaconf import OmegaConf
 
+    sections = OmegaConf.create(settings.upstream)
+    sections.actor_config.save = str(run.checkpoints_dir.resolve())
+    if settings.run.resume:
+        # The base weights from `load`, the rest from `lora_load` (MindSpeed-LLM training/checkpointing.py:68-75); `finetune` would set the
+        # iteration to 0 and leave the optimizer out.
+        sections.actor_config.update(finetune=False, no_load_optim=False, no_load_rng=False,
+                                     load=str(base_for_resuming(Path(sections.actor_config.load), run)))
     try:
-        upstream.train._function(OmegaConf.create(settings.upstream))
+        upstream.train._function(sections)
     except ray.exceptions.RayError as error:
         raise EngineError(f"a worker failed: {error}") from error
+
+
+def base_for_resuming(base: Path, run: RunDirectory) -> Path:
+    """The base checkpoint once more, as links, under the step of the run's last checkpoint and with that one's optimizer state: Megatron
+    takes the step and the distributed optimizer's state from `load` (training/checkpointing.py:1400-1411), never from `lora_load`."""
+    step = last_checkpoint(run.path)
+    tracker = (base / TRACKER).read_text().strip()
+    weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
+    view = run.path / "resume" / f"iter_{step:07d}"
+    shutil.rmtree(view.parent, ignore_errors=True)
+    for rank in (run.checkpoints_dir / view.name).iterdir():
+        (view / rank.name).mkdir(parents=True)
+        for name, folder in (("model_optim_rng.pt", weights / rank.name), ("distrib_optim.pt", rank)):
+            if name == "model_optim_rng.pt" and not (folder / name).is_file():
+                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's checkpoint has: it is for another layout")
+            if (folder / name).is_file():
+                (view / rank.name / name).symlink_to((folder / name).resolve())
+    (view.parent / TRACKER).write_text(str(step))
+    return view.parent.resolve()
+
+
+def last_checkpoint(directory: str | Path) -> int:
+    """The step that the run in `directory` can go on after; ValueError if it saved none."""
+    tracker = RunDirectory.open(directory).checkpoints_dir / TRACKER
+    try:
+        return int(tracker.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory} has no checkpoint to go on from ({error}). One is saved every megatron_training.save_interval steps. "
+                         "Start a new run without run.resume") from error
 
 
 class RunObserver:
@@ -225,6 +267,10 @@ class RunObserver:
             {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": texts["labels"][i], "reward": rewards[i]}
             for i in shown])
         self.progress.step(step, values)
+
+    def saved(self, step: int) -> None:
+        """Says from where a stopped run can go on."""
+        self.progress.message(f"Checkpoint of step {step} saved")
 
     def evaluate(self, step: int, generate: Callable) -> None:
         """Accuracy on the test file, noise off: before step 1, every eval.every steps, and after the last."""

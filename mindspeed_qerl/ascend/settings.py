@@ -134,6 +134,10 @@ def check(raw: Mapping[str, Any]) -> Settings:
     gsm8k, evaluation, run = (reader.own(section) for section in ("gsm8k", "eval", "run"))
     check_task_sections(reader, gsm8k, evaluation, run, ("test_file",))
     verifiers = check_verifiers(reader, (*VERIFIERS, *UPSTREAM_VERIFIERS))
+    if get("actor_config", "save", None, (str,)):
+        reader.fault("actor_config.save must be left out: checkpoints are kept in the run directory")
+    if run.resume and not get("actor_config", "load", None, (str,)):
+        reader.fault("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
     data_files = {"test": gsm8k.test_file, **_packed_files(reader, get("megatron_training", "data_path", "", (str,), required=True))}
     emulate = raw.get("emulate_npu", False)
     if not isinstance(emulate, bool):

@@ -18,6 +18,9 @@ class Observer(Protocol):
     def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
         """`step` updates are done. `metrics` by upstream's names; `experience`: the transfer dock's columns, one tensor per answer."""
 
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is whole."""
+
     def evaluate(self, step: int, generate: Callable) -> None:
         """The place to evaluate, if it is time; generate(prompts, n, temperature) -> n answers' token ids per prompt."""
 
@@ -57,6 +60,10 @@ class QeRLTrainer(RayGRPOTrainer):
         """Called by `fit` after update `iteration`."""
         self.observer.stepped(iteration, metrics, self.data_strategy.experience)
         self._evaluate(iteration)
+
+    def save_checkpoint(self, iteration: int) -> None:
+        super().save_checkpoint(iteration)
+        self.observer.saved(iteration)
 
     def _evaluate(self, step: int) -> None:
         def generate(prompts: list[list[int]], n: int, temperature: float) -> list[list[list[int]]]:

@@ -25,6 +25,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
             expert_lora.install(self.megatron_config.tensor_model_parallel_size)
 
+    def get_consumed_train_samples(self) -> int:
+        """Prompts asked so far. Upstream adds the batch at each dispatch of an update (actor_hybrid_worker.py:334), so that with several
+        dispatches in an iteration a resumed run would leave prompts out. (Here global_batch_size counts answers, cli/train_grpo.py:99.)"""
+        return self.get_iteration() * self.megatron_config.global_batch_size // self.rl_config.n_samples_per_prompt
+
     def _build_rollout(self) -> Any:
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
         rollout = super()._build_rollout()

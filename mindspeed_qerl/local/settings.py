@@ -189,6 +189,8 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     aqn = check_aqn(reader, train_iters)
     gsm8k, evaluation, run, local = (reader.own(section) for section in ("gsm8k", "eval", "run", "local"))
     check_task_sections(reader, gsm8k, evaluation, run, ("train_file", "test_file"))
+    if run.resume:
+        reader.fault(f"run.resume = {run.resume!r}: the local engine keeps no checkpoints and cannot resume a run")
     if local.kv_cache_gib < 1:
         reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib} must be at least 1")
     available = psutil.virtual_memory().available / 2**30

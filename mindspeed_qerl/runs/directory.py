@@ -8,6 +8,7 @@
         status.json     {"state": "running" | "finished" | "failed", "step", "reason", "started", "ended", "seed"}
         facts.json      what was measured once: start-up seconds, parameter counts, ... (`record`)
         metrics.jsonl, eval.jsonl, rollouts.jsonl, tensorboard/     written by metrics.py
+        checkpoints/                                                written by the engine
         summary.md, plots/                                          written by report.py
 """
 
@@ -74,6 +75,24 @@ class RunDirectory:
         return run
 
     @classmethod
+    def reopen(cls, path: Path | str, *, config: dict, command: list[str]) -> RunDirectory:
+        """An existing run, to be gone on with: the same config but for `run.resume`; the command is added to command.txt.
+
+        Raises FileNotFoundError when `path` is no run directory, ValueError when the run is finished or its config differs.
+        """
+        run = cls.open(path)
+        status = run.status()
+        if status["state"] == "finished":
+            raise ValueError(f"{run.path} is finished after {status['step']} steps: there is nothing to resume")
+        if changed := _differences(run.config(), config):
+            raise ValueError(f"{run.path} was started with another config. A run resumes as it was; to try other values, start a new one.\n"
+                             + "\n".join(changed))
+        with open(run.path / "command.txt", "a", encoding="utf-8") as file:
+            file.write(shlex.join(command) + "\n")
+        run._write_status({**status, "state": "running", "reason": None, "ended": None})
+        return run
+
+    @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
         """An existing run directory. Raises FileNotFoundError when `path` is not one."""
         run = cls(Path(path))
@@ -116,6 +135,10 @@ class RunDirectory:
     @property
     def tensorboard_dir(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def summary_file(self) -> Path:
@@ -214,6 +237,14 @@ def _git(source: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _differences(before: Any, after: Any, name: str = "") -> list[str]:
+    """One line per key whose value changed, `run.resume` aside."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = dict.fromkeys([*before, *after])
+        return [line for key in keys for line in _differences(before.get(key), after.get(key), f"{name}.{key}".lstrip("."))]
+    return [] if before == after or name == "run.resume" else [f"{name} was {before!r} and is {after!r}"]
 
 
 def _make_new(parent: Path, stem: str) -> Path:

@@ -42,19 +42,25 @@ class MetricsWriter:
     machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
     environment, WANDB_MODE=offline included.
 
-    Raises FileExistsError when the run already has metrics, ImportError when a package that was asked for is missing.
+    With `after`, a run that stopped is gone on with: rows of later steps, which that run wrote and which will be made again, move to
+    `discarded/`.
+
+    Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was asked for is missing.
     """
 
-    def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None) -> None:
+    def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None, after: int | None = None) -> None:
         self._run = run
-        self._last_step = 0
+        self._last_step = after or 0
+        files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
         try:
-            for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
-                file.touch(exist_ok=False)
+            for file in files:
+                file.touch(exist_ok=after is not None)
         except FileExistsError as error:
             raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run directory") from error
+        for file in files if after is not None else ():
+            _discard_after(file, after)
         self._wandb = _start_wandb(run, wandb) if wandb else None
-        self._tensorboard = _start_tensorboard(run) if tensorboard else None
+        self._tensorboard = _start_tensorboard(run, after) if tensorboard else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of training step `step` (1-based, increasing). Values are numbers or 0-d arrays and tensors."""
@@ -157,12 +163,29 @@ def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
         lines.write(text)
 
 
-def _start_tensorboard(run: RunDirectory) -> Any:
+def _discard_after(file: Path, step: int) -> None:
+    """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
+    kept, later = [], []
+    for row in read_jsonl(file):
+        (kept if row["step"] <= step else later).append(row)
+    if later:
+        aside = file.parent / "discarded" / file.name
+        aside.parent.mkdir(exist_ok=True)
+        for row in later:
+            _append(aside, row.pop("step"), row)
+    scratch = file.with_name(file.name + ".tmp")
+    scratch.write_text("")
+    for row in kept:
+        _append(scratch, row.pop("step"), row)
+    os.replace(scratch, file)
+
+
+def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(f"TensorBoard cannot be written ({error}): pip install torch tensorboard, or turn it off") from error
-    return SummaryWriter(log_dir=os.fspath(run.tensorboard_dir))
+    return SummaryWriter(log_dir=os.fspath(run.tensorboard_dir), purge_step=None if after is None else after + 1)
 
 
 def _start_wandb(run: RunDirectory, project: str) -> Any:

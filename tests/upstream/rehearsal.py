@@ -104,7 +104,7 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
         actor_config=dict(
             model="tiny", micro_batch_size=1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
             moe_tp_extend_ep=mixture, lr=1e-3, lr_decay_style="constant", min_lr=0.0, weight_decay=0.0, lr_warmup_fraction=0.0, clip_grad=1.0,
-            adam_beta1=0.9, adam_beta2=0.95, finetune=True, save=str(runs / "checkpoints"), no_load_optim=True, no_load_rng=True),
+            adam_beta1=0.9, adam_beta2=0.95, finetune=True, no_load_optim=True, no_load_rng=True),
         rl_config=dict(
             guarantee_order=True, blocking=True, use_integrated_worker=True, share_backbone=True, use_remove_padding=False,
             actor_update_dispatch_size=answers // train_dp, adv_estimator="group_norm", kl_penalty="low_var_kl", kl_ctrl_type="fixed",
@@ -136,12 +136,23 @@ def environment(upstream: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def run_engine(config: dict[str, Any], upstream: Path, folder: Path, timeout: float = 900) -> subprocess.CompletedProcess:
-    """`python cli/train_grpo.py` on the config, as a user would start it."""
+def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
+    """Write the config below `folder`; the command that a user would start it with."""
     configs = folder / "configs"
     configs.mkdir(exist_ok=True)
     defaults = {"defaults": ["_self_", {"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}],
                 "hydra": {"output_subdir": None, "run": {"dir": "."}}}
     (configs / "rehearsal.yaml").write_text(yaml.safe_dump({**defaults, **config}, sort_keys=False))
-    return subprocess.run([sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-dir", str(configs), "--config-name", "rehearsal"],
-                          check=False, cwd=folder, env=environment(upstream), capture_output=True, text=True, timeout=timeout)
+    return [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-dir", str(configs), "--config-name", "rehearsal"]
+
+
+def run_engine(config: dict[str, Any], upstream: Path, folder: Path, timeout: float = 900) -> subprocess.CompletedProcess:
+    """A whole run from the command line."""
+    return subprocess.run(engine_command(config, folder), check=False, cwd=folder, env=environment(upstream), capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def start_engine(config: dict[str, Any], upstream: Path, folder: Path) -> subprocess.Popen:
+    """A run from the command line, to be read from and killed."""
+    return subprocess.Popen(engine_command(config, folder), cwd=folder, env=environment(upstream), stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)

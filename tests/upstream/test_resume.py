@@ -1,0 +1,71 @@
+"""A run that is killed after its second iteration and resumed ends like one that is not."""
+
+import signal
+
+import psutil
+import pytest
+import torch
+from checkpoints import write_base_checkpoint
+from rehearsal import make_config, run_engine, start_engine
+
+from mindspeed_qerl.lora.checkpoint import load_adapters
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+LAYOUTS = [dict(npus=2, ep=2, infer_ep=2), dict(npus=2, tp=2, ep=1, infer_ep=2)]
+
+
+def numbers(run: RunDirectory) -> list[dict]:
+    """The metrics without times."""
+    rows = read_jsonl(run.metrics_file)
+    return [{name: value for name, value in row.items() if "tim" not in name and "tps" not in name} for row in rows]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2"])
+def test_killed_and_resumed(layout, upstream, tiny, tmp_path):
+    model, data = tiny("qwen3_moe")
+    base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout["ep"])
+    changes = {"actor_config.load": str(base), "eval.every": 1, "aqn.num_stages": 3, "actor_config.lr_decay_style": "linear"}
+    config = make_config("qwen3_moe", model, data, tmp_path, **layout, samples=4, changes=changes)
+    (tmp_path / "a").mkdir()
+    whole = run_engine(config, upstream, tmp_path / "a")
+    assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr[-3000:]
+    [unbroken] = (tmp_path / "rehearsal").iterdir()
+
+    (tmp_path / "b").mkdir()
+    process = start_engine(config, upstream, tmp_path / "b")
+    children = []
+    for line in process.stdout:
+        if "Checkpoint of step 2 saved" in line:
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGKILL)
+            break
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    gone, alive = psutil.wait_procs(children, timeout=120)
+    assert gone and not alive
+    [broken] = set((tmp_path / "rehearsal").iterdir()) - {unbroken}
+    assert RunDirectory.open(broken).status()["step"] == 2
+
+    config["run"]["resume"] = str(broken)
+    resumed = run_engine(config, upstream, tmp_path / "b")
+    assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
+
+    before, after = RunDirectory.open(unbroken), RunDirectory.open(broken)
+    assert after.status()["state"] == "finished" and after.status()["step"] == 3
+    assert numbers(before) == numbers(after)
+    for one, other in zip(read_jsonl(before.eval_file), read_jsonl(after.eval_file), strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    expected, actual = (load_adapters(run.checkpoints_dir, 3).weights for run in (before, after))
+    assert expected.keys() == actual.keys() and len(expected) > 10
+    for module, pair in expected.items():
+        assert all(torch.equal(one, other) for one, other in zip(pair, actual[module])), module
+    assert sum(bool(b.any()) for _, b in actual.values()) > len(actual) / 2  # some experts of so few tokens get none
+
+
+def test_what_cannot_be_resumed_is_refused(upstream, tiny, tmp_path):
+    model, data = tiny("qwen3_moe")
+    config = make_config("qwen3_moe", model, data, tmp_path, changes={"actor_config.load": "base"})
+    config["run"]["resume"] = str(tmp_path)
+    refused = run_engine(config, upstream, tmp_path)
+    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
