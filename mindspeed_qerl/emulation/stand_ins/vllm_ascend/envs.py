@@ -1,0 +1,1 @@
+"""vllm-ascend's environment variables: none has a meaning here."""

@@ -1,0 +1,1 @@
+"""Parts of the mixture of experts that MindSpeed-RL imports."""

@@ -1,0 +1,1 @@
+"""Nothing is left to patch: see vllm_ascend/platform.py."""

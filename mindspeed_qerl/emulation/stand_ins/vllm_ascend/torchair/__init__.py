@@ -1,0 +1,1 @@
+"""Graph mode is not emulated: keep torchair_graph off."""

@@ -1,0 +1,429 @@
+"""The emulated operators against formulas written out in float64 numpy, and their gradients against torch.autograd.
+
+Tolerances: float64 results agree to 1e-10. bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-8 of itself; the
+operators compute in float32 and round once (RMSNorm twice), and 1% is added for float32's own error.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from mindspeed_qerl.emulation import extensions, operators
+from mindspeed_qerl.emulation.attention import npu_fusion_attention
+
+ONE_ROUNDING = dict(rtol=2**-8 * 1.01, atol=1e-6)
+TWO_ROUNDINGS = dict(rtol=2**-7 * 1.01, atol=1e-6)
+EXACT = dict(rtol=1e-10, atol=1e-12)
+
+
+def normal(*shape, dtype=torch.float64, seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def wide(x):
+    return x.detach().double().numpy()
+
+
+# Normalisation
+
+
+def rms_norm(x, gamma, epsilon):
+    rms = np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+    return x / rms * gamma, 1 / rms
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, TWO_ROUNDINGS)])
+def test_rms_norm(dtype, tolerance):
+    x, gamma = normal(3, 5, 16, dtype=dtype), normal(16, dtype=dtype)
+    y, rstd = operators.npu_rms_norm(x, gamma, epsilon=0.1)
+    expected, expected_rstd = rms_norm(wide(x), wide(gamma), 0.1)
+    assert y.dtype == dtype and rstd.shape == (3, 5, 1)
+    np.testing.assert_allclose(wide(y), expected, **tolerance)
+    np.testing.assert_allclose(wide(rstd), expected_rstd, rtol=1e-6)
+
+
+def test_the_norm_of_a_sum_is_the_norm_of_the_sum_that_is_returned():
+    x1, x2, gamma = (normal(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate([(4, 16), (4, 16), (16,)]))
+    y, rstd, x = operators.npu_add_rms_norm(x1, x2, gamma)
+    np.testing.assert_allclose(wide(x), wide(x1) + wide(x2), **ONE_ROUNDING)
+    np.testing.assert_allclose(wide(y), rms_norm(wide(x), wide(gamma), 1e-6)[0], **TWO_ROUNDINGS)
+    assert rstd.shape == (4, 1)
+
+
+# Activation and position
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, ONE_ROUNDING)])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_swiglu(dtype, tolerance, dim):
+    x = normal(40, 100, dtype=dtype)
+    gate, up = np.split(wide(x), 2, dim)
+    np.testing.assert_allclose(wide(operators.npu_swiglu(x, dim)), gate / (1 + np.exp(-gate)) * up, **tolerance)
+
+
+def turned(x, angle, mode):
+    """Rope as what it is: pairs of coordinates are complex numbers, multiplied by e^(i angle)."""
+    half = x.shape[-1] // 2
+    first, second = (slice(half), slice(half, None)) if mode == "half" else (slice(0, None, 2), slice(1, None, 2))
+    z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angle)
+    y = np.empty_like(x)
+    y[..., first], y[..., second] = z.real, z.imag
+    return y
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, dict(rtol=1e-5, atol=1e-6))])
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_rotary(dtype, tolerance, mode):
+    x, angle = normal(7, 2, 3, 8, dtype=dtype), wide(normal(7, 1, 1, 4))
+    both = np.concatenate([angle, angle], -1) if mode == "half" else angle.repeat(2, -1)
+    cos, sin = (torch.from_numpy(f(both)).to(dtype) for f in (np.cos, np.sin))
+    expected = turned(wide(x), angle, mode)
+    np.testing.assert_allclose(wide(operators.npu_rotary_mul(x, cos, sin, mode)), expected, **tolerance)
+    number = ["half", "interleave"].index(mode)
+    np.testing.assert_allclose(wide(operators.npu_rotary_position_embedding(x, cos, sin, number)), expected, **tolerance)
+
+
+def test_rotary_rounds_once():
+    x, cos, sin = (normal(50, 1, 1, 64, dtype=torch.bfloat16, seed=s) for s in range(3))
+    exact = operators.npu_rotary_mul(x.double(), cos.double(), sin.double())
+    np.testing.assert_allclose(wide(operators.npu_rotary_mul(x, cos, sin)), wide(exact), **ONE_ROUNDING)
+
+
+def test_rotary_refuses_what_the_extension_refuses():
+    with pytest.raises(ValueError, match="4-dimensional"):
+        operators.npu_rotary_position_embedding(normal(7, 3, 8), normal(7, 1, 8), normal(7, 1, 8))
+    with pytest.raises(NotImplementedError, match="'quarter'"):
+        operators.npu_rotary_mul(normal(1, 8), normal(1, 8), normal(1, 8), "quarter")
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x, g: operators.npu_rms_norm(x, g, 0.1)[0], [(2, 6), (6,)]),
+        (lambda a, b, g: operators.npu_add_rms_norm(a, b, g, 0.1)[::2], [(2, 6), (2, 6), (6,)]),
+        (operators.npu_swiglu, [(3, 8)]),
+        (operators.npu_rotary_mul, [(3, 8), (3, 8), (3, 8)]),
+        (lambda x, c, s: operators.npu_rotary_mul(x, c, s, "interleave"), [(3, 8), (3, 8), (3, 8)]),
+        (lambda x: operators.npu_moe_gating_top_k_softmax(x, None, 2)[0], [(3, 5)]),
+        (lambda x, w: operators.npu_grouped_matmul([x], [w], group_list=[2, 2, 5])[0], [(5, 3), (3, 3, 4)]),
+    ],
+)
+def test_gradients(function, shapes):
+    inputs = [normal(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
+    assert gradcheck(function, inputs)
+
+
+# Attention
+
+LAYOUTS = {
+    "SBH": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], x.shape[0], -1),
+    "BSH": lambda x: x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1),
+    "BSND": lambda x: x.transpose(0, 2, 1, 3),
+    "BNSD": lambda x: x,
+}
+COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+def attention(q, k, v, scale, sees):
+    """(B, N, S, D) float64 arrays, one query at a time; sees(i, j) or sees(b, n, i, j) says whether query i sees key j."""
+    out, logsumexp = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
+    for b, n, i in itertools.product(*map(range, q.shape[:3])):
+        head = n // (q.shape[1] // k.shape[1])
+        keys = [j for j in range(k.shape[2]) if sees(b, n, i, j)]
+        scores = scale * np.array([q[b, n, i] @ k[b, head, j] for j in keys])
+        weights = np.exp(scores - scores.max())
+        out[b, n, i] = weights / weights.sum() @ v[b, head, keys]
+        logsumexp[b, n, i] = scores.max() + np.log(weights.sum())
+    return out, logsumexp
+
+
+def masks(s1, s2):
+    """Name -> (arguments of the operator, sees)."""
+    full = np.random.default_rng(1).random((2, 1, s1, s2)) < 0.4
+    full[..., 0] = False  # the first key is seen by everybody
+    full = torch.from_numpy(full)
+    last = s2 - s1
+    return {
+        "none": ({}, lambda b, n, i, j: True),
+        "full, causal band": (
+            dict(sparse_mode=0, atten_mask=full, pre_tockens=65536, next_tockens=0),
+            lambda b, n, i, j: not full[b, 0, i, j] and j <= i,
+        ),
+        "full, one for all": (dict(sparse_mode=0, atten_mask=full[0, 0]), lambda b, n, i, j: not full[0, 0, i, j]),
+        "all": (dict(sparse_mode=1, atten_mask=full.to(torch.uint8), next_tockens=0), lambda b, n, i, j: not full[b, 0, i, j]),
+        "left upper": (dict(sparse_mode=2, atten_mask=COMPRESSED, pre_tockens=1), lambda b, n, i, j: j <= i),
+        "right lower": (dict(sparse_mode=3, atten_mask=COMPRESSED, pre_tockens=1), lambda b, n, i, j: j <= i + last),
+        "band": (
+            dict(sparse_mode=4, atten_mask=COMPRESSED, pre_tockens=2, next_tockens=1),
+            lambda b, n, i, j: i + last - 2 <= j <= i + last + 1,
+        ),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", masks(5, 7))
+def test_attention_in_every_layout_with_every_mask(layout, mask):
+    heads_and_lengths = [(4, 5), (2, 7), (2, 7)]  # two query heads share a key head
+    q, k, v = (wide(normal(2, n, s, 8, seed=i)) for i, (n, s) in enumerate(heads_and_lengths))
+    arguments, sees = masks(5, 7)[mask]
+    expected, logsumexp = attention(q, k, v, 0.3, sees)
+    tensors = [torch.from_numpy(np.ascontiguousarray(LAYOUTS[layout](x))) for x in (q, k, v)]
+    out, maximum, total, *rest = npu_fusion_attention(*tensors, 4, layout, scale=0.3, **arguments)
+    np.testing.assert_allclose(wide(out), LAYOUTS[layout](expected), **EXACT)
+    np.testing.assert_allclose(wide(maximum + total.log()), np.repeat(logsumexp[..., None], 8, -1), rtol=1e-5, atol=1e-5)
+    assert len(rest) == 4 and rest[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sees"),
+    [
+        ({}, lambda i, j, last: True),
+        (dict(sparse_mode=2), lambda i, j, last: j <= i),
+        (dict(sparse_mode=3), lambda i, j, last: j <= i + last),
+        (dict(sparse_mode=4, pre_tockens=65536, next_tockens=0), lambda i, j, last: j <= i + last),
+    ],
+)
+def test_attention_over_sequences_one_after_the_other(arguments, sees):
+    q_ends, k_ends = [0, 3, 4, 4, 9], [0, 3, 6, 6, 11]  # two sequences are empty
+    q, k, v = normal(9, 4, 8), normal(11, 2, 8, seed=1), normal(11, 2, 8, seed=2)
+    mask = {"atten_mask": COMPRESSED} if arguments else {}
+    out, maximum, *_ = npu_fusion_attention(
+        q, k, v, 4, "TND", scale=0.3, actual_seq_qlen=q_ends, actual_seq_kvlen=torch.tensor(k_ends), **arguments, **mask
+    )
+    assert maximum.shape == (9, 4, 8)
+    for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 6)), ((4, 9), (6, 11))]:
+        one = [wide(x).transpose(1, 0, 2)[None] for x in (q[a:b], k[c:d], v[c:d])]
+        expected, _ = attention(*one, 0.3, lambda _b, _n, i, j, last=(d - c) - (b - a): sees(i, j, last))
+        np.testing.assert_allclose(wide(out[a:b]), expected[0].transpose(1, 0, 2), **EXACT)
+
+
+def test_attention_agrees_with_torch_in_value_and_gradient():
+    inputs = [normal(2, 4, 6, 8, seed=s, grad=True) for s in range(3)]
+    out = npu_fusion_attention(*inputs, 4, "BNSD", scale=8**-0.5, sparse_mode=2, atten_mask=COMPRESSED)[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    direction = normal(2, 4, 6, 8, seed=9)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, inputs, direction), torch.autograd.grad(expected, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_attention_gradients_with_shared_heads_and_sequences():
+    def packed(q, k, v):
+        return npu_fusion_attention(
+            q,
+            k,
+            v,
+            2,
+            "TND",
+            sparse_mode=4,
+            next_tockens=0,
+            atten_mask=COMPRESSED,
+            actual_seq_qlen=[1, 4],
+            actual_seq_kvlen=[1, 4],
+        )[0]
+
+    assert gradcheck(packed, [normal(4, 2, 3, grad=True), normal(4, 1, 3, seed=1, grad=True), normal(4, 1, 3, seed=2, grad=True)])
+
+
+def test_attention_in_bfloat16_rounds_once():
+    q, k, v = (normal(1, 2, 16, 32, dtype=torch.bfloat16, seed=s) for s in range(3))
+    out = npu_fusion_attention(q, k, v, 2, "BNSD", scale=0.2)[0]
+    expected, _ = attention(wide(q), wide(k), wide(v), 0.2, lambda *_: True)
+    assert out.dtype == torch.bfloat16
+    np.testing.assert_allclose(wide(out), expected, **ONE_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (NotImplementedError, "keep_prob", dict(keep_prob=0.9)),
+        (NotImplementedError, "pse", dict(pse=torch.ones(1))),
+        (NotImplementedError, "sparse_mode 5", dict(sparse_mode=5)),
+        (ValueError, "compressed", dict(sparse_mode=2, atten_mask=torch.ones(4, 4))),
+        (ValueError, "full", dict(sparse_mode=1)),
+    ],
+)
+def test_attention_refuses(error, match, arguments):
+    x = normal(1, 1, 4, 8)
+    with pytest.raises(error, match=match):
+        npu_fusion_attention(x, x, x, 1, "BNSD", **arguments)
+
+
+def test_attention_refuses_sequences_that_do_not_fill_the_batch():
+    x = normal(4, 1, 8)
+    with pytest.raises(ValueError, match="T = 4"):
+        npu_fusion_attention(x, x, x, 1, "TND", actual_seq_qlen=[1, 3], actual_seq_kvlen=[1, 3])
+    with pytest.raises(NotImplementedError, match="TNSD"):
+        npu_fusion_attention(x, x, x, 1, "TNSD")
+
+
+# Groups
+
+COUNTS = [[2, 0, 3, 1], [0, 6, 0, 0], [0, 0, 0, 6], [6, 0, 0, 0], [1, 2, 2, 1]]
+
+
+def group_lists(counts):
+    """The same groups in every form that callers use: (group_list, group_list_type)."""
+    ends = np.cumsum(counts).tolist()
+    return [(ends, 0), (torch.tensor(ends), 0), (torch.tensor(counts), 1)]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_matmul(counts):
+    x, weight = normal(6, 3), normal(4, 3, 5)
+    member = np.repeat(np.arange(4), counts)
+    expected = np.stack([wide(x)[row] @ wide(weight)[group] for row, group in enumerate(member)])
+    for group_list, kind in group_lists(counts):
+        (y,) = operators.npu_gmm([x], [weight], [], group_list, 0, kind)
+        np.testing.assert_allclose(wide(y), expected, **EXACT)
+        one_tensor_for_each_group = list(weight)
+        (y,) = operators.npu_grouped_matmul([x], one_tensor_for_each_group, group_list=group_list, group_list_type=kind)
+        np.testing.assert_allclose(wide(y), expected, **EXACT)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_matmul_over_the_summed_dimension(counts):
+    x, weight = normal(3, 6), normal(6, 5)
+    member = np.repeat(np.arange(4), counts)
+    expected = np.stack([(wide(x) * (member == group)) @ wide(weight) for group in range(4)])
+    for group_list, kind in group_lists(counts):
+        (y,) = operators.npu_gmm([x], [weight], [], group_list, 2, kind)
+        np.testing.assert_allclose(wide(y), expected, **EXACT)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradient_of_grouped_matmul_is_that_of_a_dense_formulation(counts, transposed):
+    x, weight, direction = normal(6, 3, grad=True), normal(4, 3, 5, grad=True), normal(6, 5)
+    one_hot = torch.eye(4, dtype=torch.float64)[torch.repeat_interleave(torch.tensor(counts))]
+    dense = torch.einsum("te,tk,ekn->tn", one_hot, x, weight)
+    expected = torch.autograd.grad(dense, [x, weight], direction)
+    stored = weight.detach().transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight.detach()
+    for group_list, kind in group_lists(counts):
+        (dx,), (dweight,), dbias = operators.npu_gmm_backward([direction], [x.detach()], [stored], group_list, kind)
+        torch.testing.assert_close(dx, expected[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(dweight, expected[1], rtol=1e-10, atol=1e-12)
+        assert dbias == []
+        (dx,), _, _ = operators.npu_gmm_backward_fusion([direction], [stored], group_list, kind)
+        torch.testing.assert_close(dx, expected[0], rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_are_added_in_float32():
+    x, dy = normal(6, 3, dtype=torch.bfloat16), normal(6, 5, dtype=torch.bfloat16)
+    grad = normal(4, 3, 5, dtype=torch.float32)
+    before = wide(grad)
+    operators.npu_groupmatmul_add_fp32(x, dy, torch.tensor([2, 2, 5, 6]), grad)
+    member = np.array([0, 0, 2, 2, 2, 3])
+    added = np.stack([(wide(x).T * (member == group)) @ wide(dy) for group in range(4)])
+    np.testing.assert_allclose(wide(grad), before + added, rtol=1e-5, atol=1e-6)
+    grad = normal(5, 3, dtype=torch.float32)
+    before = wide(grad)
+    operators.npu_matmul_add_fp32(dy, x, grad)
+    np.testing.assert_allclose(wide(grad), before + wide(dy).T @ wide(x), rtol=1e-5, atol=1e-6)
+
+
+def test_grouped_matmul_refuses_what_it_does_not_know():
+    x, weight = normal(6, 3), normal(2, 3, 5)
+    with pytest.raises(NotImplementedError, match="bias"):
+        operators.npu_grouped_matmul([x], [weight], bias=[torch.ones(5)], group_list=[3, 6])
+    with pytest.raises(NotImplementedError, match="group_type 1"):
+        operators.npu_grouped_matmul([x], [weight], group_list=[3, 6], group_type=1)
+    with pytest.raises(NotImplementedError, match="scale"):
+        operators.npu_grouped_matmul([x], [weight], group_list=[3, 6], scale=[torch.ones(5)])
+    with pytest.raises(ValueError, match="row 7 of 6"):
+        operators.npu_grouped_matmul([x], [weight], group_list=[3, 7])
+
+
+# Mixture of experts
+
+
+def test_gating_takes_the_largest_probabilities():
+    logits = normal(50, 8, dtype=torch.bfloat16)
+    weights, experts, rows = operators.npu_moe_gating_top_k_softmax(logits, None, 3)
+    probabilities = np.exp(wide(logits)) / np.exp(wide(logits)).sum(-1, keepdims=True)
+    np.testing.assert_allclose(wide(weights), np.sort(probabilities, -1)[:, :-4:-1], **ONE_ROUNDING)
+    np.testing.assert_allclose(np.take_along_axis(probabilities, experts.long().numpy(), -1), wide(weights), **ONE_ROUNDING)
+    assert (weights.dtype, experts.dtype, rows.dtype) == (torch.bfloat16, torch.int32, torch.int32)
+    assert rows[:2].tolist() == [[0, 50, 100], [1, 51, 101]]
+
+
+ROUTES = [[0, 2], [2, 1], [0, 1], [2, 0], [2, 1]]  # the experts of five tokens; expert 3 gets none
+
+
+def routing():
+    routing_map = torch.zeros(5, 4, dtype=torch.bool)
+    for token, experts in enumerate(ROUTES):
+        routing_map[token, experts] = True
+    order = [(token, expert) for expert in range(4) for token in range(5) if routing_map[token, expert]]
+    return routing_map, order
+
+
+def test_permuting_gives_each_expert_its_tokens():
+    tokens, probs = normal(5, 3), normal(5, 4)
+    routing_map, order = routing()
+    permuted, permuted_probs, _ = operators.npu_moe_token_permute_with_routing_map(tokens, routing_map, probs=probs)
+    assert torch.equal(permuted, torch.stack([tokens[token] for token, _ in order]))
+    assert torch.equal(permuted_probs, torch.stack([probs[token, expert] for token, expert in order]))
+    assert operators.npu_moe_token_permute_with_routing_map(tokens, routing_map)[1] is None
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_unpermuting_sums_over_the_experts_of_a_token(with_probs):
+    rows, probs = normal(10, 3), normal(5, 4) if with_probs else None
+    routing_map, order = routing()
+    _, _, index = operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing_map)
+    out, *_ = operators._npu_moe_token_unpermute_with_routing_map(rows, index, (5, 3), probs=probs, routing_map=routing_map)
+    expected = np.zeros((5, 3))
+    for row, (token, expert) in enumerate(order):
+        expected[token] += wide(rows)[row] * (wide(probs)[token, expert] if with_probs else 1)
+    np.testing.assert_allclose(wide(out), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_permuting_are_those_of_autograd():
+    tokens, probs, routing_map = normal(5, 3, grad=True), normal(5, 4, grad=True), routing()[0]
+    permuted, permuted_probs, index = operators.npu_moe_token_permute_with_routing_map(tokens, routing_map, probs=probs)
+    directions = normal(10, 3, seed=1), normal(10)
+    expected = torch.autograd.grad([permuted, permuted_probs], [tokens, probs], directions)
+    got = operators.npu_moe_token_permute_with_routing_map_grad(*directions, index, routing_map, 4, 5)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_gradients_of_unpermuting_are_those_of_autograd(with_probs):
+    rows, probs, routing_map = normal(10, 3, grad=True), normal(5, 4, grad=True) if with_probs else None, routing()[0]
+    _, _, index = operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing_map)
+    out, index, token_id, _ = operators._npu_moe_token_unpermute_with_routing_map(
+        rows, index, (5, 3), probs=probs, routing_map=routing_map
+    )
+    direction = normal(5, 3)
+    inputs = [rows, probs] if with_probs else [rows]
+    expected = torch.autograd.grad(out, inputs, direction)
+    got = operators.npu_moe_token_unpermute_with_routing_map_grad(
+        direction,
+        index,
+        token_id,
+        routing_map=routing_map,
+        permuted_tokens=rows.detach(),
+        probs=None if probs is None else probs.detach(),
+    )
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_capacity_is_refused():
+    with pytest.raises(NotImplementedError, match="drop_and_pad"):
+        operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing()[0], drop_and_pad=True)
+
+
+def test_an_unknown_extension_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="'ffn'"):
+        extensions.load("ffn", sources=[])
+    with pytest.raises(NotImplementedError, match="reuse_fp32_param"):
+        extensions.load("algorithm").reuse_data_ptr()
