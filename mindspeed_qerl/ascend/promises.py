@@ -101,7 +101,7 @@ WORKERS = (
     Function(ACTOR, f"{WORKER}._build_rollout", "extended: AQN is hooked to the engine that it returns", signature="self"),
     Globals(ACTOR, f"{WORKER}._build_rollout", "our engine takes its place", names=("VLLMInferEngine",)),
     Source(ACTOR, f"{WORKER}._build_rollout",
-           "afterwards the ListConfig in actor_model_config becomes the list that the container needs", snippets=(
+           "afterwards actor_model_config names no targets: the container sees a model without LoRA", snippets=(
         "self.actor_model_config.lora_r = self.megatron_config.lora_r",
         "self.actor_model_config.lora_alpha = self.megatron_config.lora_alpha",
         "self.actor_model_config.lora_target_modules = self.megatron_config.lora_target_modules")),
@@ -126,8 +126,8 @@ WORKERS = (
         + "self.num_floating_point_operations_so_far)",)),
     Source(ACTOR, f"{WORKER}.get_iteration", "a resumed run goes on at the checkpoint's step",
            snippets=("return self.args.iteration",)),
-    Source(ACTOR, f"{WORKER}.get_consumed_train_samples", "and at its place in the data",
-           snippets=("return self.args.consumed_train_samples",)),
+    Function(ACTOR, f"{WORKER}.get_consumed_train_samples", "overridden: prompts are counted by iterations, not by dispatches",
+             signature="self"),
     Function(BASE_WORKER, "BaseWorker.setup_distributed_rank", "extended: the expert class is put in place after it",
              signature="self"),
     Source(BASE_WORKER, "BaseWorker.setup_distributed_rank",
@@ -195,25 +195,22 @@ SYNC = (
     Source(CONTAINER, f"{WEIGHTS}.get_infer_params", "experts are copied only with moe_tp_extend_ep", snippets=(
         "self._update_weight_buffers_intra_pp()", "self.moe_tp_extend_ep and self._infer_ep_size >= self._ep_size",
         "self._update_weight_buffers_ep()", "self._send_receive_experts()")),
-    Source(CONTAINER, f"{WEIGHTS}._unwrap_megatron_model", "PEFT's wrapper comes off for a list of targets, not for a ListConfig",
+    Function(CONTAINER, f"{WEIGHTS}._unwrap_megatron_model", "extended: it returns the chunks by their names without LoRA",
+             signature="self, model"),
+    Source(CONTAINER, f"{WEIGHTS}._unwrap_megatron_model", "without a list of targets PEFT's wrapper stays on, and we take it off",
            snippets=("isinstance(self.model_config.lora_target_modules, list)", "model_chunk = model_chunk.base_model.model")),
-    Source(CONTAINER, f"{WEIGHTS}._update_weight_buffers_intra_pp", "dense LoRA is merged where the adaptor names the base layer",
+    Source(CONTAINER, f"{WEIGHTS}._update_weight_buffers_intra_pp", "each weight is read from the adaptor's dictionary, which merges it",
            snippets=(
         ADJUSTED, "(self._infer_ep_size > 1 or self._ep_size > 1) and 'mlp.experts' in megatron_name",
-        "megatron_param = megatron_params_dict[vpp_rank][megatron_name]",
-        "self.model_config.lora_target_modules and '.base_layer.weight' in megatron_name",
-        "megatron_name.replace('.base_layer', '.lora_A.default')", "megatron_name.replace('.base_layer', '.lora_B.default')",
-        "self.model_config.lora_alpha / self.model_config.lora_r * torch.matmul(B_raw, A_raw)",
-        "weight_buffer.copy_by_name(hf_name, W + delta_W_tp)")),
+        "megatron_param = megatron_params_dict[vpp_rank][megatron_name]", "weight_buffer.copy_by_name(hf_name, param)",
+        "self.model_config.lora_target_modules and '.base_layer.weight' in megatron_name")),
     Source(CONTAINER, f"{WEIGHTS}._update_weight_buffers_ep", "experts are read from the adaptor's dictionary, which merges them",
            snippets=(
         ADJUSTED, "megatron_param = megatron_params_dict[vpp_rank][megatron_name]",
         "self.experts_memory_buffers[dtype].copy_by_name_smallershape(hf_name, megatron_param, expert_pernode)")),
-    Function(CONTAINER, f"{WEIGHTS}.split_tp_params", "extended: it gets the name without .base_layer",
-             signature="self, param, name"),
-    Source(CONTAINER, f"{WEIGHTS}.split_tp_params", "the test that .base_layer would hide from",
+    Source(CONTAINER, f"{WEIGHTS}.split_tp_params", "gate and up are split each for itself",
            snippets=("'linear_fc1.weight' in name",)),
-    Source(CONTAINER, f"{WEIGHTS}._default_tp_concat_fn", "gate and up are joined each for itself, with .base_layer too",
+    Source(CONTAINER, f"{WEIGHTS}._default_tp_concat_fn", "and joined each for itself",
            snippets=("'projector' not in name and 'linear_fc1' in name",)),
     Dictionary(ADAPTOR, "WEIGHT_ADAPTOR_REGISTRY", "our adaptors extend these and are registered under their names", entries={
         "Qwen2ForCausalLM": "QwenMVWeightAdaptor", "Qwen3ForCausalLM": "Qwen3MvWeightAdaptor",
@@ -224,11 +221,11 @@ SYNC = (
     *(Function(ADAPTOR, f"MegatronVLLMWeightAdaptor.{name}", "extended", signature=signature) for name, signature in (
         ("__init__", "self, model_config"), ("replace_name_i2t", "self, inference_name"),
         ("adjust_megatron_param_dict", "self, param_dict, train_tp_size"))),
-    Source(ADAPTOR, "MegatronVLLMWeightAdaptor.replace_name_i2t", "names of Qwen2 get .base_layer for a list of targets",
+    Source(ADAPTOR, "MegatronVLLMWeightAdaptor.replace_name_i2t", "no .base_layer in the names unless the targets are a list",
            snippets=(
         "isinstance(self.model_config.lora_target_modules, list)",
         "param_name.replace(lora_target_module, lora_target_module + '.base_layer')")),
-    *(Without(ADAPTOR, f"{name}.replace_name_i2t", "the .base_layer of these names is ours to add", word="base_layer")
+    *(Without(ADAPTOR, f"{name}.replace_name_i2t", "nor here", word="base_layer")
       for name in ("Qwen3MvWeightAdaptor", "Qwen3MoeMVWeightAdaptor")),
     Source(ADAPTOR, "Qwen3MoeMVWeightAdaptor.__init__", "the mapping that Qwen2-MoE's adds to", snippets=(
         "('self_attention.linear_qkv', 'self_attn.qkv_proj')", "('self_attention.linear_proj', 'self_attn.o_proj')",
@@ -390,6 +387,10 @@ LORA_AND_EXPERTS = (
         "modify_keys_with_dict(state_dict, words_to_match, exclude_words)",
         "not args_.lora_load or getattr(args_, 'is_load_refer', False)", "fn(args_.lora_load, args_, rank0)",
         "merge_dicts(state_dict, state_dict_lora)")),
+    Source("megatron/training/checkpointing.py", "load_checkpoint", "step and optimizer state come from load, never from lora_load: we link "
+           "them there", snippets=(
+        "tracker_filename = get_checkpoint_tracker_filename(load_dir)", "iteration, release = read_metadata(tracker_filename)",
+        "model_checkpoint_name = get_checkpoint_name(load_dir, iteration, release)")),
     Source(EXTEND_EP, "MoETpExtendEpFeature.validate_args", "our check of the config refuses the same", snippets=(
         "args.num_experts % (args.tensor_model_parallel_size * args.expert_model_parallel_size) != 0",
         "args.moe_permutation_async_comm and args.moe_grouped_gemm")),

@@ -34,9 +34,24 @@ MODELS = {  # model_type of the model's config.json -> mixture of experts?
     "qwen3_moe": True,
     "qwen2_moe": True,
 }
+# What Megatron is told of the model's shape must be what its config.json says: vLLM goes by that. Upstream compares nothing.
+SHAPE = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "rms_norm_eps": "norm_epsilon",
+    "rope_theta": "rotary_base",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "norm_topk_prob": "norm_topk_prob",
+}
 # Upstream keys with one value that works here: section, key, value, why.
 FIXED = (
     ("megatron_training", "stage", "ray_grpo", "the engine runs GRPO"),
+    ("megatron_training", "split", "100,0,0", "the test set is evaluated through the rollout engine, from gsm8k.test_file"),
     ("rl_config", "use_integrated_worker", True, "actor, reference and rollout share each NPU"),
     ("rl_config", "rule_reward", True, "GSM8K is scored by a rule"),
     ("generate_config", "enforce_eager", True, "a captured graph replays the addresses of weights that move at every sync"),
@@ -110,7 +125,7 @@ def check(raw: Mapping[str, Any]) -> Settings:
         if get(section, key, None, (bool, str)):
             reader.fault(f"{section}.{key} must be left out or false: {why}")
 
-    mixture = _check_model(reader, model_dir)
+    mixture = _check_model(reader, model_dir, _with_model(raw, training))
     targets = _check_lora(reader, training, mixture)
     sampling = (raw.get("generate_config") or {}).get("sampling_config") or {}
     seed = get("megatron_training", "seed", 1234, low=0)
@@ -124,6 +139,9 @@ def check(raw: Mapping[str, Any]) -> Settings:
     if npus % (infer_tp * infer_ep):
         reader.fault(f"rl_config.actor_resource.num_npus = {npus} must be divisible by infer tensor x expert parallel size = {infer_tp} x "
                      f"{infer_ep}")
+    if mixture and infer_tp * infer_ep > 1 and not get("generate_config", "enable_expert_parallel", False, (bool,)):
+        reader.fault(f"generate_config.enable_expert_parallel must be true for a mixture of experts with infer tensor x expert parallel size = "
+                     f"{infer_tp} x {infer_ep}: the container deals whole experts to vLLM's ranks")
     if mixture and npus == 1:
         reader.fault("a mixture of experts needs at least 2 NPUs: vLLM's expert group is not made for one (MindSpeed-RL "
                      "models/rollout/vllm_adapter/vllm_parallel_state.py:317)")
@@ -133,6 +151,8 @@ def check(raw: Mapping[str, Any]) -> Settings:
     aqn = check_aqn(reader, train_iters)
     gsm8k, evaluation, run = (reader.own(section) for section in ("gsm8k", "eval", "run"))
     check_task_sections(reader, gsm8k, evaluation, run, ("test_file",))
+    if gsm8k.prompt != "chat":
+        reader.fault(f"gsm8k.prompt = {gsm8k.prompt!r} must be 'chat': the packed training data holds chat prompts, and evaluation must ask alike")
     verifiers = check_verifiers(reader, (*VERIFIERS, *UPSTREAM_VERIFIERS))
     if get("actor_config", "save", None, (str,)):
         reader.fault("actor_config.save must be left out: checkpoints are kept in the run directory")
@@ -163,8 +183,9 @@ def check(raw: Mapping[str, Any]) -> Settings:
     return Settings(**settings)
 
 
-def _check_model(reader: Reader, model_dir: str) -> bool | str:
-    """False for a dense model, True for a mixture of experts, "shared" for one with a shared expert."""
+def _check_model(reader: Reader, model_dir: str, arguments: Mapping[str, Any]) -> bool | str:
+    """False for a dense model, True for a mixture of experts, "shared" for one with a shared expert; faults where Megatron's arguments
+    and the model's config.json disagree."""
     try:
         shape = json.loads((Path(model_dir) / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -174,6 +195,10 @@ def _check_model(reader: Reader, model_dir: str) -> bool | str:
     if kind not in MODELS:
         reader.fault(f"{model_dir}/config.json: " + unknown("model_type for the MindSpeed-RL engine", kind, MODELS))
         return False
+    for theirs, ours in SHAPE.items():
+        if shape.get(theirs) is not None and ours in arguments and float(arguments[ours]) != float(shape[theirs]):
+            reader.fault(f"{ours} = {arguments[ours]} in the config, but {theirs} = {shape[theirs]} in {model_dir}/config.json: Megatron and vLLM "
+                         "would run different models")
     return "shared" if kind == "qwen2_moe" else MODELS[kind]
 
 

@@ -1,0 +1,104 @@
+"""Configs of the MindSpeed-RL engine that cannot work are refused in words before anything is started."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.ascend.settings import check
+from mindspeed_qerl.config import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
+from rehearsal import FAMILIES, make_config
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """raw(family, **layout): the rehearsal's config, with files that exist."""
+    for folder in ("packed", "chat"):
+        (tmp_path / folder).mkdir()
+    for name in ("packed/gsm8k_train_packed_input_ids_document", "packed/gsm8k_train_packed_labels_document"):
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"{name}{ending}").touch()
+    (tmp_path / "chat" / "test_chat.parquet").touch()
+
+    def make(family="qwen3_moe", **layout):
+        model = tmp_path / family
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({**FAMILIES[family][1], "model_type": family}))
+        return copy.deepcopy(make_config(family, model, tmp_path, tmp_path, **{"npus": 2, "ep": 2 if "moe" in family else 1,
+                                                                               "infer_ep": 2 if "moe" in family else 1, **layout}))
+    return make
+
+
+def put(raw, key, value):
+    *sections, last = key.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+    raw[last] = value
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_accepted(raw, family):
+    settings = check(raw(family))
+    assert len(settings.lora_targets) == 4
+    assert settings.extra_arguments == ({"shared_expert_gate": True} if family == "qwen2_moe" else {})
+    assert settings.vllm_dp_size == (2 if "moe" in family else 1)
+    assert set(settings.upstream) == {"model", "megatron_training", "actor_config", "rl_config", "generate_config"}
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
+    ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
+    ("rl_config.verifier_function", ["gsm8k_strct"], "unknown verifier 'gsm8k_strct', did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo"),
+    ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
+    ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'"),
+    ("megatron_training.lora_target_modules", ["q_proj"], "unknown LoRA target 'q_proj'"),
+    ("megatron_training.stage", "ray_dapo", "megatron_training.stage = 'ray_dapo' must be 'ray_grpo'"),
+    ("generate_config.enforce_eager", False, "a captured graph replays the addresses of weights"),
+    ("rl_config.use_wandb", True, "rl_config.use_wandb must be left out or false: set run.wandb_project"),
+    ("rl_config.async_engine", True, "the synchronous rollout"),
+    ("actor_config.moe_tp_extend_ep", False, "moe_tp_extend_ep = False must be True for a mixture of experts"),
+    ("model.tiny.moe_token_dispatcher_type", "alltoall", "the only dispatcher that MindSpeed-LLM has LoRA for"),
+    ("megatron_training.moe_alltoall_overlap_comm", True, "its fused backward"),
+    ("megatron_training.lora_fusion", True, "it uses MC2 kernels"),
+    ("megatron_training.lora_ckpt_filter", False, "checkpoints hold the adapters only"),
+    ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "only the first chunk's adapters would be off"),
+    ("actor_config.save", "somewhere", "checkpoints are kept in the run directory"),
+    ("actor_config.tensor_model_parallel_size", 3, "num_npus = 2 must be divisible by tensor x pipeline parallel size = 3 x 1"),
+    ("generate_config.infer_expert_parallel_size", 4, "must be divisible by infer tensor x expert parallel size = 1 x 4"),
+    ("generate_config.enable_expert_parallel", False, "enable_expert_parallel must be true for a mixture of experts"),
+    ("rl_config.actor_resource.num_npus", 1, "num_npus = 1 must be divisible"),
+    ("megatron_training.dataset_additional_keys", [], "dataset_additional_keys must be [labels]"),
+    ("megatron_training.data_path", "nowhere", "no file nowhere_packed_input_ids_document.bin. Make it with `python tools/convert_gsm8k.py"),
+    ("model.tiny.moe_router_topk", 4, "moe_router_topk = 4 in the config, but num_experts_per_tok = 2 in"),
+    ("gsm8k.prompt", "plain", "the packed training data holds chat prompts"),
+    ("generate_config.sampling_config.max_tokens", None, "max_tokens is missing"),
+    ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
+    ("run.resume", "somewhere", "run.resume needs actor_config.load"),
+    ("eval.every", 0, "eval.every = 0 must be at least 1"),
+])
+def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
+    config = raw()
+    put(config, key, value)
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    assert message in str(refused.value)
+
+
+def test_tensor_parallel_experts_need_sequence_parallelism(raw):
+    config = raw(npus=4, tp=2)
+    config["megatron_training"]["sequence_parallel"] = False
+    with pytest.raises(ConfigError, match="sequence_parallel must be true for a mixture of experts with tensor_model_parallel_size = 2"):
+        check(config)
+
+
+def test_every_fault_is_named_at_once(raw):
+    config = raw()
+    config["rl_config"]["verifier_function"] = ["gsm8c"]
+    config["actor_config"]["save"] = "x"
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    assert len(str(refused.value).splitlines()) == 2
