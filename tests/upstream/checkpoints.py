@@ -8,7 +8,7 @@ from reference import Place, full_weights, shard
 
 
 def held(full: dict[str, torch.Tensor], stage: int, stages: int) -> list[str]:
-    """Names, with the stage's own layer numbers, of what a pipeline stage holds of an untied model."""
+    """Names, with the stage's own layer numbers, of what a pipeline stage holds."""
     layers = len({name.split(".")[2] for name in full if name.startswith("decoder.layers.")}) // stages
     names = ["embedding.word_embeddings.weight"] if stage == 0 else []
     for layer in range(layers):
@@ -27,7 +27,7 @@ def rank_files(folder: Path, tp: int, pp: int, ep: int, layers: int) -> list[tup
 
 
 def write_base_checkpoint(hf_dir: Path, out_dir: Path, tp: int = 1, pp: int = 1, ep: int = 1) -> Path:
-    """The weights of a Hugging Face model for `actor_config.load` with `finetune: true`, which reads nothing else from a checkpoint.
+    """An untied Hugging Face model for `actor_config.load`; with `finetune: true` nothing but weights is read of a checkpoint.
 
     Experts are dealt whole to the tensor ranks too (`moe_tp_extend_ep: true`).
     """

@@ -1,0 +1,251 @@
+"""LoRA adapters out of Megatron checkpoints: whole tensors under Hugging Face's names, whatever layout trained them.
+
+MindSpeed-LLM writes one file per (tensor, pipeline, expert) rank, `iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`
+(training/checkpointing.py; named by megatron/training/checkpointing.py:get_checkpoint_name). They are read here in a plain Python
+with torch: neither Megatron nor MindSpeed is imported, and nothing that a file names is executed.
+"""
+
+import pickle
+import re
+import types
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+
+FILE = "model_optim_rng.pt"
+ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
+EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}  # and the targets that they stand for
+PARENTS = {"self_attention": "self_attn", "mlp": "mlp", "mlp.shared_experts": "mlp.shared_expert"}
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a run has trained: W of every module here becomes W + (alpha / rank) B A.
+
+    Attributes:
+        weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in the
+            checkpoint's dtype. Modules that Megatron fuses share one A.
+        rank, alpha: LoRA's r and alpha.
+        iteration: of the training run.
+    """
+
+    weights: dict[str, Pair]
+    rank: int
+    alpha: float
+    iteration: int
+
+    def delta(self, module: str) -> torch.Tensor:
+        """(alpha / rank) B A of one module, float32 [out, in]."""
+        a, b = self.weights[module]
+        return (self.alpha / self.rank) * (b.float() @ a.float())
+
+
+class Rank(NamedTuple):
+    """A rank's coordinates, or the parallel sizes."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> Adapters:
+    """The adapters in a Megatron checkpoint of a Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE.
+
+    Args:
+        checkpoint_dir: `checkpoints` in the run directory. Base weights and optimizer states in its files are not read.
+        iteration: which one; None is the one in latest_checkpointed_iteration.txt.
+
+    Raises:
+        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing.
+        ValueError: the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have no name in
+            a Hugging Face model.
+    """
+    directory, iteration = _find_iteration(Path(checkpoint_dir), iteration)
+    args, ranks = _read_ranks(directory)
+    weights: dict[str, Pair] = {}
+    layers_before = 0
+    for stage in range(args.pipeline_model_parallel_size):
+        shards = {(rank.tensor, rank.expert): tensors for rank, tensors in ranks.items() if rank.pipeline == stage}
+        modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
+        for layer, module in sorted(modules):
+            parts = _unshard(layer, module, shards, args)
+            weights |= {f"model.layers.{layers_before + layer}.{name}": pair for name, pair in parts.items()}
+        layers_before += 1 + max((layer for layer, _ in modules), default=-1)
+    if not weights:
+        raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
+    if layers_before != args.num_layers:
+        raise ValueError(f"{directory} holds adapters of {layers_before} layers, and the model has {args.num_layers}: every "
+                         "layer must have some")
+    return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
+
+
+def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace) -> dict[str, Pair]:
+    """The adapters of Megatron's `module`, by the names of its parts within a layer of Hugging Face's.
+
+    Args:
+        layer: within its pipeline stage.
+        shards: the stage's tensors by name, by (tensor rank, expert rank).
+    """
+    prefix = f"decoder.layers.{layer}.{module}"
+    tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    if module in EXPERTS:
+        # Whole experts are dealt to the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
+        # mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
+        a, b = ([shards[t, e][f"{prefix}_lora_{side}"] for e, t in product(range(ep), range(tp))] for side in "ab")
+        return _split_experts(module, a, b, args)
+    a, b = ([_replicated([shards[t, e][name] for e in range(ep)], name) for t in range(tp)]
+            for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
+    return _split_linear(module, a, b, args)
+
+
+def _split_linear(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace) -> dict[str, Pair]:
+    """`a`, `b`: one shard per tensor rank. Column-parallel layers split B by output, row-parallel ones A by input."""
+    parent, _, linear = module.rpartition(".")
+    if parent not in PARENTS or linear not in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+        raise ValueError(f"an adapter of {module} has no name in a Hugging Face Qwen model; known are linear_qkv, linear_proj, "
+                         "linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped experts (moe_grouped_gemm)")
+    if linear in ("linear_proj", "linear_fc2"):
+        name = {"linear_proj": "o_proj", "linear_fc2": "down_proj"}[linear]
+        return {f"{PARENTS[parent]}.{name}": (torch.cat(list(a), dim=1), _replicated(b, f"{module}.lora_B"))}
+    if linear == "linear_qkv":  # rows: [query group][its queries, then key, then value][head_dim]
+        heads = args.num_attention_heads
+        groups = args.num_query_groups if args.group_query_attention else heads
+        grouped = torch.cat(list(b)).view(groups, heads // groups + 2, args.kv_channels, -1)
+        queries, keys, values = grouped.split([heads // groups, 1, 1], dim=1)
+        parts = {"q_proj": queries.flatten(0, 2), "k_proj": keys.flatten(0, 2), "v_proj": values.flatten(0, 2)}
+    else:  # each rank: its rows of the gate, then its rows of up
+        gates, ups = zip(*(shard.chunk(2) for shard in b), strict=True)
+        parts = {"gate_proj": torch.cat(gates), "up_proj": torch.cat(ups)}
+    whole_a = _replicated(a, f"{module}.lora_A")
+    return {f"{PARENTS[parent]}.{name}": (whole_a, part) for name, part in parts.items()}
+
+
+def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace) -> dict[str, Pair]:
+    """Grouped experts, one by one.
+
+    Args:
+        module: "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
+        a, b: shards in the order of the experts, each the memory of [experts, in, r] and [experts, r, out]
+            (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538).
+    """
+    target = EXPERTS[module]
+    if target not in args.lora_target_modules:  # upstream adds adapters to experts whatever the targets; these were not trained
+        return {}
+    local, r = args.num_experts // len(a), args.lora_r
+    pairs = [(one_a.T, one_b.T)  # from x A B to B A x
+             for shard_a, shard_b in zip(a, b, strict=True)
+             for one_a, one_b in zip(shard_a.view(local, -1, r), shard_b.view(local, r, -1), strict=True)]
+    if target == "linear_fc2":
+        return {f"mlp.experts.{i}.down_proj": pair for i, pair in enumerate(pairs)}
+    return {f"mlp.experts.{i}.{name}": (one_a, half)
+            for i, (one_a, one_b) in enumerate(pairs)
+            for name, half in zip(("gate_proj", "up_proj"), one_b.chunk(2), strict=True)}
+
+
+def _replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """The tensor that several ranks hold."""
+    if not all(torch.equal(copy, copies[0]) for copy in copies[1:]):
+        raise ValueError(f"{name}: ranks that should hold the same tensor do not. Either the files are of several runs, or the "
+                         "run did not keep its ranks in step; there is no telling which one is right")
+    return copies[0]
+
+
+def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, int]:
+    there = sorted(int(path.name.removeprefix("iter_")) for path in checkpoint_dir.glob("iter_*[0-9]"))
+    if not there:
+        raise FileNotFoundError(f"{checkpoint_dir} holds no iter_0000001 or the like: give `checkpoints` of the run "
+                                "directory")
+    way_out = f"there are: {', '.join(map(str, there))}"
+    if iteration is None:
+        tracker = checkpoint_dir / "latest_checkpointed_iteration.txt"
+        if not tracker.is_file():
+            raise FileNotFoundError(f"{tracker}, which names the latest iteration, is missing; say which you want, {way_out}")
+        iteration = int(tracker.read_text())
+    if iteration not in there:
+        raise FileNotFoundError(f"{checkpoint_dir} has no iteration {iteration}; {way_out}")
+    return checkpoint_dir / f"iter_{iteration:07d}", iteration
+
+
+def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.Tensor]]]:
+    """The run's arguments, and each rank's adapters."""
+    there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
+    if not there:
+        raise FileNotFoundError(f"{directory} has no mp_rank_*/{FILE}: it is not a Megatron checkpoint in torch format")
+    args = _read(directory / there[0] / FILE)["args"]
+    sizes = _sizes(args)
+    says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
+    if args.num_experts and sizes.tensor > 1 and not args.moe_tp_extend_ep:
+        raise ValueError(f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
+    folders = {rank: _folder(rank, sizes) for rank in map(Rank._make, product(*map(range, sizes)))}
+    if left_over := sorted(set(there) - set(folders.values())):
+        raise ValueError(f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
+    if missing := sorted(set(folders.values()) - set(there)):
+        raise FileNotFoundError(f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
+                                "bring the files of all nodes together")
+    ranks = {}
+    for rank, folder in folders.items():
+        checkpoint = _read(directory / folder / FILE)
+        if _sizes(checkpoint["args"]) != sizes:
+            raise ValueError(f"{directory} mixes runs: {says}, and {folder} of one with "
+                             f"{', '.join(map(str, _sizes(checkpoint['args'])))}; remove one run's files")
+        if "model" not in checkpoint:
+            raise ValueError(f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: checkpoints of virtual "
+                             "pipeline stages cannot be read")
+        ranks[rank] = {name: value for name, value in checkpoint["model"].items() if "lora_" in name and torch.is_tensor(value)}
+        if strange := [name for name in ranks[rank] if not ADAPTER.match(name)]:
+            raise ValueError(f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer")
+    return args, ranks
+
+
+def _sizes(args: Namespace) -> Rank:
+    return Rank(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+
+
+def _folder(rank: Rank, sizes: Rank) -> str:
+    return (f"mp_rank_{rank.tensor:02d}" + (f"_{rank.pipeline:03d}" if sizes.pipeline > 1 else "")
+            + (f"_{rank.expert:03d}" if sizes.expert > 1 else ""))
+
+
+def _read(file: Path) -> dict:
+    """A rank's file, its tensors mapped: what nobody uses is never read."""
+    unpickling = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickling)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
+
+
+class _Opaque:
+    """In the place of an object of another package, of which nothing is needed: takes what unpickling gives it."""
+
+    def __new__(cls, *args, **kwargs):
+        return super().__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+    append = extend = __setstate__
+
+    def __setitem__(self, key, value):
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of Megatron, random states)."""
+
+    known: ClassVar = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2")}
+
+    def find_class(self, module: str, name: str):
+        if (module, name) in self.known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        return _Opaque

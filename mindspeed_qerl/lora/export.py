@@ -1,0 +1,142 @@
+"""Adapters as a PEFT adapter, or merged into a Hugging Face model: with the base model's tensor names, which every tool knows."""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from mindspeed_qerl.lora.checkpoint import Adapters
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
+    """Write adapter_model.safetensors and adapter_config.json.
+
+    Experts are written one by one (`mlp.experts.3.gate_proj`), as in the checkpoints of Qwen. PEFT with transformers 4 has a
+    module for each; with transformers 5 PEFT stacks them on loading; vLLM packs them (lora/lora_weights.py:pack_moe), except in
+    versions without LoRA for fused experts, such as 0.11. For the adapter of a Qwen2-MoE vLLM's max_lora_rank must be 2 r, and
+    PEFT older than 0.17 refuses it, because of `target_parameters`: a merged model is of more use there.
+
+    Args:
+        base_model_dir: the Hugging Face model that was trained, in safetensors.
+        out_dir: not there yet, or empty.
+
+    Raises:
+        ValueError: the adapters do not fit the base model; the message names the tensor.
+        FileExistsError: `out_dir` holds something.
+        FileNotFoundError: `base_model_dir` has no safetensors weights.
+    """
+    _check_fit(adapters, Path(base_model_dir))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base_model_dir).resolve()),
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
+    }
+    if any(".shared_expert." in module for module in adapters.weights):
+        # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and drops them without a word.
+        # For Qwen3-MoE it adds these itself (peft/utils/transformers_weight_conversion.py:_convert_peft_config_moe):
+        config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config["rank_pattern"] = {r".*\.gate_up_proj": 2 * adapters.rank}
+        config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * adapters.alpha}
+    # clone: the projections of one layer share their A, which safetensors refuses
+    tensors = {f"base_model.model.{module}.lora_{side}.weight": tensor.contiguous().clone()
+               for module, pair in adapters.weights.items() for side, tensor in zip("AB", pair, strict=True)}
+    with _new_directory(Path(out_dir)) as directory:
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
+    """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to W's dtype.
+
+    Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters and three times the largest
+    file of the base. Arguments and errors as for `save_peft`.
+    """
+    base_model_dir = Path(base_model_dir)
+    _check_fit(adapters, base_model_dir)
+    with _new_directory(Path(out_dir)) as directory:
+        for file in sorted(base_model_dir.iterdir()):
+            if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
+                shutil.copyfile(file, directory / file.name)
+        for file in _weight_files(base_model_dir):
+            _merge_file(adapters, file, directory / file.name)
+
+
+def _merge_file(adapters: Adapters, file: Path, merged_file: Path) -> None:
+    with safe_open(file, "pt") as base:
+        tensors = {name: base.get_tensor(name) for name in base.offset_keys()}
+        for name, weight in tensors.items():
+            module = name.removesuffix(".weight")
+            if module in adapters.weights:
+                tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
+        save_file(tensors, merged_file, metadata=base.metadata())
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
+    if index.is_file():
+        return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if not single.is_file():
+        raise FileNotFoundError(f"{model_dir} has neither {index.name} nor {single.name}: give the directory of the Hugging Face "
+                                "model that was trained, in safetensors")
+    return [single]
+
+
+def _check_fit(adapters: Adapters, base_model_dir: Path) -> None:
+    """ValueError unless each adapter has its weight in the base model, and each like weight its adapter."""
+    shapes, dtypes = {}, {}
+    for file in _weight_files(base_model_dir):
+        try:
+            with safe_open(file, "pt") as base:
+                for name in base.offset_keys():
+                    header = base.get_slice(name)
+                    shapes[name], dtypes[name] = header.get_shape(), header.get_dtype()
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
+    wrong_base = f"{base_model_dir} is not the model that was trained"
+    for module, (a, b) in adapters.weights.items():
+        name, shape = f"{module}.weight", [b.shape[0], a.shape[1]]
+        if name not in shapes:
+            raise ValueError(f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter")
+        if shapes[name] != shape:
+            raise ValueError(f"{wrong_base}: {name} is {shapes[name]} there, and the adapter is for {shape}")
+        if dtypes[name] not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or float32")
+    kinds = {_kind(module) for module in adapters.weights}
+    for name in shapes:
+        module = name.removesuffix(".weight")
+        if module != name and _kind(module) in kinds and module not in adapters.weights:
+            raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, or experts?)")
+
+
+def _kind(module: str) -> str:
+    return re.sub(r"\d+", "*", module)
+
+
+@contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """A hidden sibling to write to, which gets the name `path` in the end: never half made, never over something else."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{path} exists already: choose another output directory, or remove it first")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        making.chmod(0o755)  # mkdtemp's 0o700 is for secrets
+        yield making
+        making.rename(path)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""The configs for NPUs before upstream's own checks, and rehearsed: their flags and parallel sizes, a tiny model, the emulated NPU."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from checkpoints import write_base_checkpoint
+from rehearsal import FAMILIES, NOISY_NORMS, ROOT, SHAPE, environment
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+# config -> family of its tiny model, and the layout of the rehearsal where four ranks cannot hold the config's own.
+SHIPPED = {
+    "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_moe", {"actor_config.expert_model_parallel_size": 4,
+                                                     "generate_config.infer_expert_parallel_size": 4}),
+    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen2_moe", {}),
+    "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
+}
+SHAPE_KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+              "max_position_embeddings", "padded_vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "n_shared_experts")
+
+
+def shrink(family: str, model: str, npus: int = 4) -> dict:
+    """Overrides to a tiny model and short answers; nothing else of the config changes."""
+    shape = {f"model.{model}.{key}": value for key, value in FAMILIES[family][2].items() if key in SHAPE_KEYS}
+    recompute = {} if family == "qwen2" else {"megatron_training.recompute_num_layers": SHAPE["num_hidden_layers"]}
+    return {**shape, **recompute, "rl_config.actor_resource.num_npus": npus, "megatron_training.train_iters": 2,
+            "megatron_training.global_batch_size": 8, "rl_config.mini_batch_size": 8, "rl_config.n_samples_per_prompt": 4,
+            "rl_config.max_prompt_length": 100, "megatron_training.seq_length": 128, "generate_config.max_model_len": 128,
+            "generate_config.max_num_batched_tokens": 128, "generate_config.max_num_seqs": 8,
+            "generate_config.sampling_config.max_tokens": 12, "aqn.num_stages": 2, "eval.n_problems": 6}
+
+
+def test_upstream_accepts_the_configs(upstream, tmp_path):
+    """validate_rl_args of MindSpeed-RL, through its own parse_training_config, on each config as it is."""
+    program = """
+import sys
+from pathlib import Path
+from hydra import compose, initialize_config_dir
+from importlib.util import module_from_spec, spec_from_file_location
+from mindspeed_rl.config_cls import validate_config
+validate_config.get_node_nums = lambda: 1  # it asks Ray
+spec = spec_from_file_location("upstream_cli", Path(sys.argv[1]) / "cli" / "train_grpo.py")
+cli = module_from_spec(spec)
+spec.loader.exec_module(cli)
+for name in sys.argv[3:]:
+    with initialize_config_dir(sys.argv[2], version_base=None):
+        parts = cli.parse_training_config(compose(name))
+    rl, generate = parts["rl_config"], parts["generate_config"]
+    print("ACCEPTED", name, generate.data_parallel_size, rl.actor_rollout_dispatch_size, rl.actor_update_dispatch_size, rl.mini_batch_size)
+"""
+    from mindspeed_qerl import emulation
+
+    variables = environment(upstream)
+    result = subprocess.run([sys.executable, "-c", program, str(upstream / "MindSpeed-RL"), str(ROOT / "configs"), *SHIPPED], check=False,
+                            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                            env={**variables, **emulation.environment(16), "PYTHONPATH": f"{emulation.STAND_INS}:{variables['PYTHONPATH']}"})
+    accepted = {line.split()[1]: [int(word) for word in line.split()[2:]] for line in result.stdout.splitlines() if "ACCEPTED" in line}
+    assert accepted == {  # vLLM replicas, answers a replica, answers a training rank, answers an update
+        "grpo_qwen3_30b_a3b_gsm8k_16npu": [16, 32, 32, 512],
+        "grpo_qwen15_moe_a27b_gsm8k_16npu": [16, 32, 32, 512],
+        "grpo_qwen25_7b_gsm8k_8npu": [8, 64, 128, 512],
+    }, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_rehearsal(name, upstream, tiny, tmp_path):
+    """Two iterations on four emulated NPUs, from a base checkpoint, with everything that the config switches on."""
+    family, layout = SHIPPED[name]
+    config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    model, data = tiny(family)
+    actor = {**config["actor_config"], **{key.split(".")[1]: value for key, value in layout.items()}}
+    base = write_base_checkpoint(model, tmp_path / "base", tp=actor["tensor_model_parallel_size"], ep=actor.get("expert_model_parallel_size", 1))
+    overrides = {**shrink(family, config["actor_config"]["model"]), **layout, "emulate_npu": "true", "actor_config.load": base,
+                 "megatron_training.tokenizer_name_or_path": model, "megatron_training.data_path": data / "packed" / "gsm8k_train",
+                 "gsm8k.test_file": data / "chat" / "test_chat.parquet", "run.root": tmp_path}
+    result = subprocess.run([sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", name,
+                             *(f"{key}={value}" for key, value in overrides.items())],
+                            check=False, cwd=tmp_path, env=environment(upstream), capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+    run = RunDirectory.open(next((tmp_path / name).iterdir()))
+    assert run.status()["state"] == "finished" and run.status()["step"] == 2
+    assert re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout) == [("2", str(NOISY_NORMS[family]))]
+    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2]
+    learnt = [row["grad_norm"] > 0 for row in read_jsonl(run.metrics_file) if row["reward/groups_with_signal"] > 0]
+    assert learnt and all(learnt)
+    assert (run.checkpoints_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
