@@ -17,7 +17,7 @@ MODEL := models/tiny_qwen3_moe
 UPSTREAM_VENV := .venv-upstream
 UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
 
-.PHONY: quickstart upstream-env test install install-dev model train lint lock clean
+.PHONY: quickstart upstream-env test-upstream test install install-dev model train lint lock clean
 
 quickstart: install model train
 
@@ -29,6 +29,9 @@ train: install
 
 test: install-dev lint
 	$(PY) -m pytest
+# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/emulation.md names the checkouts in DIR). An hour on 2 cores.
+test-upstream: upstream-env
+	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation
 lint: install-dev
 	$(PY) -m ruff check .
 

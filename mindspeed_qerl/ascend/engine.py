@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -66,16 +67,29 @@ def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progres
     progress.phase("starting Ray")
     os.environ.update({name: value for name, value in environment.items() if name not in os.environ or name == "VLLM_DP_SIZE"})
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
-    start_ray(settings, environment, run)
+    start_ray(settings, environment)
+    ray_logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    logs = run.path / "logs"
+    logs.mkdir(exist_ok=True)
     try:
         check_resources(settings)
         progress.phase("importing upstream")
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # in this process, which only imports it
         observer = RunObserver(settings, run, metrics, progress)
-        upstream = load_upstream(settings, observer)
-        progress.phase("starting workers")
-        _call(upstream, settings, run)
+        with open(logs / "driver.log", "a", encoding="utf-8") as log, redirect_stderr(log):  # upstream's loggers write to stderr
+            upstream = load_upstream(settings, observer)
+            progress.phase("starting workers")
+            _call(upstream, settings, run)
     finally:
+        _keep_worker_logs(ray_logs, logs)
         ray.shutdown()
+
+
+def _keep_worker_logs(ray_logs: Path, logs: Path) -> None:
+    """Copy what the workers on this node printed: Ray keeps it in a temporary folder."""
+    for file in ray_logs.glob("worker-*"):
+        if file.suffix in (".out", ".err") and file.stat().st_size:
+            shutil.copy(file, logs / file.name)
 
 
 def _emulate(settings: Settings) -> dict[str, str]:
@@ -102,7 +116,7 @@ def check_upstream(emulated: bool) -> None:
         raise EngineError(str(error)) from error
 
 
-def start_ray(settings: Settings, environment: dict[str, str], run: RunDirectory) -> None:
+def start_ray(settings: Settings, environment: dict[str, str]) -> None:
     """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
     # Ray's agents outlive a killed driver by the second, not by 60 s.
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5", RAY_BACKEND_LOG_LEVEL="fatal")
@@ -193,7 +207,7 @@ def _call(upstream: ModuleType, settings: Settings, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        raise EngineError(f"a worker failed: {error}") from error
+        raise EngineError(f"a worker failed: {error}\nEach process's output is in {run.path / 'logs'}") from error
 
 
 def base_for_resuming(base: Path, run: RunDirectory) -> Path:
@@ -295,10 +309,9 @@ class RunObserver:
 
 
 # Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others keep theirs
-# after "upstream/".
+# after "upstream/"; so does actor/pg_loss, which is an absolute value (models/loss/grpo_actor_loss_func.py:92).
 OUR_NAMES = {
     "response_length/mean": "response/length_mean",
-    "actor/pg_loss": "loss/policy",
     "actor/kl_loss": "loss/kl",
     "actor/grad_norm": "grad_norm",
     "grad_norm": "grad_norm",
