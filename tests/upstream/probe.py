@@ -65,6 +65,15 @@ def probe_classes():
             self.seen["train"] = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
+            self.seen["rollouts"] = []
+            rollout, generate = self.inference_model, self.inference_model.generate_sequences
+
+            def keep_rollouts(prompts, **options):
+                tokens, log_probs = generate(prompts, **options)
+                if rollout.seed_of[0] == "rollout":
+                    self.seen["rollouts"].append((prompts, tokens, log_probs))
+                return tokens, log_probs
+            rollout.generate_sequences = keep_rollouts
             step = self.optimizer.step
 
             def keep_gradients():

@@ -1,14 +1,20 @@
-"""The configs for NPUs before upstream's own checks, and rehearsed: their flags and parallel sizes, a tiny model, the emulated NPU."""
+"""The configs for NPUs before upstream's own checks; rehearsed with tiny models; and docs/ascend.md's conversions of their base weights."""
 
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from checkpoints import write_base_checkpoint
 from rehearsal import FAMILIES, NOISY_NORMS, ROOT, SHAPE, environment
 
+from mindspeed_qerl import emulation
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -34,6 +40,13 @@ def shrink(family: str, model: str, npus: int = 4) -> dict:
             "generate_config.sampling_config.max_tokens": 12, "aqn.num_stages": 2, "eval.n_problems": 6}
 
 
+def emulated(upstream: Path) -> dict[str, str]:
+    """The environment of a program of upstream's on emulated NPUs."""
+    variables = environment(upstream)
+    stand_ins = emulation.environment(16)
+    return {**variables, **stand_ins, "PYTHONPATH": os.pathsep.join([stand_ins["PYTHONPATH"], variables["PYTHONPATH"]])}
+
+
 def test_upstream_accepts_the_configs(upstream, tmp_path):
     """validate_rl_args of MindSpeed-RL, through its own parse_training_config, on each config as it is."""
     program = """
@@ -52,12 +65,8 @@ for name in sys.argv[3:]:
     rl, generate = parts["rl_config"], parts["generate_config"]
     print("ACCEPTED", name, generate.data_parallel_size, rl.actor_rollout_dispatch_size, rl.actor_update_dispatch_size, rl.mini_batch_size)
 """
-    from mindspeed_qerl import emulation
-
-    variables = environment(upstream)
     result = subprocess.run([sys.executable, "-c", program, str(upstream / "MindSpeed-RL"), str(ROOT / "configs"), *SHIPPED], check=False,
-                            cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                            env={**variables, **emulation.environment(16), "PYTHONPATH": f"{emulation.STAND_INS}:{variables['PYTHONPATH']}"})
+                            cwd=tmp_path, env=emulated(upstream), capture_output=True, text=True, timeout=300)
     accepted = {line.split()[1]: [int(word) for word in line.split()[2:]] for line in result.stdout.splitlines() if "ACCEPTED" in line}
     assert accepted == {  # vLLM replicas, answers a replica, answers a training rank, answers an update
         "grpo_qwen3_30b_a3b_gsm8k_16npu": [16, 32, 32, 512],
@@ -89,3 +98,39 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
     learnt = [row["grad_norm"] > 0 for row in read_jsonl(run.metrics_file) if row["reward/groups_with_signal"] > 0]
     assert learnt and all(learnt)
     assert (run.checkpoints_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def conversions() -> dict[str, list[str]]:
+    """config -> the command that docs/ascend.md gives for its base weights."""
+    text = (ROOT / "docs" / "ascend.md").read_text().replace("\\\n", " ")
+    return {name: shlex.split(command) for name, command in re.findall(r"^# (grpo_\w+):.*\npython (convert_ckpt.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_conversion(name, upstream, tiny, tmp_path, monkeypatch):
+    """MindSpeed-LLM, told what docs/ascend.md says, gives each rank the tensors that we take from the Hugging Face model by ourselves."""
+    model, _ = tiny(SHIPPED[name][0])
+    config_file = model / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "torch_dtype": "bfloat16"}))  # docs/ascend.md says why
+    config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    load = Path(config["actor_config"]["load"]).name
+    places = {f"$MODELS/{load}": str(tmp_path / load), f"$MODELS/{Path(config['megatron_training']['tokenizer_name_or_path']).name}": str(model)}
+    command = conversions()[name]
+    for place, here in places.items():
+        command = [here + word.removeprefix(place) if word == place or word.startswith(f"{place}/") else word for word in command]
+    assert not any("$" in word for word in command)
+    done = subprocess.run([sys.executable, *command], check=False, cwd=upstream / "MindSpeed-LLM", capture_output=True, text=True, timeout=300,
+                          env={**emulated(upstream), "PYTHONDONTWRITEBYTECODE": "1"})
+    assert (tmp_path / load / "latest_checkpointed_iteration.txt").is_file(), done.stderr[-3000:]
+
+    actor = config["actor_config"]
+    expected = write_base_checkpoint(model, tmp_path / "expected", tp=actor["tensor_model_parallel_size"],
+                                     ep=actor.get("expert_model_parallel_size", 1))
+    files = {folder: sorted(file.relative_to(folder) for file in folder.rglob("*.pt")) for folder in (expected, tmp_path / load)}
+    assert files[expected] == files[tmp_path / load] != []
+    monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the files hold enums of megatron.core
+    for file in files[expected]:
+        wanted, given = (torch.load(folder / file, weights_only=False)["model"] for folder in files)
+        given = {key: value for key, value in given.items() if not key.endswith("._extra_state")}  # empty, for Transformer Engine
+        assert wanted.keys() == given.keys()
+        assert all(torch.equal(wanted[key], given[key]) for key in wanted)

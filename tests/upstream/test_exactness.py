@@ -181,6 +181,31 @@ def test_log_probs_of_policy_and_reference(probe, column, adapted):
     assert gap.mean() > 10 * error.mean()
 
 
+def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
+    """vLLM's own log-probabilities of what it sampled, noise off, against transformers on the prompt with its chat tokens; upstream would
+    have sent the text without them."""
+    weights = probe.hf(with_adapters(probe.full, probe.adapters))
+    special = set(probe.tokenizer.all_special_ids)
+    errors, yardstick, gaps = [], [], []
+    with torch.no_grad():
+        for rank in probe.ranks:
+            [(prompts, tokens, kept)] = rank["rollouts"]
+            for i, prompt in enumerate(prompts):
+                assert prompt[0] == probe.tokenizer.convert_tokens_to_ids("<|im_start|>")
+                actual = kept[i * SAMPLES][kept[i * SAMPLES] <= 0]  # upstream pads with the padding token's number
+                answer = tokens[i * SAMPLES][:len(actual)].tolist()
+                expected = log_probs(probe.model.float(), weights, prompt, answer)
+                bare = [token for token in prompt if token not in special]
+                gaps.append((log_probs(probe.model, weights, bare, answer) - expected).abs())
+                errors.append((actual - expected).abs())
+                rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
+                yardstick.append((log_probs(probe.model.bfloat16(), rounded, prompt, answer) - expected).abs())
+    errors, yardstick, gaps = map(torch.cat, (errors, yardstick, gaps))
+    print(f"\nvLLM: mean error {errors.mean():.4f}, largest {errors.max():.3f} nats; transformers in bfloat16 {yardstick.mean():.4f}, "
+          f"{yardstick.max():.3f}; without the chat tokens {gaps.mean():.3f}")
+    assert errors.mean() < 2 * yardstick.mean() + 1e-3 and gaps.mean() > 10 * errors.mean()
+
+
 def test_rewards_and_advantages(probe):
     batch = probe.batch()
     texts = [probe.tokenizer.decode(row["response"], skip_special_tokens=True) for row in batch]
