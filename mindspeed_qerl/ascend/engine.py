@@ -6,6 +6,7 @@ check upstream's sources -> start Ray -> check NPUs and CPUs -> put our classes 
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 
-# For every process. MindSpeed-RL configs/envs/runtime_env.yaml, and what the facts about 910C boxes add to it.
+# For every process, unless the shell says otherwise. MindSpeed-RL configs/envs/runtime_env.yaml, and what 910C boxes need besides.
 NPU_ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "true",  # a worker sees all dies; set_device takes the Ray id (base_worker.py:89)
     "TOKENIZERS_PARALLELISM": "true",
@@ -60,14 +61,16 @@ def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progres
         ConfigError: the data does not fit the model.
     """
     progress.phase("checking upstream")
-    environment = {**NPU_ENVIRONMENT, "VLLM_DP_SIZE": str(settings.vllm_dp_size), "HCCL_BUFFSIZE": str(settings.hccl_buffer_mib)}
+    environment = {name: os.environ.get(name, value) for name, value in NPU_ENVIRONMENT.items()}
+    environment |= {"VLLM_DP_SIZE": str(settings.vllm_dp_size), "HCCL_BUFFSIZE": str(settings.hccl_buffer_mib)}
     if settings.emulate_npu:
         environment |= _emulate(settings)
     check_upstream(settings.emulate_npu)
     progress.phase("starting Ray")
-    os.environ.update({name: value for name, value in environment.items() if name not in os.environ or name == "VLLM_DP_SIZE"})
+    os.environ.update(environment)
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
     start_ray(settings, environment)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
     ray_logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)

@@ -53,7 +53,7 @@ class Probe:
         self.ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(layout["npus"])]
         self.experience = torch.load(folder / "experience.pt", weights_only=False)["experience"]
         self.grad_norm = [rank["grad_norm"] for rank in self.ranks]
-        self.model = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32, num_experts_per_tok=8)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.family, self.layout = family, layout
 
@@ -80,7 +80,7 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     family, layout = request.param
     folder = tmp_path_factory.mktemp("probe")
     model, data = tiny(family)
-    full = full_weights(AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.bfloat16))
+    full = full_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16))
     torch.save({"full": full, "adapters": random_adapters(full), "zero": random_adapters(full, zero=True)}, folder / "full.pt")
     # Two epochs: with one, upstream takes the current log-probabilities for the old ones and computes none.
     changes = {"rl_config.epochs": 2, "rl_config.init_kl_coef": KL, "rl_config.clip_ratio": CLIP, "actor_config.clip_grad": 1e9,
