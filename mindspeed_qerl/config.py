@@ -231,8 +231,9 @@ def check_task_sections(reader: Reader, gsm8k: GSM8KConfig, evaluation: EvalConf
         reader.fault("gsm8k.prompt: " + unknown("prompt form", gsm8k.prompt, PROMPTS))
     for key in files:
         if not Path(getattr(gsm8k, key)).is_file():
+            quickstart = ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
             reader.fault(f"gsm8k.{key} = {getattr(gsm8k, key)!r}: no such file. Make it with `python tools/convert_gsm8k.py --input "
-                         "DIR_OR_HUB_NAME --output DIR`, or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
+                         f"DIR_OR_HUB_NAME --output DIR`{quickstart if reader.raw.get('engine') == 'local' else ''}")
     for name, value in (("eval.every", evaluation.every), ("eval.samples_per_problem", evaluation.samples_per_problem),
                         ("eval.n_problems", evaluation.n_problems), ("run.rollout_samples", run.rollout_samples)):
         least = 0 if name == "run.rollout_samples" else 1

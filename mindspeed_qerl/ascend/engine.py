@@ -340,7 +340,7 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
         else:
             ours = OUR_NAMES.get(name, f"upstream/{name}")
         try:
-            named[ours] = float(value)
+            named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)  # upstream averages over the ranks
         except (TypeError, ValueError):
             continue
     return named

@@ -78,8 +78,10 @@ def make_data(model: Path, folder: Path) -> Path:
 
     raw = folder / "raw"
     raw.mkdir(parents=True)
-    for split, second in (("train", range(5)), ("test", range(5, 7))):  # one digit each: a random answer is sometimes right
-        rows = [{"question": f"{a}+{b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a in range(4) for b in second]
+    pairs = [(4, 4), (1, 3), (3, 3), (1, 2)]  # what the random models like to say: some answers are right
+    pairs += [(a, b) for a in range(4) for b in range(5) if (a, b) not in pairs]
+    for split, chosen in (("train", pairs), ("test", [(a, b) for a in range(4) for b in (5, 6)])):
+        rows = [{"question": f"{a}+{b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a, b in chosen]
         (raw / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     convert(raw, folder / "chat")
     convert_packed(raw, folder / "packed", model)
