@@ -218,29 +218,41 @@ def test_rewards_and_advantages(probe):
         assert torch.allclose(row["advantages"].double(), advantage.expand(len(row["response"])))
 
 
-def test_gradients_of_every_adapter(probe):
-    """Against autograd of the same loss on the float32 model; and the gradient norm that upstream clips by counts each parameter once."""
+def gradients_by_autograd(probe, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of the loss of the probed update for every full adapter, by autograd through transformers' model in `dtype`; float32 leaves."""
     leaves = {name: tuple(t.clone().requires_grad_() for t in pair) for name, pair in probe.adapters.items()}
     with torch.no_grad():
-        reference = answers_log_probs(probe, probe.hf(with_adapters(probe.full, {})))
-    current = answers_log_probs(probe, to_hf(with_adapters(probe.full, leaves), probe.model.config))
+        reference = answers_log_probs(probe, probe.hf(with_adapters(probe.full, {})), dtype)
+    current = answers_log_probs(probe, to_hf(with_adapters(probe.full, leaves), probe.model.config), dtype)
     advantages = [row["advantages"][0] for row in probe.batch() if row["response"]]
     assert any(advantages)
     # An answer without tokens (its first was the padding token) counts in the mean over answers, with a loss of 0.
     (grpo_loss(current, reference, advantages, KL) / len(probe.batch())).backward()
-    gradients = {name: tuple(t.grad for t in pair) for name, pair in leaves.items()}
-    expected_norm = torch.stack([g.norm() for pair in gradients.values() for g in pair]).norm()
-    worst = 0.0
-    for rank in probe.ranks:
-        assert rank["gradients"]
-        for name, actual in rank["gradients"].items():
-            expected = shard(name, probe.full, gradients, rank["place"])
-            error = (actual.float().view(expected.shape) - expected).norm() / (expected.norm() + 1e-2 * expected_norm)
-            worst = max(worst, error.item())
-            assert error < 0.1, (name, error, expected.norm(), expected_norm)
-    print(f"\ngradients: worst relative error of a tensor {worst:.4f}; norm {expected_norm:.5f}, upstream's {probe.grad_norm}")
-    for norm in probe.grad_norm:
-        assert float(norm) == pytest.approx(expected_norm.item(), rel=0.03)
+    return {name: tuple(t.grad for t in pair) for name, pair in leaves.items()}
+
+
+def norm_of(gradients: dict) -> torch.Tensor:
+    return torch.stack([g.norm() for pair in gradients.values() for g in pair]).norm()
+
+
+def test_gradients_of_every_adapter(probe):
+    """Against autograd of the same loss on the float32 model. The yardstick is transformers' own bfloat16: upstream's worst tensor may be
+    off by no more than twice its worst. The gradient norm that upstream clips by counts each parameter once."""
+    exact, rounded = (gradients_by_autograd(probe, dtype) for dtype in (torch.float32, torch.bfloat16))
+    norm = norm_of(exact)
+
+    def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        return ((actual.float().view(expected.shape) - expected).norm() / (expected.norm() + 1e-2 * norm)).item()
+
+    yardstick = max(error(r, e) for name in exact for r, e in zip(rounded[name], exact[name]))
+    worst = max(error(actual, shard(name, probe.full, exact, rank["place"])) for rank in probe.ranks
+                for name, actual in rank["gradients"].items())
+    print(f"\ngradients: worst relative error of a tensor {worst:.4f}, transformers in bfloat16 {yardstick:.4f}; norm {norm:.4f}, upstream's "
+          f"{probe.grad_norm[0]:.4f}, transformers in bfloat16 {norm_of(rounded):.4f}")
+    assert all(len(rank["gradients"]) > 4 for rank in probe.ranks)
+    assert worst < 2 * yardstick
+    for upstreams in probe.grad_norm:
+        assert float(upstreams) == pytest.approx(norm.item(), rel=yardstick)
 
 
 def test_delta_is_by_definition():
