@@ -156,8 +156,8 @@ def check_resources(settings: Settings) -> None:
         most = (cpus - needed_cpus(settings) + settings.npus * settings.cpus_per_npu) // settings.npus
         raise EngineError(
             f"{settings.npus} NPUs x rl_config.num_cpus_for_placement_group = {settings.cpus_per_npu}, and the reward process, the "
-            f"advantage task and the transfer dock, need {needed_cpus(settings)} CPUs; Ray has {cpus}. They are places, not threads: set rl_config.num_cpus_for_placement_group="
-            f"{max(1, most)}, or start Ray with --num-cpus={needed_cpus(settings)}.")
+            f"advantage task and the transfer dock, need {needed_cpus(settings)} CPUs; Ray has {cpus}. They are places, not threads: "
+            f"set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with --num-cpus={needed_cpus(settings)}.")
 
 
 def load_upstream(settings: Settings, observer: "RunObserver") -> ModuleType:
@@ -225,7 +225,8 @@ def base_for_resuming(base: Path, run: RunDirectory) -> Path:
         (view / rank.name).mkdir(parents=True)
         for name, folder in (("model_optim_rng.pt", weights / rank.name), ("distrib_optim.pt", rank)):
             if name == "model_optim_rng.pt" and not (folder / name).is_file():
-                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's checkpoint has: it is for another layout")
+                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's checkpoint has: it is for "
+                                  "another layout")
             if (folder / name).is_file():
                 (view / rank.name / name).symlink_to((folder / name).resolve())
     (view.parent / TRACKER).write_text(str(step))
@@ -264,6 +265,8 @@ class RunObserver:
         if missing := [target for target in self.settings.lora_targets if not totals.get(target, {}).get("modules")]:
             raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
         self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
+        if self.task.dropped:
+            self.progress.message(f"{self.task.dropped} evaluation prompts longer than {self.settings.max_prompt_length} tokens are left out")
         for target, total in totals.items():
             self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} parameters over all ranks")
         if ranks[0]["aqn"]:
@@ -275,8 +278,8 @@ class RunObserver:
         values = to_our_names(metrics) | reward_metrics(rewards, self.settings.samples_per_prompt)
         self.metrics.log(step, values)
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
-            self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']:.0f} RMSNorm layers: sigma {values['aqn/sigma']:.3g}, "
-                                  f"measured std {values['aqn/measured_std']:.3g}")
+            self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
+                                  f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}")
         shown = range(min(self.settings.run.rollout_samples, len(rewards)))
         texts = {column: self.tokenizer.batch_decode([experience[column][i] for i in shown], skip_special_tokens=True)
                  for column in ("prompts", "responses", "labels")}

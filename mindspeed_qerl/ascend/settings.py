@@ -7,7 +7,7 @@ that it only meets in the middle of a run. Layouts have their own rules.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class Settings:
     run: RunSection
     emulate_npu: bool
     data_files: dict[str, str]
-    ignored_keys: tuple[str, ...] = field(default=())
+    ignored_keys: tuple[str, ...] = ()  # upstream gets every key
 
     @property
     def worker(self) -> WorkerSettings:
@@ -152,7 +152,8 @@ def check(raw: Mapping[str, Any]) -> Settings:
     gsm8k, evaluation, run = (reader.own(section) for section in ("gsm8k", "eval", "run"))
     check_task_sections(reader, gsm8k, evaluation, run, ("test_file",))
     if gsm8k.prompt != "chat":
-        reader.fault(f"gsm8k.prompt = {gsm8k.prompt!r} must be 'chat': the packed training data holds chat prompts, and evaluation must ask alike")
+        reader.fault(f"gsm8k.prompt = {gsm8k.prompt!r} must be 'chat': the packed training data holds chat prompts, and evaluation must "
+                     "ask alike")
     verifiers = check_verifiers(reader, (*VERIFIERS, *UPSTREAM_VERIFIERS))
     if get("actor_config", "save", None, (str,)):
         reader.fault("actor_config.save must be left out: checkpoints are kept in the run directory")

@@ -1,0 +1,61 @@
+"""Going on with a run that stopped: same config, nothing lost, nothing counted twice."""
+
+import pytest
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
+
+CONFIG = {"aqn": {"sigma_start": 0.05}, "run": {"resume": None}}
+
+
+@pytest.fixture
+def stopped(new_run):
+    """A run that logged five steps and failed; its last checkpoint is of step 3."""
+    run = new_run(**CONFIG)
+    with MetricsWriter(run, tensorboard=False) as writer:
+        writer.log_eval(0, {"accuracy": 0.2}, [{"question": "a", "responses": ["1"], "scores": [0.0]}])
+        for step in range(1, 6):
+            writer.log(step, {"reward/mean": float("nan") if step == 2 else step / 10})
+            writer.log_rollouts(step, [{"response": f"{step}"}, {"response": f"{step}, too"}])
+        writer.log_eval(5, {"accuracy": 0.5})
+    run.fail("out of memory")
+    return run
+
+
+def resumed_config(run, **changes):
+    return {**CONFIG, "run": {"resume": str(run.path)}, **changes}
+
+
+def test_later_rows_are_set_aside_and_written_again(stopped):
+    before = read_jsonl(stopped.metrics_file)
+    run = RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=["train", "again"])
+    assert run.status()["state"] == "running" and run.status()["reason"] is None
+    assert (run.path / "command.txt").read_text() == "train\ntrain again\n"
+    with MetricsWriter(run, tensorboard=False, after=3) as writer:
+        assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3]
+        writer.log(4, {"reward/mean": 0.45})
+    rows = read_jsonl(run.metrics_file)
+    assert repr(rows[:3]) == repr(before[:3]) and rows[3] == {"step": 4, "reward/mean": 0.45}
+    assert run.status()["step"] == 4
+    assert [row["step"] for row in read_jsonl(run.rollouts_file)] == [1, 1, 2, 2, 3, 3]
+    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0] == [row["step"] for row in read_jsonl(run.eval_answers_file)]
+    assert read_jsonl(run.path / "discarded" / "metrics.jsonl") == before[3:]
+    assert [row["accuracy"] for row in read_jsonl(run.path / "discarded" / "eval.jsonl")] == [0.5]
+
+
+def test_a_second_resumption_keeps_what_the_first_set_aside(stopped):
+    for after in (4, 2):
+        MetricsWriter(stopped, tensorboard=False, after=after).close()
+    assert [row["step"] for row in read_jsonl(stopped.path / "discarded" / "metrics.jsonl")] == [5, 3, 4]
+
+
+def test_another_config_is_refused_by_name(stopped):
+    with pytest.raises(ValueError, match=r"another config.*\naqn\.sigma_start was 0\.05 and is 0\.1$"):
+        RunDirectory.reopen(stopped.path, config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[])
+    assert stopped.status()["state"] == "failed"
+
+
+def test_a_finished_run_is_refused(stopped):
+    stopped.finish()
+    with pytest.raises(ValueError, match="is finished after 5 steps: there is nothing to resume"):
+        RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=[])
