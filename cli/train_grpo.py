@@ -5,12 +5,11 @@ The configs are configs/*.yaml; any key of theirs can be overridden. With --cfg 
 
 import re
 import sys
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+from mindspeed_qerl.config import CONFIGS, ConfigError, check_config_name
 
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="grpo_tiny_moe_cpu")
@@ -20,16 +19,17 @@ def main(config: DictConfig) -> None:
     sys.exit(run(OmegaConf.to_container(config, resolve=True), hydra.core.hydra_config.HydraConfig.get().job.config_name))
 
 
-def check_config_name(arguments: list[str]) -> None:
-    """Exit with the list of configs if --config-name names none of them; Hydra would only show where it looked."""
+def config_name(arguments: list[str]) -> str | None:
+    """The config of configs/ that the command line names, if it names one."""
     asked = re.search(r"(?:^|\n)(?:--config-name|-cn)[=\n]([^\n]+)", "\n".join(arguments))
     elsewhere = any(argument.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for argument in arguments)
-    if asked and not elsewhere and not (CONFIGS / f"{asked[1].removesuffix('.yaml')}.yaml").is_file():
-        from mindspeed_qerl.config import unknown
-
-        sys.exit("error: " + unknown("config name", asked[1], (path.stem for path in CONFIGS.glob("*.yaml"))))
+    return asked[1] if asked and not elsewhere else None
 
 
 if __name__ == "__main__":
-    check_config_name(sys.argv[1:])
+    try:
+        if name := config_name(sys.argv[1:]):
+            check_config_name(name)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     main()

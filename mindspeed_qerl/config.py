@@ -28,6 +28,34 @@ class EngineError(RuntimeError):
     """A run stopped by something outside our code; the message says what, where to look, and what to do."""
 
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def compose(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The resolved config `name` of configs/ with Hydra overrides, as `cli/train_grpo.py --config-name name` sees it.
+
+    Raises:
+        ConfigError: no such config, or an override that Hydra refuses.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    check_config_name(name)
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base=None):
+            return OmegaConf.to_container(compose(name.removesuffix(".yaml"), list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{name} with {' '.join(overrides)}: {error}") from error
+
+
+def check_config_name(name: str) -> None:
+    """ConfigError with the list of configs if `name` is none of them; Hydra would only show where it looked."""
+    if not (CONFIGS / f"{name.removesuffix('.yaml')}.yaml").is_file():
+        raise ConfigError(unknown("config name", name, (path.stem for path in CONFIGS.glob("*.yaml"))))
+
+
 def unknown(kind: str, value: object, known: Iterable[str]) -> str:
     """One sentence for an unknown name, with the nearest known one and the list."""
     known = sorted(known)
