@@ -1,8 +1,10 @@
 """The few torch.cuda names that megatron-core touches on its way through a forward pass, answered by the CPU.
 
-megatron-core 0.12 asks for a current device (router.py:64, layers.py:499), a side stream (token_dispatcher.py:327,678) and
-splits as numpy arrays once they "left the GPU" (moe_utils.py:748). Nothing else is emulated: an operation that would really
-need a GPU still raises.
+megatron-core 0.12 asks for a current device (router.py:64, layers.py:499), a side stream (token_dispatcher.py:327,678),
+splits as numpy arrays once they "left the GPU" (moe_utils.py:748), a synchronisation after point-to-point messages
+(p2p_communication.py:106), a zero on the GPU (schedules.py:1828) and, under sequence parallelism, a random state for dropout, which is 0
+here (language_model_embedding.py:138). Nothing else is emulated: an operation that would really need a GPU
+still raises.
 """
 
 import contextlib
@@ -39,8 +41,13 @@ def install() -> None:
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 
     moe_utils.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu

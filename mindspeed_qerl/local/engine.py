@@ -19,6 +19,7 @@ import torch
 from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.gsm8k.task import Task, score_answers
 from mindspeed_qerl.gsm8k.verifier import get_verifier
+from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.grpo import group_advantages
 from mindspeed_qerl.local.settings import RunConfig
@@ -34,6 +35,11 @@ def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[in
     positions = range(step * batch_size, (step + 1) * batch_size)
     orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in {p // count for p in positions}}
     return [int(orders[p // count][p % count]) for p in positions]
+
+
+def data_rank(rank: int, layout: Layout) -> int:
+    """The data-parallel rank of a rank: megatron-core counts tensor parallel ranks first, pipeline stages last (parallel_state.py)."""
+    return rank // layout.tp % layout.dp
 
 
 class LocalEngine:
@@ -52,17 +58,17 @@ class LocalEngine:
         logs = Path(self.run) / "logs"
         logs.mkdir()
         self.rendezvous = logs.resolve() / "rendezvous"
-        ray.init(address="local", num_cpus=config.ranks + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        world = config.layout.world
+        ray.init(address="local", num_cpus=world + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
         cores = len(os.sched_getaffinity(0))
         # Ranks and rollouts take turns: threads that wait by spinning would hold the cores of those whose turn it is.
         threads = {name: {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE"}
-                   for name, count in (("rank", max(1, cores // config.ranks)), ("rollout", cores))}
+                   for name, count in (("rank", max(1, cores // world)), ("rollout", cores))}
         self.ranks = [
             self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
-                            threads["rank"], config=config, rank=rank, world_size=config.ranks,
-                            rendezvous=f"file://{self.rendezvous}")
-            for rank in range(config.ranks)]
+                            threads["rank"], config=config, rank=rank, rendezvous=f"file://{self.rendezvous}")
+            for rank in range(world)]
         self.rollout = self.team.start(
             "rollout engine", "mindspeed_qerl.local.rollout", "RolloutEngine", logs / "rollout.log",
             threads["rollout"], model_dir=config.model_dir, dtype=config.dtype,
@@ -185,14 +191,15 @@ class LocalEngine:
         return total, {name: values.mean() for name, values in scores.items()}
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
-        """Per rank, its shard of each mini-batch."""
+        """Per rank, its shard of each mini-batch; ranks that share the layers of one data-parallel rank get the same."""
         size = self.config.mini_batch_size * self.config.samples_per_prompt  # answers
-        shards = [[] for _ in self.ranks]
+        layout = self.config.layout
+        shards = [[] for _ in range(layout.dp)]
         for start in range(0, len(batch), size):
             mini = batch.rows(np.arange(start, start + size))
-            for rank, index in enumerate(deal(mini.lengths, len(self.ranks))):
-                shards[rank].append(mini.rows(index))
-        return shards
+            for data_rank, index in enumerate(deal(mini.lengths, layout.dp)):
+                shards[data_rank].append(mini.rows(index))
+        return [shards[data_rank(rank, layout)] for rank in range(layout.world)]
 
     def sync(self) -> None:
         """Merged weights to the rollout engine; until every target is seen to have moved, proof of what arrived."""

@@ -1,32 +1,33 @@
-"""A megatron-core GPTModel from a Hugging Face config, with the adapters on."""
+"""A megatron-core GPTModel from a Hugging Face model directory: this rank's part of it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from mindspeed_qerl.config import ConfigError, unknown
-from mindspeed_qerl.local.settings import LOCAL_MODELS
-from mindspeed_qerl.local.weights import Checkpoint, Mapping, load_weights, qwen3_moe_mappings
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.layout.shapes import ModelShape, read_shape
+from mindspeed_qerl.local.weights import Checkpoint, Mapping, load_weights, mappings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BUILT = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def read_hf_config(directory: str | Path):
-    """transformers' config of a model directory; ConfigError if there is none or its family is not supported."""
+    """transformers' config of a model directory; ConfigError if there is none, or it asks for something that is not built here."""
     from transformers import AutoConfig
 
     if not (Path(directory) / "config.json").is_file():
         raise ConfigError(f"model directory {directory} has no config.json")
+    read_shape(directory)  # refuses other families
     config = AutoConfig.from_pretrained(directory)
-    if config.model_type not in LOCAL_MODELS:
-        raise ConfigError(f"{directory}: " + unknown("model_type for the local engine", config.model_type, LOCAL_MODELS))
-    for key, only, value in (("attention_bias", False, config.attention_bias), ("hidden_act", "silu", config.hidden_act),
-                             ("use_sliding_window", False, config.use_sliding_window), ("mlp_only_layers", [], config.mlp_only_layers),
-                             ("decoder_sparse_step", 1, config.decoder_sparse_step),
-                             ("rope_type", "default", config.rope_parameters.get("rope_type", "default"))):
-        if value != only:
-            raise ConfigError(f"{directory}: {key} is {value!r}; the local engine builds Qwen3-MoE with {only!r} only")
+    asked = {key: getattr(config, key, only) for key, only in BUILT.items()}
+    asked["rope_type"] = config.rope_parameters.get("rope_type", "default")
+    for key, value in asked.items():
+        if value != (only := BUILT.get(key, "default")):
+            raise ConfigError(f"{directory}: {key} is {value!r}; the local engine builds {config.model_type} with {only!r} only")
     return config
 
 
@@ -47,54 +48,75 @@ class CausalAttention(nn.Module):
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def local_experts(num_experts: int) -> range:
-    """Global ids of the experts this rank holds."""
-    from megatron.core import parallel_state
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm under megatron-core's signature; its own wrapper (torch_norm.py) refuses sequence parallelism, which only matters
+    for a norm that is trained."""
 
-    per_rank = num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * per_rank
-    return range(first, first + per_rank)
+    def __init__(self, config, hidden_size: int, eps: float):
+        super().__init__(hidden_size, eps=eps)
 
 
-def build_model(model_dir: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[Mapping], range]:
-    """Build the GPTModel of `model_dir` and load this rank's weights into it.
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank holds: its part of the model, the table that names its parameters, its layers and experts by their global numbers."""
 
-    megatron-core's parallel state must be initialised; this rank's experts follow from its expert-parallel rank.
+    model: nn.Module
+    table: list[Mapping]
+    layers: range
+    experts: range
 
-    Returns:
-        (model, the table that names its parameters, this rank's global expert ids)
+
+def build_model(model_dir: str | Path, dtype: torch.dtype = torch.float32, layout: Layout = Layout(world=1)) -> RankModel:
+    """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be that of `layout`.
+
+    Experts are spread over tensor x expert parallel ranks, whole, as MindSpeed does with moe_tp_extend_ep: for megatron-core that is an
+    expert parallel size of TP x EP and an expert tensor parallel size of 1.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    config = read_hf_config(model_dir)
-    experts = local_experts(config.num_experts)
+    config, shape = read_hf_config(model_dir), read_shape(model_dir)
+    stage, tp_rank = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    first, last = stage == 0, stage == layout.pp - 1
+    layers = stage_layers(shape, layout)[stage]
+    experts = expert_range(shape, layout, parallel_state.get_expert_model_parallel_rank()) if shape.moe else range(0)
+    of_experts = dict(
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.num_experts_per_tok,
+        moe_router_pre_softmax=not shape.norm_topk_prob,
+        moe_ffn_hidden_size=shape.moe_intermediate_size,
+        moe_shared_expert_intermediate_size=shape.shared_expert_intermediate_size or None,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=False,
+        expert_model_parallel_size=layout.tp * layout.ep,
+        expert_tensor_parallel_size=1,
+    ) if shape.moe else {}
     transformer_config = TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.moe_intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=config.head_dim,
+        num_layers=shape.num_hidden_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size or shape.moe_intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_key_value_heads,
+        kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        num_moe_experts=config.num_experts,
-        moe_router_topk=config.num_experts_per_tok,
-        moe_router_pre_softmax=not config.norm_topk_prob,
-        moe_ffn_hidden_size=config.moe_intermediate_size,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=False,
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, which is checked for dense models, too
+        calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
+        pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
@@ -103,20 +125,48 @@ def build_model(model_dir: str | Path, dtype: torch.dtype = torch.float32) -> tu
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **of_experts,
     )
-    spec = get_gpt_layer_local_spec(num_experts=config.num_experts, moe_grouped_gemm=False, qk_layernorm=True,
-                                    normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
     model = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=spec,
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers), layer_norm=RMSNorm),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=config.rope_parameters["rope_theta"],
-        parallel_output=False,
+        parallel_output=True,
     ).to(dtype)
-    table = qwen3_moe_mappings(config, experts)
-    load_weights(model, table, Checkpoint(model_dir))
-    return model, table, experts
+    table = mappings(shape, layers, experts, first, last)
+    load_weights(model, table, Checkpoint(model_dir), tp_rank, layout.tp)
+    return RankModel(model, table, layers, experts)
+
+
+def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:
+    """Per pipeline stage, its layers by their global numbers: `num_layer_list`, or as many for each."""
+    counts = layout.num_layer_list or (shape.num_hidden_layers // layout.pp,) * layout.pp
+    ends = [sum(counts[: stage + 1]) for stage in range(layout.pp)]
+    return [range(end - count, end) for end, count in zip(ends, counts)]
+
+
+def expert_range(shape: ModelShape, layout: Layout, rank: int) -> range:
+    """The experts of `rank` in its expert parallel group of TP x EP ranks, by their global numbers."""
+    count = shape.num_experts // (layout.tp * layout.ep)
+    return range(rank * count, (rank + 1) * count)
+
+
+def _layer_spec(shape: ModelShape):
+    """megatron-core's own layer, with our attention core and norms in their places, and the shared expert's gate."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, moe_grouped_gemm=False, qk_layernorm=shape.qk_norm)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = CausalAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.shared_expert_intermediate_size:
+        layer.mlp.submodules.shared_experts.params["gate"] = True
+    return spec

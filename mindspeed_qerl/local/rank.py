@@ -1,11 +1,12 @@
-"""One Megatron rank: the policy with its adapters, its optimizer, and the weights it owes to the rollout engine."""
+"""One Megatron rank: its part of the policy with its adapters, their optimizer, and the weights it owes to the rollout engine."""
 
 import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,13 +15,15 @@ import torch.distributed as dist
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.grpo import grpo_loss, low_variance_kl, token_logprobs
 from mindspeed_qerl.local.settings import RunConfig
-from mindspeed_qerl.lora import adapters_disabled, apply_lora, lora_layers
+from mindspeed_qerl.local.weights import Mapping, Split
+from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
 
 
 class TrainRank:
-    """A rank of the training world. Ranks move in step: every method is called on all of them at once, with shards of equal size."""
+    """A rank of the training world. Ranks move in step: every method is called on all of them at once; the ranks of one data-parallel
+    rank get the same shard, and all shards are of equal size."""
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, rendezvous: str):
+    def __init__(self, config: RunConfig, rank: int, rendezvous: str):
         """rendezvous: init_method of torch.distributed, for example file:///some/new/file."""
         os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
         from mindspeed_qerl.emulation import cuda_on_cpu
@@ -31,17 +34,24 @@ class TrainRank:
 
         from mindspeed_qerl.local.model import DTYPES, build_model
 
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=config.expert_parallel)
+        layout = config.layout
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=layout.world)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.tp * layout.ep if config.shape.moe else 1, expert_tensor_parallel_size=1)
         self.config = config
+        self.tp_group, self.tp_size = parallel_state.get_tensor_model_parallel_group(), layout.tp
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
         self.expert_data_group = parallel_state.get_expert_data_parallel_group()
-        self.expert_group = parallel_state.get_expert_model_parallel_group()
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.owns_dense = parallel_state.get_data_parallel_rank() == 0
         self.owns_experts = parallel_state.get_expert_data_parallel_rank() == 0
-        self.model, table, experts = build_model(config.model_dir, DTYPES[config.dtype])
-        self.table = {mapping.megatron: mapping for mapping in table}
-        apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, experts.start)
+        part = build_model(config.model_dir, DTYPES[config.dtype], layout)
+        self.model = part.model
+        self.table = {mapping.megatron: mapping for mapping in part.table}
+        apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, part.layers.start, part.experts.start,
+                   self.tp_rank, self.tp_size)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
         self.scheduler = OptimizerParamScheduler(
@@ -53,35 +63,58 @@ class TrainRank:
         """Per LoRA target its modules and parameters; a layer that several ranks hold is counted by the one that answers for it."""
         counted = {}
         for name, layer in lora_layers(self.model):
-            target = name.rpartition(".")[2]
-            owned = self.owns_experts if "local_experts" in name else self.owns_dense
-            entry = counted.setdefault(target, {"modules": 0, "parameters": 0})
-            if owned:
+            entry = counted.setdefault(name.rpartition(".")[2], {"modules": 0, "parameters": 0})
+            if self._owns(layer.lora_A) and (layer.tp_size == 1 or self.tp_rank == 0):
                 entry["modules"] += 1
-                entry["parameters"] += layer.lora_A.numel() + layer.lora_B.numel()
+                entry["parameters"] += self.config.lora_r * (layer.base_layer.input_size + layer.base_layer.output_size)
         return counted
 
-    def _micro_batches(self, shard: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
-        size = self.config.micro_batch_size
-        for start in range(0, len(shard), size):
-            index = np.arange(start, min(start + size, len(shard)))
-            yield index, shard.rows(index)
+    def _owns(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank answers for `parameter` among the data-parallel ranks that hold the same."""
+        return self.owns_dense if parameter.allreduce else self.owns_experts
 
-    def _forward(self, micro: Batch) -> torch.Tensor:
-        """float32 [n, l-1]: log probability of each next token."""
-        tokens = torch.from_numpy(micro.tokens)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = self.model(tokens, positions, None)
-        return token_logprobs(logits[:, :-1], tokens[:, 1:], self.config.sampling.temperature)
+    def _run(self, shard: Batch, outcome: Callable, forward_only: bool = False) -> list:
+        """megatron-core's 1F1B schedule over the micro-batches of `shard` (with one stage: each forward, then its backward).
+
+        On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token, float32 [n, l-1]; it
+        returns (loss, result), or with `forward_only` the result. Returns the results; other stages get none.
+        """
+        from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        def forward_step(iterator, model):
+            rows, micro = next(iterator)
+            length = micro.tokens.shape[1]
+            tokens = torch.from_numpy(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # sequence parallel ranks share it
+            logits = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+
+            def finish(logits, non_loss_data=False):
+                logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
+                logprobs = token_logprobs(logits, tokens[:, 1:length], self.config.sampling.temperature)
+                if forward_only:
+                    return outcome(rows, micro, logprobs)
+                loss, result = outcome(rows, micro, logprobs)
+                return loss, torch.zeros((), dtype=torch.int), result
+            return logits, finish
+
+        size = self.config.micro_batch_size
+        starts = range(0, len(shard), size)
+        micro_batches = ((rows, shard.rows(rows)) for rows in (np.arange(start, min(start + size, len(shard))) for start in starts))
+        return forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step, data_iterator=micro_batches, model=self.model, num_microbatches=len(starts),
+            seq_length=shard.tokens.shape[1], micro_batch_size=size, forward_only=forward_only, collect_non_loss_data=forward_only)
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:
-        """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included) with `reference`."""
+        """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included) with `reference`; zeros but on the last
+        pipeline stage."""
         result = np.zeros(shard.mask.shape, dtype=np.float32)
+
+        def keep(rows, micro, logprobs):
+            result[rows, : logprobs.shape[1]] = logprobs.numpy()
+
         with adapters_disabled(self.model) if reference else contextlib.nullcontext():
-            for index, micro in self._micro_batches(shard):
-                values = self._forward(micro).numpy()
-                result[index, : values.shape[1]] = values
+            self._run(shard, keep, forward_only=True)
         return result
 
     def train(self, shards: list[Batch], epochs: int = 1) -> dict[str, float]:
@@ -111,14 +144,14 @@ class TrainRank:
             tokens = torch.tensor(float(shard.mask.sum()))
             dist.all_reduce(tokens, group=self.data_group)
             self.optimizer.zero_grad(set_to_none=False)
-            for _, micro in self._micro_batches(shard):
-                totals += self._backward(micro, float(tokens), largest)
+            totals += sum(self._run(shard, partial(self._loss, float(tokens), largest)))
             grad_norms.append(self._reduce_and_clip())
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        dist.all_reduce(totals, group=self.data_group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.data_group)
+        for group in (self.data_group, self.pipeline_group):  # only the last stage has anything to add
+            dist.all_reduce(totals, group=group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         policy, kl, clipped, count, k1, k3, difference = totals.tolist()
         return {
             "loss/policy": policy / count,
@@ -133,43 +166,45 @@ class TrainRank:
             "mismatch/max_abs_prob_diff": largest.item(),
         }
 
-    def _backward(self, micro: Batch, mini_batch_tokens: float, largest: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradients of one micro-batch; returns its sums (policy, kl, clipped, tokens, k1, k3, |dp|)."""
-        logprobs = self._forward(micro)
+    def _loss(self, mini_batch_tokens: float, largest: torch.Tensor, rows: np.ndarray, micro: Batch,
+              logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of one micro-batch, and its sums (policy, kl, clipped, tokens, k1, k3, |dp|)."""
         mask = torch.from_numpy(micro.mask)
         old = logprobs.detach() if micro.old_logprobs is None else torch.from_numpy(micro.old_logprobs)
         reference = None if micro.reference_logprobs is None else torch.from_numpy(micro.reference_logprobs)
         terms = grpo_loss(logprobs, old, torch.from_numpy(micro.advantages), mask, self.config.clip_low, self.config.clip_high,
                           reference)
-        ((terms.policy + self.config.kl_coefficient * terms.kl) / mini_batch_tokens).backward()
         sampled, trained = torch.from_numpy(micro.rollout_logprobs)[mask].double(), old[mask].double()
         difference = (sampled.exp() - trained.exp()).abs()
         if difference.numel():
             largest.copy_(torch.maximum(largest, difference.max().reshape(1)))
-        return torch.tensor([terms.policy.item(), terms.kl.item(), terms.clipped_tokens.item(), float(mask.sum()),
+        sums = torch.tensor([terms.policy.item(), terms.kl.item(), terms.clipped_tokens.item(), float(mask.sum()),
                              (sampled - trained).sum().item(), low_variance_kl(sampled, trained).sum().item(),
                              difference.sum().item()], dtype=torch.float64)
+        return (terms.policy + self.config.kl_coefficient * terms.kl) / mini_batch_tokens, sums
 
     def _reduce_and_clip(self) -> float:
         """Sum gradients over the ranks that share a parameter, clip by the global norm; returns the norm before clipping.
 
-        The loss is divided by the token count of all ranks, so a sum is right for both kinds. An expert's tokens already reach
-        its rank through the dispatcher; only its replicas are summed. Each parameter enters the norm once.
+        The loss is divided by the token count of all ranks, so a sum is right for all kinds. An expert's tokens already reach its rank
+        through the dispatcher; only its replicas are summed. Each parameter enters the norm once.
         """
-        squares = []
-        for group, shared in ((self.data_group, True), (self.expert_data_group, False)):
-            gradients = [p.grad for p in self.parameters if p.allreduce is shared]
-            square = torch.zeros((), dtype=torch.float64)
-            if gradients:
-                flat = torch.cat([g.reshape(-1) for g in gradients])
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for group, shared in ((self.tp_group, [p for p in self.parameters if p.sequence_parallel]),
+                              (self.data_group, [p for p in self.parameters if p.allreduce]),
+                              (self.expert_data_group, [p for p in self.parameters if not p.allreduce])):
+            if shared and group.size() > 1:
+                flat = torch.cat([p.grad.reshape(-1) for p in shared])
                 dist.all_reduce(flat, group=group)
-                for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-                    gradient.copy_(part.view_as(gradient))
-                square = flat.double().square().sum()
-            squares.append(square)
-        dense, experts = squares
-        dist.all_reduce(experts, group=self.expert_group)
-        norm = math.sqrt(dense.item() + experts.item())
+                for parameter, part in zip(shared, flat.split([p.numel() for p in shared])):
+                    parameter.grad.copy_(part.view_as(parameter))
+        # An expert is on one rank of each tensor parallel group; of dense layers, rank 0 answers for the factor that all have whole.
+        counted = [p for p in self.parameters if self._owns(p) and (p.tensor_model_parallel or self.tp_rank == 0 or not p.allreduce)]
+        square = sum((p.grad.double().square().sum() for p in counted), torch.zeros((), dtype=torch.float64))
+        dist.all_reduce(square)
+        norm = math.sqrt(square.item())
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in metrics.jsonl")
         if self.config.clip_grad > 0 and norm > self.config.clip_grad:
@@ -177,20 +212,42 @@ class TrainRank:
                 parameter.grad.mul_(self.config.clip_grad / (norm + 1e-6))
         return norm
 
-    def _owned_layers(self) -> Iterable:
-        for name, layer in lora_layers(self.model):
-            if self.owns_experts if "local_experts" in name else self.owns_dense:
-                yield self.table[name + ".weight"], layer
+    def _owned(self) -> Iterator[tuple[Mapping, LoRALinear]]:
+        """(mapping, adapter) of the adapted layers that this rank answers for, together with its tensor parallel group."""
+        return ((self.table[name + ".weight"], layer) for name, layer in lora_layers(self.model) if self._owns(layer.lora_A))
+
+    def _whole(self, shard: torch.Tensor, shared: Split | None) -> torch.Tensor | None:
+        """The whole tensor on the first rank of the tensor parallel group, None on the others; one that is not shared comes as it is."""
+        if shared is None or self.tp_size == 1:
+            return shard
+        shard = shard.contiguous()
+        shards = [torch.empty_like(shard) for _ in range(self.tp_size)] if self.tp_rank == 0 else None
+        dist.gather(shard, shards, dst=dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
+        return shared.join(shards) if shards else None
 
     def merged_weights(self) -> dict[str, np.ndarray]:
         """HF name -> W + (alpha / r) B A, for the adapted layers this rank answers for."""
-        return {name: part.contiguous().float().numpy()
-                for mapping, layer in self._owned_layers()
-                for name, part in zip(mapping.hf, mapping.split(layer.merged_weight()))}
+        merged = {}
+        for mapping, layer in self._owned():
+            weight = self._whole(layer.merged_weight().float(), mapping.shared)
+            if weight is not None:
+                merged.update((name, part.contiguous().numpy()) for name, part in zip(mapping.hf, mapping.split(weight)))
+        return merged
+
+    def _whole_factors(self, mapping: Mapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor) -> tuple | None:
+        """(A, B) whole, from this rank's parts of both or of their gradients; None on the ranks that do not answer for them."""
+        split_input = layer.row_parallel and layer.tp_size > 1
+        a = self._whole(a, mapping.shared if split_input else None)
+        b = self._whole(b, None if split_input else mapping.shared)
+        return (a, b) if layer.tp_size == 1 or self.tp_rank == 0 else None
 
     @torch.no_grad()
     def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
         """HF name -> (target, (alpha / r) B [out, r], A [r, in]): from these the rollout engine proves what it received."""
-        return {name: (mapping.megatron.split(".")[-2], (layer.scaling * b).contiguous().numpy(), layer.lora_A.numpy())
-                for mapping, layer in self._owned_layers()
-                for name, b in zip(mapping.hf, mapping.split(layer.lora_B))}
+        factors = {}
+        for mapping, layer in self._owned():
+            if whole := self._whole_factors(mapping, layer, layer.lora_A, layer.scaling * layer.lora_B):
+                a, b = whole
+                target = mapping.megatron.split(".")[-2]
+                factors.update((name, (target, part.contiguous().numpy(), a.numpy())) for name, part in zip(mapping.hf, mapping.split(b)))
+        return factors

@@ -1,6 +1,5 @@
 """What the local engine reads of a config, and refuses. No torch here."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,10 @@ from mindspeed_qerl.config import (
     unknown,
 )
 from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.layout.shapes import ModelShape, read_shape
 from mindspeed_qerl.upstream_keys import SAMPLING_KEYS
 
-LOCAL_RANKS = (1, 2)
-LOCAL_MODELS = ("qwen3_moe",)
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 DTYPES = ("float32", "bfloat16")
 LR_STYLES = ("constant", "linear", "cosine")
@@ -48,8 +47,8 @@ class RunConfig:
     model_dir: str
     dtype: str
     seed: int
-    ranks: int
-    expert_parallel: int
+    shape: ModelShape
+    layout: Layout
     train_iters: int
     global_batch_size: int
     mini_batch_size: int
@@ -86,30 +85,32 @@ class RunConfig:
         return {"train": self.gsm8k.train_file, "test": self.gsm8k.test_file}
 
 
-def _check_model_dir(reader: Reader, path: str, expert_parallel: int) -> None:
-    config_file = Path(path) / "config.json"
-    if not config_file.is_file():
+def _read_shape(reader: Reader, path: str) -> ModelShape | None:
+    if not (Path(path) / "config.json").is_file():
         reader.fault(f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a Hugging Face model "
                      "directory; the quickstart's is made by `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
-        return
+        return None
     try:
-        shape = json.loads(config_file.read_text())
-    except ValueError as error:
-        reader.fault(f"{config_file} is not valid JSON: {error}")
-        return
-    if not isinstance(shape, dict):
-        reader.fault(f"{config_file} holds no JSON object")
-        return
-    experts = shape.get("num_experts", shape.get("num_local_experts"))  # transformers 5 writes the second
-    if shape.get("model_type") not in LOCAL_MODELS:
-        reader.fault(f"{config_file}: " + unknown("model_type for the local engine", shape.get("model_type"), LOCAL_MODELS))
-    elif not isinstance(experts, int):
-        reader.fault(f"{config_file}: num_experts = {experts!r} must be int")
-    elif experts % expert_parallel:
-        reader.fault(f"{experts} experts of {path} cannot be shared equally by expert_model_parallel_size = {expert_parallel}")
-    elif (width := shape.get("moe_intermediate_size")) and width % EXPERT_WIDTH_STEP:
-        reader.fault(f"{config_file}: moe_intermediate_size = {width} must be a multiple of {EXPERT_WIDTH_STEP}; vLLM's CPU backend pads "
-                     "other widths, and padded experts cannot be updated in place")
+        shape = read_shape(path)
+    except ConfigError as error:
+        reader.fault(f"megatron_training.tokenizer_name_or_path = {path!r}: {error}")
+        return None
+    if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
+        reader.fault(f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of {EXPERT_WIDTH_STEP}; "
+                     "vLLM's CPU backend pads other widths, and padded experts cannot be updated in place")
+    return shape
+
+
+def _read_layout(reader: Reader, get: Any) -> Layout:
+    resources = get("rl_config", "actor_resource", {}, (dict,))
+    for key in resources.keys() - {"num_npus"}:
+        reader.fault(unknown("key in rl_config.actor_resource:", key, ["num_npus"]))
+    sizes = {name: get("actor_config", f"{kind}_parallel_size", 1, low=1) for name, kind in (
+        ("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))}
+    if sizes["cp"] > 1:
+        reader.fault(f"actor_config.context_parallel_size = {sizes['cp']}: the local engine runs it at 1 only")
+    return Layout(world=reader.value("rl_config.actor_resource.num_npus", resources.get("num_npus", 1), 1, (int,), 1, None),
+                  **sizes, sequence_parallel=get("megatron_training", "sequence_parallel", False, (bool,)))
 
 
 def check(raw: Mapping[str, Any]) -> RunConfig:
@@ -130,20 +131,10 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     mini_batch = get("rl_config", "mini_batch_size", batch, low=1)
     if batch % mini_batch:
         reader.fault(f"megatron_training.global_batch_size = {batch} prompts must be a multiple of rl_config.mini_batch_size = {mini_batch}")
-    resources = get("rl_config", "actor_resource", {}, (dict,))
-    for key in resources.keys() - {"num_npus"}:
-        reader.fault(unknown("key in rl_config.actor_resource:", key, ["num_npus"]))
-    ranks = reader.value("rl_config.actor_resource.num_npus", resources.get("num_npus", 1), 1, (int,), 1, None)
-    if ranks not in LOCAL_RANKS:
-        reader.fault(f"rl_config.actor_resource.num_npus = {ranks}: the local engine runs {' or '.join(map(str, LOCAL_RANKS))} ranks")
-    expert_parallel = get("actor_config", "expert_model_parallel_size", 1, low=1)
-    if ranks % expert_parallel:
-        reader.fault(f"actor_config.expert_model_parallel_size = {expert_parallel} must divide the {ranks} ranks")
-    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        if (size := get("actor_config", key, 1)) != 1:
-            reader.fault(f"actor_config.{key} = {size}: the local engine runs it at 1 only, with expert_model_parallel_size 1 or 2")
-    if mini_batch * samples % ranks:
-        reader.fault(f"{mini_batch} prompts x {samples} samples of a mini-batch cannot be shared equally by {ranks} ranks")
+    layout = _read_layout(reader, get)
+    shape = _read_shape(reader, model_dir)
+    if mini_batch * samples % layout.dp:
+        reader.fault(f"{mini_batch} prompts x {samples} samples of a mini-batch cannot be shared equally by {layout.dp} data-parallel ranks")
 
     for key, only in (("adv_estimator", "group_norm"), ("kl_penalty", "low_var_kl")):
         if get("rl_config", key, only, (str,)) != only:
@@ -197,7 +188,6 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     if local.kv_cache_gib >= available:
         reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for vLLM's KV cache. "
                      "Ask for less, or free some")
-    _check_model_dir(reader, model_dir, expert_parallel)
     lr, min_lr = get("actor_config", "lr", 1e-6, (float,), low=0, required=True), get("actor_config", "min_lr", 0.0, (float,), low=0)
     lora_alpha = get("megatron_training", "lora_alpha", 1, (float,), required=True)
     if lr <= 0 or min_lr > lr:
@@ -205,7 +195,7 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     if lora_alpha <= 0:
         reader.fault(f"megatron_training.lora_alpha = {lora_alpha} must be above 0")
     result = dict(
-        model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1, low=0), ranks=ranks, expert_parallel=expert_parallel,
+        model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1, low=0), shape=shape, layout=layout,
         train_iters=train_iters, global_batch_size=batch, mini_batch_size=mini_batch,
         micro_batch_size=get("actor_config", "micro_batch_size", 1, low=1), samples_per_prompt=samples,
         epochs=get("rl_config", "epochs", 1, low=1), max_prompt_length=max_prompt, max_model_len=max_model_len,

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) on megatron-core's linear layers, experts included.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on megatron-core's linear layers, experts included, in any layout.
 
     y = W x + (alpha / r) B A x        A: [r, in] Kaiming-uniform, B: [out, r] zero, W frozen
 
@@ -21,37 +21,61 @@ from mindspeed_qerl.config import ConfigError, check_lora_targets
 class LoRALinear(nn.Module):
     """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update, kept in float32.
 
+    Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a row-parallel one as they share W; the
+    other factor is whole on each rank. Under sequence parallelism each rank computes the gradient of that one from its part of the
+    sequence, so it is marked `sequence_parallel`, as Megatron marks norms: their gradients are summed over the group.
+
     Args:
-        base: ColumnParallelLinear or RowParallelLinear, weight [out, in], unsharded (tensor parallel size 1).
+        base: ColumnParallelLinear or RowParallelLinear.
         r: rank. alpha: the update is (alpha / r) B A.
-        seed: A comes from a private generator, so it depends on neither the global generator nor the layout.
+        seed: A comes from a private generator and is drawn whole, so it depends on neither the global generator nor the layout.
         is_expert: the layer belongs to one expert, so its gradients are reduced over the expert-data-parallel group
-            (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py).
+            (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py), and no tensor parallel rank shares it.
+        tp_rank, tp_size: place in the tensor parallel group of attention.
     """
 
-    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool):
+    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0, tp_size: int = 1):
         super().__init__()
         out_features, in_features = base.weight.shape
-        bound = 1.0 / math.sqrt(in_features)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
+        self.tp_size = 1 if is_expert else tp_size
+        self.row_parallel = type(base).__name__ == "RowParallelLinear"
+        self.sequence_parallel = self.tp_size > 1 and base.sequence_parallel
+        shared_input = self.tp_size > 1 and self.row_parallel
+        whole_in = in_features * (self.tp_size if shared_input else 1)
+        bound = 1.0 / math.sqrt(whole_in)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
         generator = torch.Generator().manual_seed(seed)
+        a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=generator)
         self.base_layer = base
         self.scaling = alpha / r
         self.enabled = True
-        self.lora_A = nn.Parameter(torch.empty(r, in_features).uniform_(-bound, bound, generator=generator))
+        self.lora_A = nn.Parameter(a.chunk(self.tp_size, dim=1)[tp_rank].clone() if shared_input else a)
         self.lora_B = nn.Parameter(torch.zeros(out_features, r))
-        for parameter in (self.lora_A, self.lora_B):
+        for parameter, shared in ((self.lora_A, self.row_parallel), (self.lora_B, not self.row_parallel)):
             parameter.allreduce = not is_expert
+            parameter.tensor_model_parallel = self.tp_size > 1 and shared
+            parameter.sequence_parallel = self.sequence_parallel and not shared
 
     def forward(self, x: torch.Tensor, *args, **kwargs):
         output, bias = self.base_layer(x, *args, **kwargs)
         if self.enabled:
             a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-            output = output + nn.functional.linear(self.scaling * nn.functional.linear(x, a), b)
+            low = nn.functional.linear(x, a)
+            output = output + nn.functional.linear(self.scaling * (self._communicate(low) if self.tp_size > 1 else low), b)
         return output, bias
+
+    def _communicate(self, low: torch.Tensor) -> torch.Tensor:
+        """A x, from where A left it to where B needs it: what the base layer does with its input (column) or its output (row)."""
+        from megatron.core.tensor_parallel import mappings
+
+        if self.row_parallel:  # each rank has a part of the sum
+            return (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel
+                    else mappings.reduce_from_tensor_model_parallel_region)(low)
+        return (mappings.gather_from_sequence_parallel_region if self.sequence_parallel  # each rank has a part of the sequence
+                else mappings.copy_to_tensor_model_parallel_region)(low)
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """W + (alpha / r) B A, [out, in], computed in float32 and rounded once to the weight's dtype."""
+        """W + (alpha / r) B A of this rank's part, computed in float32 and rounded once to the weight's dtype."""
         weight = self.base_layer.weight
         return (weight.float() + self.scaling * (self.lora_B @ self.lora_A)).to(weight.dtype)
 
@@ -61,13 +85,13 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
-def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, seed: int,
-               expert_offset: int = 0) -> dict[str, dict[str, int]]:
+def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, seed: int, layer_offset: int = 0, expert_offset: int = 0,
+               tp_rank: int = 0, tp_size: int = 1) -> dict[str, dict[str, int]]:
     """Freeze `model` and put a LoRALinear in the place of every layer named by `targets`.
 
     Args:
         model: a megatron-core GPTModel.
-        expert_offset: global id of this rank's first expert; an expert's adapter starts the same wherever it lives.
+        layer_offset, expert_offset: global numbers of this rank's first layer and expert; an adapter starts the same wherever it lives.
 
     Returns:
         per target: {"modules": count, "parameters": trained parameters}, on this rank.
@@ -83,9 +107,10 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
         target = name.rpartition(".")[2]
         if target not in found:
             continue
-        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"experts.{int(m[1]) + expert_offset}", name)
+        global_name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name)
+        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"experts.{int(m[1]) + expert_offset}", global_name)
         name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{global_name}".encode()).digest()[:8], "little") >> 1
-        adapter = LoRALinear(module, r, alpha, name_seed, is_expert="local_experts" in name)
+        adapter = LoRALinear(module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapter)
         found[target]["modules"] += 1

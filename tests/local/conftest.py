@@ -1,4 +1,4 @@
-"""Small Qwen3-MoE directories with random weights, norms included, so that no weight can be mistaken for another."""
+"""Small directories of each model family with random weights, norms and biases included, so that no weight can be mistaken for another."""
 
 import os
 
@@ -8,26 +8,43 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def make_qwen3_moe(directory, **changes):
+FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+
+def make_model(family, directory, **changes):
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
     torch.manual_seed(7)
-    shape = dict(vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-                 tie_word_embeddings=False, max_position_embeddings=256, initializer_range=0.1,
+    shape = dict(vocab_size=96, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 tie_word_embeddings=family == "qwen2", max_position_embeddings=256, initializer_range=0.1,
                  rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **changes}))
+    if family.startswith("qwen3"):
+        shape |= dict(head_dim=32, hidden_size=64)  # not hidden_size / heads
+    if family.endswith("moe"):
+        shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=family == "qwen3_moe")
+    if family == "qwen2_moe":
+        shape |= dict(shared_expert_intermediate_size=64)
+    config = transformers.AutoConfig.for_model(family, **{**shape, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.uniform_(0.5, 1.5)
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.3)
     model.save_pretrained(directory)
     return directory
 
 
+
 @pytest.fixture(scope="session")
-def moe_dir(tmp_path_factory):
-    return make_qwen3_moe(tmp_path_factory.mktemp("qwen3_moe"))
+def model_dirs(tmp_path_factory):
+    return {family: make_model(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def moe_dir(model_dirs):
+    return model_dirs["qwen3_moe"]
 
 
 def raw_config(model_dir, data_dir, **overrides):
