@@ -169,7 +169,10 @@ class RolloutEngine:
                 sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
                 for part, weight in zip("qkv", module.weight.split(sizes)):
                     yield f"{name.removesuffix('qkv_proj')}{part}_proj.weight", weight
-            elif name.endswith("o_proj"):
+            elif name.endswith("gate_up_proj"):
+                for part, weight in zip(("gate", "up"), module.weight.chunk(2)):
+                    yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", weight
+            elif name.endswith(("o_proj", "down_proj")):
                 yield f"{name}.weight", module.weight
         for name, module, w13_packing, w2_packing in self._experts:
             prefix = name.removesuffix(".routed_experts")

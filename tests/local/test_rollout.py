@@ -11,6 +11,8 @@ import torch
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.local.weights import Checkpoint
 
+from .conftest import FAMILIES
+
 vllm = pytest.importorskip("vllm")
 
 STEP = 5  # of 10 steps in 10 stages: sigma is well above 0
@@ -18,23 +20,33 @@ SCHEDULE = NoiseSchedule(sigma_start=0.2, sigma_end=0.05, num_stages=10, total_s
 SAMPLING = dict(max_tokens=6, temperature=1.0, stop_token_ids=[2])
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engine(moe_dir):
+def model_dir(model_dirs, family):
+    return model_dirs[family]
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
     from mindspeed_qerl.local.rollout import RolloutEngine
 
     os.environ["OMP_NUM_THREADS"] = "2"
-    return RolloutEngine(str(moe_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
+    return RolloutEngine(str(model_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
                          aqn=dict(schedule=SCHEDULE, seed=3))
 
 
-def reference_model(moe_dir, weights=None):
-    """transformers' model of `moe_dir` with `weights` in the place of its own."""
+def reference_model(model_dir, weights=None):
+    """transformers' model of `model_dir` with `weights` in the place of its own."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        save_file({**load_file(moe_dir / "model.safetensors"), **(weights or {})}, f"{folder}/model.safetensors", {"format": "pt"})
-        shutil.copy(moe_dir / "config.json", folder)
+        save_file({**load_file(model_dir / "model.safetensors"), **(weights or {})}, f"{folder}/model.safetensors", {"format": "pt"})
+        shutil.copy(model_dir / "config.json", folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -48,11 +60,11 @@ def reference_logprobs(model):
         return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
 
 
-def changed_weights(moe_dir, seed=0):
+def changed_weights(model_dir, seed=0):
     """Every attention and expert weight moved, as a sync after an update would."""
-    generator, checkpoint = torch.Generator().manual_seed(seed), Checkpoint(moe_dir)
+    generator, checkpoint = torch.Generator().manual_seed(seed), Checkpoint(model_dir)
     return {name: checkpoint.read(name) + 0.05 * torch.randn(checkpoint.read(name).shape, generator=generator)
-            for name in checkpoint.files if "_proj" in name}
+            for name in checkpoint.files if name.endswith("_proj.weight")}
 
 
 def sync(engine, weights):
@@ -62,29 +74,29 @@ def sync(engine, weights):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_logprobs_after_a_sync_are_transformers(engine, moe_dir, seed):
-    weights = changed_weights(moe_dir, seed)
+def test_logprobs_after_a_sync_are_transformers(engine, model_dir, seed):
+    weights = changed_weights(model_dir, seed)
     sync(engine, weights)
-    expected = reference_logprobs(reference_model(moe_dir, weights))
+    expected = reference_logprobs(reference_model(model_dir, weights))
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
-    assert np.abs(expected - reference_logprobs(reference_model(moe_dir))).max() > 0.05  # the sync was worth testing
+    assert np.abs(expected - reference_logprobs(reference_model(model_dir))).max() > 0.05  # the sync was worth testing
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("gate_proj", "up_proj"), ("o_proj",)])
-def test_a_sync_of_some_targets_leaves_the_others_as_they_are(engine, moe_dir, targets):
-    sync(engine, changed_weights(moe_dir, 2))
-    some = {name: weight for name, weight in changed_weights(moe_dir, 3).items() if name.split(".")[-2] in targets}
+def test_a_sync_of_some_targets_leaves_the_others_as_they_are(engine, model_dir, targets):
+    sync(engine, changed_weights(model_dir, 2))
+    some = {name: weight for name, weight in changed_weights(model_dir, 3).items() if name.split(".")[-2] in targets}
     sync(engine, some)
-    expected = reference_logprobs(reference_model(moe_dir, {**changed_weights(moe_dir, 2), **some}))
+    expected = reference_logprobs(reference_model(model_dir, {**changed_weights(model_dir, 2), **some}))
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
 
 
-def test_noisy_logprobs_are_those_of_transformers_with_the_same_noise(engine, moe_dir):
+def test_noisy_logprobs_are_those_of_transformers_with_the_same_noise(engine, model_dir):
     from mindspeed_qerl.aqn.injector import NoiseInjector
 
-    weights = changed_weights(moe_dir)
+    weights = changed_weights(model_dir)
     sync(engine, weights)
-    model = reference_model(moe_dir, weights)
+    model = reference_model(model_dir, weights)
     clean = reference_logprobs(model)
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     noisy = reference_logprobs(model)
@@ -93,22 +105,25 @@ def test_noisy_logprobs_are_those_of_transformers_with_the_same_noise(engine, mo
     assert np.abs(noisy - clean).max() > 0.01
 
 
-def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, moe_dir):
+def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
     """The logprobs returned with sampled tokens are those the noisy model gives when it is fed the same tokens."""
-    sync(engine, changed_weights(moe_dir))
+    sync(engine, changed_weights(model_dir))
     prompts = [row[:8] for row in sequences()]
     completions, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
-    assert report.layers == 2 and report.sigma == SCHEDULE.sigma(STEP) > 0
-    assert all(name.endswith("post_attention_layernorm") for name in report.names)
+    assert report.sigma == SCHEDULE.sigma(STEP) > 0
+    if "experts" in str(engine.model):
+        assert report.layers == 2 and all(name.endswith("post_attention_layernorm") for name in report.names)
+    else:
+        assert report.layers == 5  # two a layer, and the final one
     for prompt, group in zip(prompts, completions):
         for answer in group:
             scored = engine.logprobs([prompt + answer.token_ids], noise_step=STEP)[0][len(prompt) - 1:]
             np.testing.assert_allclose(answer.logprobs, scored, atol=1e-5)
 
 
-def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, moe_dir):
+def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, model_dir):
     """Sampled by an engine that has no injector, then by one that has just sampled with noise."""
-    sync(engine, changed_weights(moe_dir))
+    sync(engine, changed_weights(model_dir))
     prompts = [row[:8] for row in sequences()]
     injector, engine.injector = engine.injector, None
     try:
@@ -122,13 +137,13 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
     assert engine.generate(prompts, 4, seed=10, sampling=SAMPLING)[0] != with_aqn
 
 
-def factors(moe_dir, seed):
+def factors(model_dir, seed):
     """Random (alpha/r) B and A for every adapted tensor, and the weights they lead to."""
-    generator, checkpoint, result, weights = torch.Generator().manual_seed(seed), Checkpoint(moe_dir), {}, {}
+    generator, checkpoint, result, weights = torch.Generator().manual_seed(seed), Checkpoint(model_dir), {}, {}
     targets = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
                "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
     for name in checkpoint.files:
-        if "_proj" in name:
+        if name.endswith("_proj.weight"):
             base = checkpoint.read(name)
             b, a = (torch.randn(shape, generator=generator) * 0.1 for shape in ((base.shape[0], 4), (4, base.shape[1])))
             result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
@@ -136,32 +151,36 @@ def factors(moe_dir, seed):
     return result, weights
 
 
-def test_movement_proves_each_target_to_rounding(engine, moe_dir):
-    lora, weights = factors(moe_dir, 0)
+def test_movement_proves_each_target_to_rounding(engine, model_dir, family):
+    lora, weights = factors(model_dir, 0)
     sync(engine, weights)
     for target, entry in engine.movement(lora).items():
         assert entry["max_error"] <= 2 * entry["resolution"], target
         assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+    mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(family, 2)
     assert {target: entry["tensors"] for target, entry in engine.movement(lora).items()} == {
-        "linear_qkv": 6, "linear_proj": 2, "linear_fc1": 32, "linear_fc2": 16}
+        "linear_qkv": 6, "linear_proj": 2, "linear_fc1": 2 * mlps, "linear_fc2": mlps}
 
 
 @pytest.mark.parametrize("lost, target", [("layers.1.self_attn.k_proj", "linear_qkv"), ("layers.0.self_attn.o_proj", "linear_proj"),
+                                          ("layers.0.mlp.up_proj", "linear_fc1"), ("layers.1.mlp.experts.7.down_proj", "linear_fc2"),
                                           ("layers.0.mlp.experts.5.up_proj", "linear_fc1"),
-                                          ("layers.1.mlp.experts.7.down_proj", "linear_fc2")])
-def test_movement_shows_a_single_lost_tensor(engine, moe_dir, lost, target):
-    lora, weights = factors(moe_dir, 1)
+                                          ("layers.1.mlp.shared_expert.gate_proj", "linear_fc1")])
+def test_movement_shows_a_single_lost_tensor(engine, model_dir, lost, target):
+    lora, weights = factors(model_dir, 1)
     name = f"model.{lost}.weight"
-    sync(engine, {**weights, name: Checkpoint(moe_dir).read(name)})
+    if name not in weights:
+        pytest.skip("another family's")
+    sync(engine, {**weights, name: Checkpoint(model_dir).read(name)})
     movement = engine.movement(lora)
     assert {t for t, entry in movement.items() if entry["max_error"] > 2 * entry["resolution"]} == {target}
     assert movement[target]["lost"] == pytest.approx(1, rel=1e-3)
     assert all(entry["lost"] < 1e-3 for t, entry in movement.items() if t != target)
 
 
-def test_zero_adapters_leave_the_base_weights_bit_for_bit(moe_dir, engine):
-    lora, _ = factors(moe_dir, 0)
-    sync(engine, {name: Checkpoint(moe_dir).read(name) for name in lora})
+def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):
+    lora, _ = factors(model_dir, 0)
+    sync(engine, {name: Checkpoint(model_dir).read(name) for name in lora})
     zero = {name: (target, 0 * b, a) for name, (target, b, a) in lora.items()}
     assert all(entry["max_error"] == 0 == entry["moved"] for entry in engine.movement(zero).values())
 
