@@ -131,7 +131,21 @@ class LocalConfig:
     kv_cache_gib: int = 1
 
 
-OWN_SECTIONS = {"aqn": AQNConfig, "gsm8k": GSM8KConfig, "eval": EvalConfig, "run": RunSection, "local": LocalConfig}
+@dataclass(frozen=True)
+class RehearsalConfig:
+    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`, for `steps` steps, answers of at most `max_tokens`
+    tokens; `layers` null = as many as the model has."""
+
+    enabled: bool = False
+    steps: int = 2
+    layers: int | None = None
+    max_tokens: int = 8
+    eval_problems: int = 8
+    models: str = "models/rehearsal"
+
+
+OWN_SECTIONS = {"aqn": AQNConfig, "gsm8k": GSM8KConfig, "eval": EvalConfig, "run": RunSection, "local": LocalConfig,
+                "rehearsal": RehearsalConfig}
 UPSTREAM_SECTIONS = {"megatron_training": MEGATRON_KEYS, "actor_config": MEGATRON_KEYS, "rl_config": RL_KEYS,
                      "generate_config": GENERATE_KEYS}
 TOP_LEVEL = {"engine", "emulate_npu", "model", *OWN_SECTIONS, *UPSTREAM_SECTIONS}

@@ -28,6 +28,11 @@ def run(raw: dict[str, Any], name: str) -> int:
         if raw.get("engine") not in ENGINES:
             raise ConfigError(unknown("engine", raw.get("engine"), ENGINES))
         package = ENGINES[raw["engine"]]
+        rehearsed = raw if isinstance(raw.get("rehearsal"), dict) and raw["rehearsal"].get("enabled") else None
+        if rehearsed:
+            from mindspeed_qerl import rehearsal
+
+            raw = rehearsal.prepare(rehearsed)
         config = import_module(f"{package}.settings").check(raw)
         engine = import_module(f"{package}.engine")
     except ConfigError as error:
@@ -61,7 +66,7 @@ def run(raw: dict[str, Any], name: str) -> int:
     try:
         with metrics, Progress(config.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
-            if config.ignored_keys:
+            if config.ignored_keys and not rehearsed:  # a rehearsal's report names them
                 progress.message(f"Warning: the {raw['engine']} engine does not use {', '.join(config.ignored_keys)}")
             engine.train(config, directory, metrics, progress)
     except KeyboardInterrupt:
@@ -74,6 +79,8 @@ def run(raw: dict[str, Any], name: str) -> int:
     directory.record(train_seconds=time.perf_counter() - started)
     directory.finish()
     write_report(directory)
+    if rehearsed:
+        print("\n" + rehearsal.report(directory, rehearsed, config.ignored_keys))
     return 0
 
 

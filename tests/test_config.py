@@ -1,32 +1,30 @@
 """A config that cannot work is refused in words, before anything heavy is imported."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.config import ConfigError, compose
 from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[1]
+MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32, "vocab_size": 90, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 @pytest.fixture
 def raw(tmp_path):
     """The quickstart's config with a model directory and data files that exist."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     for split in ("train", "test"):
         (tmp_path / f"{split}_chat.parquet").write_bytes(b"")
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        config = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}",
-                                               f"gsm8k.train_file={tmp_path}/train_chat.parquet",
-                                               f"gsm8k.test_file={tmp_path}/test_chat.parquet"])
-    return OmegaConf.to_container(config, resolve=True)
+    return compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}",
+                                         f"gsm8k.train_file={tmp_path}/train_chat.parquet",
+                                         f"gsm8k.test_file={tmp_path}/test_chat.parquet"])
 
 
 def put(raw, key, value):
@@ -38,7 +36,7 @@ def put(raw, key, value):
 
 def test_the_quickstart_says_what_it_does(raw):
     config = check(raw)
-    assert (config.ranks, config.expert_parallel, config.global_batch_size, config.samples_per_prompt) == (2, 2, 32, 8)
+    assert (config.layout.world, config.layout.ep, config.global_batch_size, config.samples_per_prompt) == (2, 2, 32, 8)
     assert (config.lr, config.clip_low, config.clip_high, config.kl_coefficient) == (2e-4, 0.2, 0.28, 0.0)
     assert (config.lora_r, config.lora_alpha, len(config.lora_targets)) == (32, 64, 4)
     assert config.aqn.noise_schedule(40).sigma(4) == 0.05
@@ -61,12 +59,14 @@ def test_the_quickstart_says_what_it_does(raw):
     ("rl_config.verifier_weight", [1.0, 2.0], "1 verifier_function and 2 verifier_weight must be as many"),
     ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1 must be at least 2"),
     ("rl_config.mini_batch_size", 12, "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12"),
-    ("rl_config.actor_resource.num_npus", 16, "num_npus = 16: the local engine runs 1 or 2 ranks"),
+    ("rl_config.actor_resource.num_npus", 3, "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, docs/layouts.md)"),
     ("rl_config.adv_estimator", "gae", "adv_estimator = 'gae': the local engine has 'group_norm'"),
     ("rl_config.token_level_loss", False, "the local engine's loss is per token"),
     ("rl_config.max_prompt_length", 120, "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds generate_config.max_model_len = 128"),
-    ("actor_config.tensor_model_parallel_size", 2, "tensor_model_parallel_size = 2: the local engine runs it at 1 only"),
-    ("actor_config.expert_model_parallel_size", 3, "expert_model_parallel_size = 3 must divide the 2 ranks"),
+    ("actor_config.tensor_model_parallel_size", 4, "2 KV heads cannot be divided by TP 4"),
+    ("actor_config.context_parallel_size", 2, "context_parallel_size = 2: the local engine runs it at 1 only"),
+    ("actor_config.expert_model_parallel_size", 3, "8 experts cannot be divided by TP 1 x EP 3 = 3"),
+    ("megatron_training.num_layer_list", "1,one", "num_layer_list = '1,one' must be whole numbers"),
     ("actor_config.lr", "fast", "actor_config.lr = 'fast' must be float"),
     ("actor_config.lr", float("nan"), "actor_config.lr = nan must be finite"),
     ("actor_config.lr_decay_style", "cosin", "did you mean 'cosine'"),
@@ -116,10 +116,10 @@ def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
     raw["megatron_training"]["lr"] = raw["actor_config"].pop("lr") * 2
     raw["megatron_training"]["expert_model_parallel_size"] = 1
     config = check(raw)
-    assert (config.lr, config.expert_parallel) == (4e-4, 2)
-    raw["megatron_training"]["tensor_model_parallel_size"] = 2
+    assert (config.lr, config.layout.ep) == (4e-4, 2)
+    raw["megatron_training"]["tensor_model_parallel_size"] = 4
     del raw["actor_config"]["tensor_model_parallel_size"]
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size = 2: the local engine runs it at 1 only"):
+    with pytest.raises(ConfigError, match="2 KV heads cannot be divided by TP 4"):
         check(raw)
 
 
@@ -129,16 +129,17 @@ def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw)
     assert set(check(raw).ignored_keys) == {"megatron_training.use_flash_attn", "generate_config.gpu_memory_utilization"}
 
 
-@pytest.mark.parametrize("model, message", [
-    ('{"model_type": "llama"}', "unknown model_type for the local engine 'llama'"),
-    ('{"model_type": "qwen3_moe", "num_local_experts": 7}', "7 experts .* cannot be shared equally"),
-    ('{"model_type": "qwen3_moe", "num_experts": "8"}', "num_experts = '8' must be int"),
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "llama"}, "unknown model_type 'llama' Known: qwen2"),
+    ({"num_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
+    ({"num_experts": None, "num_local_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
+    ({"num_experts": "8"}, "num_experts = '8' in config.json must be a whole number"),
+    ({"moe_intermediate_size": 40}, "moe_intermediate_size = 40 must be a multiple of 32"),
     ('{"model_type": ', "is not valid JSON"),
-    ('{"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 40}', "moe_intermediate_size = 40 must be a multiple of 32"),
     ("[]", "holds no JSON object"),
 ])
-def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, model, message):
-    (tmp_path / "config.json").write_text(model)
+def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message):
+    (tmp_path / "config.json").write_text(change if isinstance(change, str) else json.dumps({**MODEL, **change}))
     with pytest.raises(ConfigError, match=message):
         check(raw)
 

@@ -2,7 +2,7 @@
 
 The sections `model`, `megatron_training`, `actor_config`, `rl_config` and `generate_config` go to upstream as they are; upstream checks
 them once more (config_cls/validate_config.py), after minutes and without our names. The rules below are those that upstream lacks, or
-that it only meets in the middle of a run. Layouts have their own rules.
+that it only meets in the middle of a run. Layouts and batches have their own (layout/rules.py), which are asked here.
 """
 
 import json
@@ -27,6 +27,8 @@ from mindspeed_qerl.config import (
     unknown,
 )
 from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.layout.plan import arguments_of, read_plan, shape_of_model
+from mindspeed_qerl.layout.rules import broken
 
 MODELS = {  # model_type of the model's config.json -> mixture of experts?
     "qwen2": False,
@@ -125,26 +127,15 @@ def check(raw: Mapping[str, Any]) -> Settings:
         if get(section, key, None, (bool, str)):
             reader.fault(f"{section}.{key} must be left out or false: {why}")
 
-    mixture = _check_model(reader, model_dir, _with_model(raw, training))
+    mixture = _check_model(reader, model_dir, arguments_of(raw))
     targets = _check_lora(reader, training, mixture)
     sampling = (raw.get("generate_config") or {}).get("sampling_config") or {}
     seed = get("megatron_training", "seed", 1234, low=0)
     train_iters = get("megatron_training", "train_iters", 1, low=1, required=True)
     resource = (raw.get("rl_config") or {}).get("actor_resource") or {}
     npus = reader.value("rl_config.actor_resource.num_npus", resource.get("num_npus"), 1, int, 1, None)
-    tp, pp = (get("actor_config", f"{kind}_model_parallel_size", 1, low=1) for kind in ("tensor", "pipeline"))
-    infer_tp, infer_ep = (get("generate_config", f"infer_{kind}_parallel_size", 1, low=1) for kind in ("tensor", "expert"))
-    if npus % (tp * pp):
-        reader.fault(f"rl_config.actor_resource.num_npus = {npus} must be divisible by tensor x pipeline parallel size = {tp} x {pp}")
-    if npus % (infer_tp * infer_ep):
-        reader.fault(f"rl_config.actor_resource.num_npus = {npus} must be divisible by infer tensor x expert parallel size = {infer_tp} x "
-                     f"{infer_ep}")
-    if mixture and infer_tp * infer_ep > 1 and not get("generate_config", "enable_expert_parallel", False, (bool,)):
-        reader.fault(f"generate_config.enable_expert_parallel must be true for a mixture of experts with infer tensor x expert parallel size = "
-                     f"{infer_tp} x {infer_ep}: the container deals whole experts to vLLM's ranks")
-    if mixture and npus == 1:
-        reader.fault("a mixture of experts needs at least 2 NPUs: vLLM's expert group is not made for one (MindSpeed-RL "
-                     "models/rollout/vllm_adapter/vllm_parallel_state.py:317)")
+    infer_ep = get("generate_config", "infer_expert_parallel_size", 1, low=1)
+    _check_layout(reader, raw)
     if get("megatron_training", "dataset_additional_keys", [], (list,)) != ["labels"]:
         reader.fault("megatron_training.dataset_additional_keys must be [labels]: the verifier reads the gold answers from there")
 
@@ -196,6 +187,7 @@ def _check_model(reader: Reader, model_dir: str, arguments: Mapping[str, Any]) -
     if kind not in MODELS:
         reader.fault(f"{model_dir}/config.json: " + unknown("model_type for the MindSpeed-RL engine", kind, MODELS))
         return False
+    shape = {"num_experts": shape.get("num_local_experts"), **(shape.get("rope_parameters") or {}), **shape}  # as transformers 5 writes them
     for theirs, ours in SHAPE.items():
         if shape.get(theirs) is not None and ours in arguments and float(arguments[ours]) != float(shape[theirs]):
             reader.fault(f"{ours} = {arguments[ours]} in the config, but {theirs} = {shape[theirs]} in {model_dir}/config.json: Megatron and vLLM "
@@ -206,22 +198,17 @@ def _check_model(reader: Reader, model_dir: str, arguments: Mapping[str, Any]) -
 def _check_lora(reader: Reader, training: Mapping[str, Any], mixture: bool | str) -> tuple[str, ...]:
     """The LoRA targets, () for none, and the faults of what does not go together with them."""
     given = reader.upstream("megatron_training", "lora_target_modules", None, (list,))
-    share = reader.upstream("rl_config", "share_backbone", False, (bool,))
-    tp = training.get("tensor_model_parallel_size") or 1
+    tp = training.get("tensor_model_parallel_size")
+    tp = tp if isinstance(tp, int) else 1  # check() names the fault
     if mixture:
         for key, value, why in (
-            ("moe_tp_extend_ep", True, "without it vLLM's experts stay zero, or the first sync fails (vllm_weight_container.py:158,189)"),
             ("moe_grouped_gemm", True, "moe_tp_extend_ep needs it"),
             ("moe_permutation_async_comm", True, "moe_tp_extend_ep needs it"),
             ("moe_token_dispatcher_type", "alltoall_seq", "the only dispatcher that MindSpeed-LLM has LoRA for"),
         ):
-            if _with_model(reader.raw, training).get(key) != value:
-                reader.fault(f"{key} = {_with_model(reader.raw, training).get(key)!r} must be {value!r} for a mixture of experts: {why}")
-        if tp > 1 and not training.get("sequence_parallel"):
-            reader.fault(f"megatron_training.sequence_parallel must be true for a mixture of experts with tensor_model_parallel_size = {tp}")
+            if arguments_of(reader.raw).get(key) != value:
+                reader.fault(f"{key} = {arguments_of(reader.raw).get(key)!r} must be {value!r} for a mixture of experts: {why}")
     if not given:
-        if share:
-            reader.fault("rl_config.share_backbone = True needs LoRA: the reference is the model without its adapters")
         return ()
     try:
         targets = check_lora_targets(given)
@@ -233,16 +220,20 @@ def _check_lora(reader: Reader, training: Mapping[str, Any], mixture: bool | str
             reader.fault(f"megatron_training.{key} must be left out or false with LoRA on a mixture of experts: {why}")
     if tp > 1 and training.get("lora_fusion"):
         reader.fault(f"megatron_training.lora_fusion must be left out or false with tensor_model_parallel_size = {tp}: it uses MC2 kernels")
-    if share and training.get("num_layers_per_virtual_pipeline_stage"):
-        reader.fault("rl_config.share_backbone = True with a virtual pipeline: only the first chunk's adapters would be off for the reference")
     if not training.get("lora_ckpt_filter"):
         reader.fault("megatron_training.lora_ckpt_filter must be true with LoRA: checkpoints hold the adapters only")
     return targets
 
 
-def _with_model(raw: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as upstream puts them together: the named model's, overridden by the sections."""
-    return {**((raw.get("model") or {}).get(training.get("model")) or {}), **training}
+def _check_layout(reader: Reader, raw: Mapping[str, Any]) -> None:
+    """Faults of layout and batch: every rule of layout/rules.py."""
+    try:
+        plan = read_plan(raw, shape_of_model(raw))
+    except ConfigError as error:
+        reader.faults += [fault for fault in str(error).splitlines() if fault not in reader.faults]
+        return
+    for fault in broken(plan):
+        reader.fault(f"{fault.message} ({fault.source})")
 
 
 def _packed_files(reader: Reader, data_path: str) -> dict[str, str]:

@@ -91,7 +91,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
               *(["num_experts_per_tok", "moe_intermediate_size"] if moe else ["intermediate_size"])]
     values = {key: config.get(key) for key in needed}
     if moe:
-        values["num_experts"] = config.get("num_experts", config.get("num_local_experts"))  # transformers 5 writes the second
+        values["num_experts"] = config.get("num_experts") or config.get("num_local_experts")  # transformers 5 writes the second
         values["shared_expert_intermediate_size"] = config.get("shared_expert_intermediate_size", 0)
         values["norm_topk_prob"] = bool(config.get("norm_topk_prob", False))
     for key, value in values.items():

@@ -23,7 +23,7 @@ from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.grpo import group_advantages
 from mindspeed_qerl.local.settings import RunConfig
-from mindspeed_qerl.local.workers import Team, WorkerError
+from mindspeed_qerl.local.workers import Team, WorkerError, memory_in_use
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
@@ -50,6 +50,7 @@ class LocalEngine:
         self.team = Team()
         self.seconds: dict[str, float] = {}
         self.proved = False
+        self.peak_memory = 0  # bytes, of all processes together
 
     def __enter__(self) -> Self:
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_BACKEND_LOG_LEVEL="fatal", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
@@ -117,8 +118,10 @@ class LocalEngine:
         self.evaluate(eval_task, 0)
         for step in range(1, config.train_iters + 1):
             self.iteration(step, train_task)
+            self.peak_memory = max(self.peak_memory, memory_in_use([os.getpid(), *self.team.pids.values()]))
             if step % config.eval.every == 0 or step == config.train_iters:
                 self.evaluate(eval_task, step)
+        self.run.record(peak_memory_gib=self.peak_memory / 2**30)
         if not self.proved:
             self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way into the rollout "
                                   "engine was never proved")
@@ -197,8 +200,8 @@ class LocalEngine:
         shards = [[] for _ in range(layout.dp)]
         for start in range(0, len(batch), size):
             mini = batch.rows(np.arange(start, start + size))
-            for data_rank, index in enumerate(deal(mini.lengths, layout.dp)):
-                shards[data_rank].append(mini.rows(index))
+            for shard, index in zip(shards, deal(mini.lengths, layout.dp)):
+                shard.append(mini.rows(index))
         return [shards[data_rank(rank, layout)] for rank in range(layout.world)]
 
     def sync(self) -> None:

@@ -66,7 +66,7 @@ class RankModel:
     experts: range
 
 
-def build_model(model_dir: str | Path, dtype: torch.dtype = torch.float32, layout: Layout = Layout(world=1)) -> RankModel:
+def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout) -> RankModel:
     """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be that of `layout`.
 
     Experts are spread over tensor x expert parallel ranks, whole, as MindSpeed does with moe_tp_extend_ep: for megatron-core that is an

@@ -23,11 +23,17 @@ from mindspeed_qerl.config import (
     unknown,
 )
 from mindspeed_qerl.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.layout import rules
+from mindspeed_qerl.layout.plan import Batch, Layout, Plan, layer_list
+from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.shapes import ModelShape, read_shape
 from mindspeed_qerl.upstream_keys import SAMPLING_KEYS
 
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
+# Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.
+LAYOUT_RULES = (rules.ranks_fill_training_groups, rules.ranks_fill_expert_groups, rules.heads_by_tp, rules.kv_heads_by_tp, rules.width_by_tp,
+                rules.vocabulary_by_tp, rules.layers_by_pp, rules.layer_list_has_a_number_for_each_stage, rules.layer_list_sums_to_the_layers,
+                rules.dense_model_without_ep, rules.experts_by_training_ranks, rules.mini_batch_by_training_dp)
 DTYPES = ("float32", "bfloat16")
 LR_STYLES = ("constant", "linear", "cosine")
 
@@ -110,7 +116,8 @@ def _read_layout(reader: Reader, get: Any) -> Layout:
     if sizes["cp"] > 1:
         reader.fault(f"actor_config.context_parallel_size = {sizes['cp']}: the local engine runs it at 1 only")
     return Layout(world=reader.value("rl_config.actor_resource.num_npus", resources.get("num_npus", 1), 1, (int,), 1, None),
-                  **sizes, sequence_parallel=get("megatron_training", "sequence_parallel", False, (bool,)))
+                  **sizes, num_layer_list=layer_list(get("megatron_training", "num_layer_list", None, (str, int)), reader),
+                  sequence_parallel=get("megatron_training", "sequence_parallel", False, (bool,)))
 
 
 def check(raw: Mapping[str, Any]) -> RunConfig:
@@ -133,8 +140,10 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         reader.fault(f"megatron_training.global_batch_size = {batch} prompts must be a multiple of rl_config.mini_batch_size = {mini_batch}")
     layout = _read_layout(reader, get)
     shape = _read_shape(reader, model_dir)
-    if mini_batch * samples % layout.dp:
-        reader.fault(f"{mini_batch} prompts x {samples} samples of a mini-batch cannot be shared equally by {layout.dp} data-parallel ranks")
+    if shape:
+        plan = Plan(shape, layout, Batch(batch, mini_batch, samples), padded_vocab_size=shape.vocab_size)
+        for rule in broken(plan, LAYOUT_RULES):
+            reader.fault(f"{rule.message} ({rule.rule}, docs/layouts.md)")
 
     for key, only in (("adv_estimator", "group_norm"), ("kl_penalty", "low_var_kl")):
         if get("rl_config", key, only, (str,)) != only:

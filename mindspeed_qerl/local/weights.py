@@ -113,10 +113,11 @@ def mappings(shape: ModelShape, layers: range, experts: range, first: bool = Tru
 
 
 class Checkpoint:
-    """A Hugging Face model directory's safetensors, read tensor by tensor."""
+    """A Hugging Face model directory's safetensors, read tensor by tensor; files are mapped into memory, opened once."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
+        self._open = {}
         index = self.directory / "model.safetensors.index.json"
         if index.exists():
             self.files = json.loads(index.read_text())["weight_map"]
@@ -134,8 +135,10 @@ class Checkpoint:
 
         if name not in self.files:
             raise ConfigError(f"{self.directory} has no tensor {name!r}, which the model's config.json calls for")
-        with safe_open(self.directory / self.files[name], "pt") as file:
-            return file.get_tensor(name)
+        file = self.files[name]
+        if file not in self._open:  # an index of thousands of experts takes longer to read than a tensor
+            self._open[file] = safe_open(self.directory / file, "pt")
+        return self._open[file].get_tensor(name)
 
 
 @torch.no_grad()

@@ -1,8 +1,10 @@
 """Processes: each hosts one object, writes to a log file of its own, and is missed when it dies."""
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -48,6 +50,16 @@ class Worker:
     def call(self, method: str, *arguments) -> ray.ObjectRef:
         """Start `method` in the process. Arguments that are references are resolved there, without passing through here."""
         return self.actor.call.remote(method, *arguments)
+
+
+def memory_in_use(pids: Iterable[int]) -> int:
+    """Bytes that the processes hold together, shared pages counted once among them (PSS; /proc/PID/smaps_rollup)."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+    return total
 
 
 class Team:

@@ -1,0 +1,70 @@
+"""The command of MindSpeed-LLM that converts a config's base weights from Hugging Face's files to Megatron's, for its training layout.
+
+Two converters (docs/ascend.md): convert_ckpt_v2.py knows Qwen3 and Qwen3-MoE and reads file by file; convert_ckpt.py serves Qwen2-MoE, and
+Qwen2.5 as `llama2` with biases, and builds the whole model in memory.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.config import ConfigError, unknown
+from mindspeed_qerl.layout.plan import arguments_of, shape_of_config
+
+TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
+OLD = ("--use-mcore-models", "--model-type", "GPT", "--add-qkv-bias", "--params-dtype", "bf16")
+# model_type -> script, its name for the family, and what the family needs besides
+FAMILIES = {
+    "qwen3": ("convert_ckpt_v2.py", "qwen3", ()),
+    "qwen3_moe": ("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
+    "qwen2": ("convert_ckpt.py", "llama2", OLD),
+    "qwen2_moe": ("convert_ckpt.py", "qwen2-moe", ("--moe-grouped-gemm", *OLD, "--spec", "mindspeed_llm.tasks.models.spec.qwen2_moe_spec",
+                                                   "layer_spec")),
+}
+
+
+def conversion_command(raw: Mapping[str, Any]) -> list[str]:
+    """The words of the command, to be run in the folder of MindSpeed-LLM; paths are absolute.
+
+    From `megatron_training.tokenizer_name_or_path` into `actor_config.load`. With experts and a tensor parallel size above 1 experts are
+    dealt whole to the tensor ranks (`--moe-tp-extend-ep`); at 1 convert_ckpt_v2.py refuses the option (convert_hf2mg.py:70).
+
+    Raises:
+        ConfigError: no `load`, or a model that the engine does not know.
+    """
+    arguments = arguments_of(raw)
+    if not arguments.get("load"):
+        raise ConfigError("actor_config.load is not set: there is nowhere to convert the base weights to")
+    source, target = (str(Path(arguments[key]).absolute()) for key in ("tokenizer_name_or_path", "load"))
+    kind = model_type(source, raw)
+    if kind not in FAMILIES:
+        raise ConfigError(f"{source}: " + unknown("model_type for the conversion of weights", kind, FAMILIES))
+    script, family, options = FAMILIES[kind]
+    tp, pp, ep = (arguments.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline", "expert"))
+    command = ["python", script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", family, *options]
+    if arguments.get("num_experts") and tp > 1:
+        command.append("--moe-tp-extend-ep")
+    command += ["--target-tensor-parallel-size", str(tp), "--target-pipeline-parallel-size", str(pp)]
+    if arguments.get("num_experts"):
+        command += ["--target-expert-parallel-size", str(ep)]
+    for key in ("num_layer_list", "num_layers_per_virtual_pipeline_stage"):
+        if arguments.get(key):
+            command += [f"--{key.replace('_', '-')}", str(arguments[key])]
+    command += ["--load-dir", source, "--save-dir", target]
+    if script == "convert_ckpt.py":
+        command += ["--tokenizer-model", f"{source}/tokenizer.json"]
+    return command
+
+
+def model_type(directory: str, raw: Mapping[str, Any]) -> str:
+    """The model_type of the model's config.json; while that is not there, what Megatron's arguments amount to."""
+    try:
+        return json.loads((Path(directory) / "config.json").read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return shape_of_config(raw).model_type
+
+
+def rank_folder(t: int, p: int, e: int, *, pp: int, ep: int) -> str:
+    """The folder of one rank's file (megatron/training/checkpointing.py:get_checkpoint_name)."""
+    return f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")

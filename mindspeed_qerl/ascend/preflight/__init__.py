@@ -1,0 +1,88 @@
+"""Is this machine ready for this config? A table of checks, each passed, warning, failed or skipped, with what to type.
+
+    checks = preflight(raw, name, Machine())     # tools/preflight.py prints them
+
+A check is a function (machine, case) -> checks. Nothing is imported, started or written that a run would need: no torch, no upstream, no NPU;
+what could hang (npu-smi, CANN, a Ray that does not answer) runs as a process with a time limit.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_qerl.ascend.machine import Machine
+from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.ascend.preflight.config import config, layout_rules, memory, model
+from mindspeed_qerl.ascend.preflight.files import base_checkpoint, test_data, training_data
+from mindspeed_qerl.ascend.preflight.host import cann, cpus, disk, jemalloc, open_files, panic_on_oom, ports, shared_memory
+from mindspeed_qerl.ascend.preflight.npus import NO_NPU, Seen, npus, see_npus
+from mindspeed_qerl.ascend.preflight.software import environment, sources, versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "dim"}
+GROUPS = {
+    "NPUs": (npus,),
+    "host": (cpus, open_files, shared_memory, disk, ports, panic_on_oom, jemalloc, cann),
+    "environment": (environment,),
+    "versions": (versions, sources),
+    "config": (config, layout_rules, memory),
+    "model": (model,),
+    "data": (training_data, test_data),
+    "checkpoints": (base_checkpoint,),
+}
+
+
+def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1, own_ray: bool = False) -> list[Check]:
+    """Every check of the resolved config `name`, in the order of the table. A check that breaks is a failed line, never an error."""
+    case = Case(raw, name, nodes, own_ray, Seen())
+    if case.on_npus:
+        case = replace(case, seen=see_npus(machine, own_ray))
+    checks = []
+    for group, functions in GROUPS.items():
+        for function in functions:
+            try:
+                checks += [replace(check, group=group) for check in function(machine, case)]
+            except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: the others are still worth knowing
+                checks.append(Check(function.__name__.replace("_", " "), FAILED, f"could not be checked: {type(error).__name__}: {error}", group=group))
+    return checks
+
+
+def headline(checks: Iterable[Check]) -> str:
+    """"3 failed, 1 warning, 20 passed, 5 skipped"."""
+    counts = Counter(check.state for check in checks)
+    return ", ".join(f"{counts[state]} {state}" for state in (FAILED, WARNING, PASSED, SKIPPED) if counts[state])
+
+
+def print_table(checks: list[Check], title: str, console: "Console") -> None:
+    """The table by group, and below it what to type, by the numbers in the table; commands are not broken into lines."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", expand=True)
+    table.add_column("check", width=27)
+    table.add_column("state", width=12)
+    table.add_column("found", ratio=1, overflow="fold")
+    mends: list[Check] = []
+    previous = None
+    for check in checks:
+        if check.group != previous:
+            table.add_section()
+            table.add_row(Text(check.group, style="bold"), "", "")
+            previous = check.group
+        number = ""
+        if check.mend:
+            mends.append(check)
+            number = f" [{len(mends)}]"
+        table.add_row(Text(f"  {check.name}"), Text(check.state + number, style=STYLES[check.state]), Text(check.found))
+    if any(check.name == "ranks" and check.state == FAILED and check.found.endswith(NO_NPU) for check in checks):
+        console.print("No NPU here: a launch would stop at once. Everything else is checked.", style="bold", highlight=False)
+    console.print(table)
+    for number, check in enumerate(mends, 1):
+        console.print(f"[bold]{escape(f'[{number}]')} {escape(check.name)}[/bold]", highlight=False)
+        for line in check.mend.splitlines():
+            console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
+    console.print(f"\n{headline(checks)}", highlight=False)

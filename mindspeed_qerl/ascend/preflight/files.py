@@ -1,0 +1,136 @@
+"""The files that a run reads: training and test data, and the base weights in Megatron's format."""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
+from mindspeed_qerl.ascend.machine import Machine
+from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.config import ConfigError
+
+
+def training_data(machine: Machine, case: Case) -> Iterator[Check]:
+    """The packed files that upstream's trainer reads: prompts and labels, as many of both, and how many prompts are too long."""
+    if not case.upstream:
+        yield from _converted("training rows", str(case.section("gsm8k").get("train_file") or ""))
+        return
+    data_path = str(case.arguments.get("data_path") or "")
+    limit = case.section("rl_config").get("max_prompt_length", 512)
+    mend = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(data_path).parent} --format mindspeed --tokenizer "
+            f"{case.model_dir} --max-prompt-length {limit}")
+    try:
+        (lengths, tokens), (label_lengths, _) = (read_packed(f"{data_path}_packed_{column}_document") for column in ("input_ids", "labels"))
+    except (OSError, ValueError) as error:
+        missing = absent(error.filename) if isinstance(error, FileNotFoundError) else str(error)
+        yield Check("training files", FAILED, missing, mend)
+        return
+    if len(lengths) != len(label_lengths):
+        yield Check("training files", FAILED, f"{len(lengths):,} prompts and {len(label_lengths):,} labels", mend)
+        return
+    empty = int((label_lengths == 0).sum())
+    if empty:
+        yield Check("labels", FAILED, f"{empty:,} of {len(lengths):,} are empty: nothing to verify against", mend)
+    else:
+        yield Check("training files", PASSED, f"{len(lengths):,} prompts and labels")
+    batch = case.arguments.get("global_batch_size") or 1
+    kept, longest = int((lengths < limit).sum()), int(lengths.max(initial=0))  # indexed_dataset.py:545
+    if kept == len(lengths):
+        yield Check("prompt lengths", PASSED, f"at most {longest} tokens; max_prompt_length is {limit}")
+    else:
+        state = FAILED if kept < batch else WARNING
+        few = f", fewer than one batch of {batch}" if state == FAILED else ""
+        yield Check("prompt lengths", state, f"{len(lengths) - kept:,} of {len(lengths):,} have max_prompt_length = {limit} tokens or more and are "
+                    f"left out{few}", f"rl_config.max_prompt_length={longest + 1}    # an override; seq_length and max_model_len must hold it")
+    vocabulary = case.arguments.get("padded_vocab_size")
+    if vocabulary and tokens.max(initial=0) >= vocabulary:
+        yield Check("token ids", FAILED, f"up to {tokens.max()}, and the model's vocabulary has {vocabulary:,}: another model's tokenizer", mend)
+    else:
+        yield Check("token ids", PASSED, f"up to {tokens.max(initial=0):,}" + (f" of a vocabulary of {vocabulary:,}" if vocabulary else ""))
+
+
+def read_packed(prefix: str) -> tuple[Any, Any]:
+    """(length of each row, all tokens) of an indexed dataset, int32, memory mapped; gsm8k/packed.py has the layout.
+
+    FileNotFoundError; ValueError if the two files are not such a dataset.
+    """
+    import numpy as np
+
+    from mindspeed_qerl.gsm8k.packed import INT32
+
+    index = Path(f"{prefix}.idx").read_bytes()
+    rows = int.from_bytes(index[18:26], "little")
+    if index[:9] != b"MMIDIDX\0\0" or index[17:18] != bytes([INT32]) or len(index) != 42 + 20 * rows:
+        raise ValueError(f"{prefix}.idx is not the index of a dataset of int32 tokens")
+    lengths = np.frombuffer(index, "<i4", rows, 34)
+    size = Path(f"{prefix}.bin").stat().st_size
+    if size != 4 * int(lengths.sum(dtype=np.int64)):
+        raise ValueError(f"{prefix}.bin has {size:,} bytes, its index {4 * int(lengths.sum(dtype=np.int64)):,}: a copy that was cut short?")
+    return lengths, np.memmap(f"{prefix}.bin", "<i4", "r") if size else np.zeros(0, "<i4")
+
+
+def test_data(machine: Machine, case: Case) -> Iterator[Check]:
+    yield from _converted("test rows", str(case.section("gsm8k").get("test_file") or ""))
+
+
+def absent(file: str) -> str:
+    return f"no {Path(file).name} in {Path(file).parent}"
+
+
+def _converted(name: str, file: str) -> Iterator[Check]:
+    from mindspeed_qerl.gsm8k.dataset import read_converted
+
+    try:
+        rows = read_converted(file)
+    except (OSError, ValueError) as error:
+        yield Check(name, FAILED, absent(file) if isinstance(error, FileNotFoundError) else str(error),
+                    f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(file).parent}")
+        return
+    yield Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with messages, question, answer and solution")
+
+
+def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
+    """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of this layout."""
+    if not case.upstream or case.rehearsed:
+        yield Check("base weights", SKIPPED, "a rehearsal's model has its own" if case.rehearsed else "this engine reads the Hugging Face files")
+        return
+    load = case.arguments.get("load")
+    if not load:
+        yield Check("base weights", WARNING, "actor_config.load is not set: random weights are trained", "actor_config.load=DIR")
+        return
+    if case.plan is None:
+        yield Check("base weights", SKIPPED, "the config's values make no layout")
+        return
+    tp, pp, ep = case.plan.layout.tp, case.plan.layout.pp, case.plan.layout.ep
+    wanted = f"TP {tp} PP {pp} EP {ep}"
+    expected = {rank_folder(*rank, pp=pp, ep=ep) for rank in product(range(tp), range(pp), range(ep))}
+    try:
+        mend = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion_command(case.raw))})"
+    except ConfigError as error:
+        mend = str(error)
+    try:
+        written = (Path(load) / TRACKER).read_text().strip()
+    except OSError:
+        yield Check("base weights", FAILED, f"no {TRACKER} in {load}: not converted yet", mend)
+        return
+    folder = Path(load) / (f"iter_{int(written):07d}" if written.isdigit() else written)  # else "release"
+    files = {path.parent.name: path for path in folder.glob("mp_rank_*/model_optim_rng.pt")}
+    cut = sorted(name for name, path in files.items() if not is_zipfile(path))
+    if files.keys() != expected:
+        why = "another layout" if files.keys() - expected else "another layout, or a conversion that was interrupted (it writes the tracker first)"
+        yield Check("base weights", FAILED, f"{load} has {_range(files)}; {wanted} needs {_range(expected)}: {why}",
+                    f"{mend}\nA directory holds one layout: for two, give actor_config.load a name of its own")
+    elif cut:
+        yield Check("base weights", FAILED, f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", mend)
+    else:
+        size = sum(path.stat().st_size for path in files.values())
+        yield Check("base weights", PASSED, f"{len(files)} of {len(expected)} files for {wanted}, {gigabytes(size)}")
+
+
+def _range(folders: Iterable[str]) -> str:
+    """Rank folders in words: "16 files, mp_rank_00_000 to mp_rank_00_015"."""
+    names = sorted(folders)
+    return f"{len(names)} file{'s' * (len(names) != 1)}" + (f", {names[0]} to {names[-1]}" if len(names) > 1 else f", {names[0]}" if names else "")

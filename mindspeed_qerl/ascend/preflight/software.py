@@ -1,0 +1,107 @@
+"""Environment variables, installed versions, and upstream's sources."""
+
+import re
+from collections.abc import Iterator
+
+from mindspeed_qerl.ascend.clauses import BROKEN, NOT_CHECKED
+from mindspeed_qerl.ascend.contract import PINS, repository
+from mindspeed_qerl.ascend.machine import Machine
+from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+
+# Variables that stop a run, or spoil it, with a value other than the engine's; the others are somebody's choice.
+HARMFUL = {
+    "VLLM_ASCEND_ENABLE_NZ": "weights in FRACTAL_NZ cannot be updated after a step",
+    "VLLM_USE_V1": "upstream's workers are written for vLLM's V1 engine",
+    "VLLM_VERSION": "vllm-ascend would take the code for another vLLM",
+}
+
+
+def environment(machine: Machine, case: Case) -> Iterator[Check]:
+    """What the shell says otherwise than the engine: a variable that is set is left as it is (engine.train)."""
+    if not case.upstream:
+        yield Check("variables", SKIPPED, "the engine of NPUs sets them")
+        return
+    from mindspeed_qerl.ascend.engine import NPU_ENVIRONMENT
+
+    shell = machine.environment
+    others = {name: shell[name] for name, value in NPU_ENVIRONMENT.items() if shell.get(name, value) != value}
+    yield Check("variables", PASSED, f"{len(NPU_ENVIRONMENT) - len(others)} of {len(NPU_ENVIRONMENT)} are as the engine sets them")
+    for name, value in others.items():
+        why = HARMFUL.get(name)
+        if name == "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES" and not value:
+            why = "Ray would hide all but one die from a worker, and set_device(Ray's number) fails"
+        yield Check(name, FAILED if why else WARNING, f"{value!r} in the shell, the engine would set {NPU_ENVIRONMENT[name]!r}" +
+                    (f": {why}" if why else ""), f"unset {name}")
+    for name in ("VLLM_DP_SIZE", "HCCL_BUFFSIZE"):
+        if name in shell:
+            yield Check(name, WARNING, f"{shell[name]!r} in the shell is not used: the engine takes it from the config", f"unset {name}")
+    if shell.get("ASCEND_LAUNCH_BLOCKING", "0") != "0":
+        yield Check("ASCEND_LAUNCH_BLOCKING", WARNING, f"{shell['ASCEND_LAUNCH_BLOCKING']!r}: every kernel is waited for, for debugging only",
+                    "unset ASCEND_LAUNCH_BLOCKING")
+    if case.nodes > 1 and not shell.get("HCCL_SOCKET_IFNAME"):
+        yield Check("HCCL_SOCKET_IFNAME", WARNING, f"not set, with {case.nodes} nodes: HCCL picks an interface by itself",
+                    "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between the nodes, on each")
+    if case.section("run").get("wandb_project") and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
+        yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY", "export WANDB_MODE=offline")
+
+
+# distribution -> version, whether another is a failure: what the pinned vllm-ascend is built against (docs/ascend.md)
+VERSIONS = {
+    "torch": ("2.7.1", True),
+    "torch_npu": ("2.7.1", True),
+    "vllm": ("0.11.0", True),
+    "ray": ("2.54.0", False),
+    "transformers": ("4.57.1", False),
+    "peft": ("0.7.1", False),
+    "tensordict": ("0.8.1", False),
+    "hydra-core": ("1.3.2", False),
+}
+
+
+def versions(machine: Machine, case: Case) -> Iterator[Check]:
+    """Installed packages against the one set of versions that the engine was written for."""
+    if not case.upstream:
+        yield Check("packages", SKIPPED, "the pins are those of the MindSpeed-RL engine; requirements/local.txt has this engine's")
+        return
+    python = machine.python_version
+    if python == (3, 11):
+        yield Check("Python", PASSED, "3.11")
+    else:
+        yield Check("Python", FAILED, f"{python[0]}.{python[1]}; this project needs 3.11", "A container or environment with CPython 3.11")
+    right = []
+    for name, (pin, needed) in VERSIONS.items():
+        if name == "torch_npu" and not case.on_npus:
+            continue
+        installed = machine.version(name)
+        if installed and re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):  # 2.7.1.post1 and 0.11.0+empty too
+            right.append(f"{name} {installed}")
+            continue
+        found = f"{installed} is installed, the pin is {pin}" if installed else f"not installed; the pin is {pin}"
+        yield Check(name, FAILED if needed or not installed else WARNING, found,
+                    f"pip install {name}=={pin}" if name not in ("torch", "torch_npu", "vllm") else f"docs/ascend.md, Install: {name} {pin}")
+    if right:
+        yield Check("packages", PASSED, f"{', '.join(right)}, as pinned")
+    if triton := machine.version("triton-ascend"):
+        yield Check("triton-ascend", WARNING, f"{triton} is installed, and MindSpeed-RL does not go with it", "pip uninstall --yes triton-ascend")
+
+
+def sources(machine: Machine, case: Case) -> Iterator[Check]:
+    """Upstream's sources against the promises that the engine relies on (contract.py)."""
+    if not case.upstream:
+        yield Check("upstream's sources", SKIPPED, "not used by this engine")
+        return
+    findings = [finding for finding in machine.upstream() if case.on_npus or repository(finding.clause) != "vllm_ascend"]
+    missing = sorted({PINS[repository(finding.clause)].title for finding in findings if finding.status == NOT_CHECKED})
+    broken = [finding for finding in findings if finding.status == BROKEN]
+    checked = sum(finding.status != NOT_CHECKED for finding in findings)
+    if missing:
+        yield Check("upstream's sources", FAILED, f"cannot be imported here: {', '.join(missing)}",
+                    "export PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:$PYTHONPATH    # where they were cloned")
+    if broken:
+        first = "; ".join(finding.where for finding in broken[:3]) + (" ..." if len(broken) > 3 else "")
+        pins = "\n".join(f"(cd {PINS[key].title} && git checkout {PINS[key].commit[:7]})" for key in
+                         dict.fromkeys(repository(finding.clause) for finding in broken))
+        yield Check("upstream's promises", FAILED, f"{len(broken)} of {checked} are broken: {first}",
+                    f"{pins}\npython tools/check_upstream.py    # shows each")
+    elif checked:
+        yield Check("upstream's promises", PASSED, f"{checked} of {checked} hold")

@@ -1,0 +1,343 @@
+"""What the fullest rank must hold, in bytes, at the four moments of an iteration. An estimate from sizes; never measured on an NPU.
+
+Moments: `rollout` (vLLM generates), `weight sync` (training weights on their way to vLLM), `log-probs` (forward passes of policy and
+reference), `update` (forward, backward, optimizer). Weights and activations are bfloat16, gradients, optimizer state and logits float32.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_qerl.config import ConfigError, Reader
+from mindspeed_qerl.layout.plan import Plan, arguments_of
+from mindspeed_qerl.layout.rules import vllm_vocabulary
+from mindspeed_qerl.layout.shapes import ModelShape
+
+GB = 10 ** 9
+BF16, FP32 = 2, 4
+ADAMW = 3 * FP32  # master weight and two moments
+MOMENTS = ("rollout", "weight sync", "log-probs", "update")
+KINDS = ("runtime", "training weights", "adapters and optimizer", "activations and logits", "vLLM's weights", "sync buffers", "KV cache")
+# Assumptions, not counts:
+RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
+TIGHT = 0.9  # of a rank's memory
+EXPERT_LOAD = 2  # the busiest rank gets this many times the average tokens in the layer that is computed
+LOGITS_UPDATE, LOGITS_FORWARD = 4, 3  # copies in float32: logits, their clone (RL utils/compute.py:45), softmax; and the gradient
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What memory depends on beside layout and batch."""
+
+    memory_gb: float = 64.0  # of one rank, 10^9 bytes
+    gpu_memory_utilization: float = 0.6
+    max_num_seqs: int = 128
+    offload_train_param: bool = True
+    offload_train_grad: bool = True
+    offload_train_optimizer: bool = True
+    distributed_optimizer: bool = True
+    recompute: bool = True  # recompute_granularity full
+    recompute_num_layers: int | None = None  # of each stage, method block; None = all
+    lora_r: int = 32
+    lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    hccl_buffer_mib: int = 640
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term of a sum: what it is, bytes, how they come about, and which of KINDS it is."""
+
+    name: str
+    bytes: int
+    how: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The fullest rank's memory. `moments` maps each of MOMENTS to its parts; `kv_cache` is what vLLM can have for keys and values."""
+
+    moments: Mapping[str, tuple[Part, ...]]
+    capacity: int  # bytes of a rank
+    kv_cache: int  # bytes, 0 if nothing is left
+    kv_token: int  # bytes of one token's keys and values
+    answers_at_once: int  # full-length answers that the KV cache holds, of one vLLM replica
+    answers_needed: int  # that one vLLM replica has to generate in an iteration
+    stage: int  # the pipeline stage whose ranks are fullest
+
+    def total(self, moment: str) -> int:
+        """Bytes in use at that moment."""
+        return sum(part.bytes for part in self.moments[moment])
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest of the moments that are fixed by the layout; vLLM's KV cache fills the rollout up to its own limit."""
+        return max(self.total(moment) for moment in MOMENTS if moment != "rollout")
+
+    @property
+    def tight(self) -> bool:
+        """Fits, but only just: what never met an NPU is not good to the last tenth."""
+        return self.fits and self.peak > TIGHT * self.capacity
+
+    @property
+    def fits(self) -> bool:
+        """Does every moment fit, and does vLLM start (a KV cache of at least one answer of full length)?"""
+        return not self.faults
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Why it does not fit, one sentence each."""
+        over = [f"{moment} needs {self.total(moment) / GB:.1f} GB of {self.capacity / GB:.0f} GB" for moment in MOMENTS
+                if self.total(moment) > self.capacity]
+        if self.answers_at_once < 1:
+            over.append(f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache, not enough for one answer of full length")
+        return tuple(over)
+
+
+def read_settings(raw: Mapping[str, Any]) -> Settings:
+    """The settings that a resolved config states; upstream's defaults where it is silent. ConfigError for a value of the wrong kind."""
+    arguments, reader = arguments_of(raw), Reader(raw)
+
+    def generate(key: str, default: Any, kind: type, low: float | None = None, high: float | None = None) -> Any:
+        return reader.upstream("generate_config", key, default, (kind,), low=low, high=high)
+
+    given = arguments.get("recompute_num_layers")
+    settings = Settings(
+        gpu_memory_utilization=generate("gpu_memory_utilization", 0.5, float, 0.0, 1.0), max_num_seqs=generate("max_num_seqs", 1, int, 1),
+        **{key: generate(key, False, bool) for key in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")},
+        distributed_optimizer=bool(arguments.get("use_distributed_optimizer")), recompute=arguments.get("recompute_granularity") == "full",
+        recompute_num_layers=None if given is None else reader.value("recompute_num_layers", given, 1, int, 1, None),
+        lora_r=reader.value("lora_r", arguments.get("lora_r", 8), 8, int, 1, None),
+        lora_targets=tuple(arguments.get("lora_target_modules") or ()),
+        hccl_buffer_mib=reader.upstream("rl_config", "hccl_buffersize", 256, (int,), low=1))
+    if reader.faults:
+        raise ConfigError("\n".join(reader.faults))
+    return settings
+
+
+# ---- parameters ----
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of parameters on one rank."""
+
+    dense: int  # attention, norms, dense MLPs, shared experts, routers
+    vocabulary: int  # embedding and output layer
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.vocabulary + self.experts
+
+
+def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
+    """Parameters of one layer on one rank: (dense part, experts)."""
+    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    dense = (h * (q + 2 * kv) + q * h) // tp + 2 * h
+    dense += (q + 2 * kv) // tp if shape.qkv_bias else 0
+    dense += 2 * shape.head_dim if shape.qk_norm else 0
+    dense += 3 * h * (shape.intermediate_size + shape.shared_expert_intermediate_size) // tp
+    if shape.moe:
+        dense += h * shape.num_experts + (h if shape.shared_expert_intermediate_size else 0)  # router, shared expert's gate
+    return dense, 3 * h * shape.moe_intermediate_size * shape.num_experts // expert_ranks
+
+
+def training_weights(plan: Plan, stage: int) -> Weights:
+    """Of one training rank in pipeline stage `stage` (0 .. PP-1)."""
+    it, layers = plan.layout, plan.layers[stage]
+    dense, experts = layer_weights(plan.shape, it.tp, it.tp * it.ep)
+    rows = (plan.padded_vocab_size or vllm_vocabulary(plan)) // it.tp
+    first, last = stage == 0, stage == it.pp - 1
+    tables = first + last - (first and last and plan.shape.tie_word_embeddings)
+    return Weights(dense * layers + (plan.shape.hidden_size if last else 0), tables * rows * plan.shape.hidden_size, experts * layers)
+
+
+def rollout_weights(plan: Plan) -> Weights:
+    """Of one vLLM rank."""
+    it, shape = plan.layout, plan.shape
+    dense, experts = layer_weights(shape, it.infer_tp, it.infer_tp * it.infer_ep)
+    tables = 1 if shape.tie_word_embeddings else 2
+    return Weights(dense * shape.num_hidden_layers + shape.hidden_size, tables * vllm_vocabulary(plan) // it.infer_tp * shape.hidden_size,
+                   experts * shape.num_hidden_layers)
+
+
+def model_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model."""
+    dense, experts = layer_weights(shape, 1, 1)
+    tables = 1 if shape.tie_word_embeddings else 2
+    return (dense + experts) * shape.num_hidden_layers + shape.hidden_size + tables * shape.vocab_size * shape.hidden_size
+
+
+def adapter_weights(plan: Plan, settings: Settings, stage: int) -> Weights:
+    """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A
+    (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM tasks/posttrain/lora/moe/experts.py:437)."""
+    shape, it, r, on = plan.shape, plan.layout, settings.lora_r, settings.lora_targets
+    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+
+    def column(inputs: int, outputs: int) -> int:
+        return r * inputs + r * outputs // it.tp
+
+    def row(inputs: int, outputs: int) -> int:
+        return r * inputs // it.tp + r * outputs
+
+    dense = column(h, q + 2 * kv) if "linear_qkv" in on else 0
+    dense += row(q, h) if "linear_proj" in on else 0
+    width = shape.intermediate_size or shape.shared_expert_intermediate_size
+    if width:
+        dense += (column(h, 2 * width) if "linear_fc1" in on else 0) + (row(width, h) if "linear_fc2" in on else 0)
+    f, local = shape.moe_intermediate_size, shape.num_experts // (it.tp * it.ep)
+    experts = local * r * ((h + 2 * f if "linear_fc1" in on else 0) + (f + h if "linear_fc2" in on else 0)) if shape.moe else 0
+    return Weights(dense * plan.layers[stage], 0, experts * plan.layers[stage])
+
+
+# ---- activations ----
+
+def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
+    """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
+    shape, tp = plan.shape, plan.layout.tp
+    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    spread = tp if plan.layout.sequence_parallel else 1
+    numbers = 4 * h / spread  # two residuals, two normed inputs
+    numbers += (q + 2 * kv) * 2 / tp + q / tp  # q, k, v before and after rotation and norm, attention's output
+    numbers += 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size) / tp  # gate and up, their product
+    statistics = shape.num_attention_heads / tp * 2 * 8 * FP32  # npu_fusion_attention keeps maximum and sum eightfold
+    experts = expert_load * shape.num_experts_per_tok / spread * (4 * h + 3 * shape.moe_intermediate_size)  # of each copy of a token
+    return int(tokens * ((numbers + experts) * BF16 + statistics))
+
+
+def communicators(plan: Plan) -> tuple[str, ...]:
+    """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of HCCL_BUFFSIZE for each (CANN, HCCL_BUFFSIZE)."""
+    it, moe = plan.layout, plan.shape.moe
+    sizes = {"world": it.world, "TP": it.tp, "PP": it.pp, "DP": it.dp * it.cp, "EP": it.tp * it.ep if moe else 1,
+             "expert DP": it.expert_dp if moe else 1, "vLLM TP": it.infer_tp, "vLLM EP": it.infer_tp * it.infer_ep if moe else 1,
+             "vLLM MC2": it.infer_tp * it.infer_ep if moe else 1}
+    return tuple(name for name, size in sizes.items() if size > 1)
+
+
+# ---- the sums ----
+
+def estimate(plan: Plan, settings: Settings) -> Memory:
+    """The memory of the fullest rank. The plan must be legal (`rules.broken` empty): shares are divided without a remainder."""
+    pp = plan.layout.pp
+    stages = [_stage(plan, settings, stage) for stage in (range(pp) if plan.layout.num_layer_list else {0, pp - 1})]  # the others hold less
+    return max(stages, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
+
+
+def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
+    """The memory of a rank of one pipeline stage."""
+    runtime, weights, vllm = _runtime(plan, settings), _weights(plan, stage), _vllm_weights(plan)
+    adapters, gradients, optimizer = _trained(plan, settings, stage)
+    awake = (*([] if settings.offload_train_grad else gradients), *([] if settings.offload_train_optimizer else optimizer))
+    # Upstream offloads what is trained, never the frozen base (megatron_off_loader.py:224: the buffers of parameters with a gradient).
+    frozen, trained = (weights, adapters) if plan.lora else ((), weights)
+    asleep = (*frozen, *(() if settings.offload_train_param else trained), *awake)
+
+    used = (*runtime, *asleep, *vllm, _profiled(plan, settings))
+    kv_cache = max(0, int(settings.gpu_memory_utilization * settings.memory_gb * GB) - sum(part.bytes for part in used))
+    kv_token = 2 * plan.shape.num_hidden_layers * plan.shape.num_key_value_heads * plan.shape.head_dim * BF16 // plan.layout.infer_tp
+    at_once, needed = kv_cache // (kv_token * plan.batch.max_model_len), plan.batch.answers // plan.layout.infer_dp
+    cache = Part("KV cache", kv_cache, f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: {at_once} answers of "
+                 f"{plan.batch.max_model_len} tokens at once, {needed} needed; {kv_token / 1000:.0f} KB a token", "KV cache")
+    return Memory(
+        moments={"rollout": (*used, cache),
+                 "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan)),
+                 "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
+                 "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
+        capacity=int(settings.memory_gb * GB), kv_cache=kv_cache, kv_token=kv_token, answers_at_once=at_once, answers_needed=needed, stage=stage)
+
+
+def _runtime(plan: Plan, settings: Settings) -> tuple[Part, ...]:
+    groups = communicators(plan)
+    return (Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu", "runtime"),
+            Part("HCCL buffers", len(groups) * 2 * settings.hccl_buffer_mib * 2 ** 20,
+                 f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {', '.join(groups)}", "runtime"))
+
+
+def _weights(plan: Plan, stage: int) -> tuple[Part, ...]:
+    it, shape, weights = plan.layout, plan.shape, training_weights(plan, stage)
+    what, kind = ("frozen base" if plan.lora else "weights"), "training weights"
+    split = f"TP {it.tp}" + (f", {plan.layers[stage]} of {shape.num_hidden_layers} layers" if it.pp > 1 else "")
+    dense = weights.dense + weights.vocabulary
+    parts = [Part(f"{what}, dense part", dense * BF16, f"{dense / GB:.2f} x 10^9 parameters ({split}) x 2", kind)]
+    if shape.moe:
+        parts.append(Part(f"{what}, experts", weights.experts * BF16, f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = "
+                          f"{shape.num_experts // (it.tp * it.ep)} of each of {plan.layers[stage]} layers: {weights.experts / GB:.2f} x 10^9 x 2",
+                          kind))
+    return tuple(parts)
+
+
+def _trained(plan: Plan, settings: Settings, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]]:
+    """Adapters (none without LoRA: the weights themselves are trained), gradients, optimizer."""
+    weights, kind = adapter_weights(plan, settings, stage) if plan.lora else training_weights(plan, stage), "adapters and optimizer"
+    shared, experts = weights.dense + weights.vocabulary, weights.experts
+    dp, expert_dp = (plan.layout.dp * plan.layout.cp, plan.layout.expert_dp) if settings.distributed_optimizer else (1, 1)
+    numbers = f"{weights.total / 1e6:.1f} x 10^6"
+    adapters = (Part("adapters", weights.total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind),) if plan.lora else ()
+    return (adapters, (Part("gradients", weights.total * FP32, f"{numbers} x 4", kind),),
+            (Part("AdamW", shared * ADAMW // dp + experts * ADAMW // expert_dp,
+                  f"12 bytes (master weight, two moments): {shared / 1e6:.1f} x 10^6 over {dp} ranks" + (f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}" if experts else ""), kind),))
+
+
+def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
+    it, batch, layers, kind = plan.layout, plan.batch, plan.layers[stage], "activations and logits"
+    tokens = batch.micro_batch_size * batch.seq_length // it.cp
+    micro_batches = max(1, min(batch.mini_answers, batch.answers) // it.dp // batch.micro_batch_size)
+    in_flight = min(it.pp - stage, micro_batches)
+    times = f" x {in_flight} micro-batches in flight" if in_flight > 1 else ""
+    recomputed = min(settings.recompute_num_layers or layers, layers) if settings.recompute else 0
+    spread = it.tp if it.sequence_parallel else 1
+    parts = []
+    if recomputed:
+        parts.append(Part("layer inputs kept", in_flight * recomputed * tokens * plan.shape.hidden_size * BF16 // spread,
+                          f"{recomputed} layers x {tokens} tokens x {plan.shape.hidden_size} x 2"
+                          + (f" / TP {spread}" if spread > 1 else "") + times, kind))
+    if layers > recomputed:
+        kept = layer_activations(plan, tokens, 1)
+        parts.append(Part("activations kept", in_flight * (layers - recomputed) * kept,
+                          f"{layers - recomputed} layers x {kept / GB:.2f} GB for {tokens} tokens{times}", kind))
+    one = layer_activations(plan, tokens, EXPERT_LOAD)
+    busiest = f", {EXPERT_LOAD} x the average tokens on the busiest rank" if plan.shape.moe else ""
+    parts.append(Part("one layer at work", 2 * one, f"update: {one / GB:.2f} GB and its gradient{busiest}", kind))
+    return (*parts, *_logits(plan, stage, tokens, LOGITS_UPDATE, "update"))
+
+
+def _forward(plan: Plan, stage: int) -> tuple[Part, ...]:
+    tokens = (plan.batch.forward_micro_batch_size or plan.batch.micro_batch_size) * plan.batch.seq_length // plan.layout.cp
+    return (Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens", "activations and logits"),
+            *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"))
+
+
+def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> tuple[Part, ...]:
+    rows = (plan.padded_vocab_size or vllm_vocabulary(plan)) // plan.layout.tp
+    part = Part("logits", copies * tokens * rows * FP32, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4", "activations and logits")
+    return (part,) if stage == plan.layout.pp - 1 else ()
+
+
+def _vllm_weights(plan: Plan) -> tuple[Part, ...]:
+    it, shape, weights, kind = plan.layout, plan.shape, rollout_weights(plan), "vLLM's weights"
+    dense = weights.dense + weights.vocabulary
+    parts = [Part("vLLM's weights, dense part", dense * BF16, f"{dense / GB:.2f} x 10^9 parameters (infer TP {it.infer_tp}) x 2", kind)]
+    if shape.moe:
+        parts.append(Part("vLLM's weights, experts", weights.experts * BF16, f"{shape.num_experts} / (infer TP {it.infer_tp} x EP {it.infer_ep}) = "
+                          f"{shape.num_experts // (it.infer_tp * it.infer_ep)} of each layer: {weights.experts / GB:.2f} x 10^9 x 2", kind))
+    return tuple(parts)
+
+
+def _sync(plan: Plan) -> tuple[Part, ...]:
+    """The container gathers the experts of one pipeline stage after the other in a buffer of their own (vllm_weight_container.py:490-546),
+    N times a vLLM rank's share, which is a training rank's; and our adaptor merges one tensor after the other."""
+    if not plan.shape.moe:
+        return ()
+    layer, layers = layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)[1], max(plan.layers)
+    return (Part("experts on their way", layer * layers * BF16, f"a second copy of a stage's experts, {layers} layers", "sync buffers"),
+            *((Part("merging", 2 * layer * 2 // 3 * FP32, "W and W + BA of one layer's fc1, float32", "sync buffers"),) if plan.lora else ()))
+
+
+def _profiled(plan: Plan, settings: Settings) -> Part:
+    """What vLLM's profiling run leaves aside: the widest point of one layer for max_num_batched_tokens, and the logits of max_num_seqs."""
+    shape, it, tokens = plan.shape, plan.layout, plan.batch.max_num_batched_tokens
+    width = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size) / it.infer_tp + 2 * shape.hidden_size
+    width += shape.num_experts_per_tok * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
+    logits = 2 * settings.max_num_seqs * vllm_vocabulary(plan) * FP32
+    return Part("vLLM's activations", int(tokens * width * BF16) + logits,
+                f"one layer for {tokens} tokens, and 2 x {settings.max_num_seqs} sequences x {vllm_vocabulary(plan):,} logits x 4", "activations and logits")

@@ -1,0 +1,110 @@
+"""A model of a given shape but narrow, with random weights and a tokenizer of its own: everything that a layout divides is kept.
+
+Random weights on real questions would never be right, and equal rewards teach nothing: no gradient would reach an adapter. So the model is made
+to answer with numbers that GSM8K has often: about one answer in forty is right.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.layout.shapes import ModelShape
+
+VERSION = 1  # raised when what is made changes
+HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
+EXPERT_WIDTH = 32  # the multiple that its experts take
+VOCABULARY = 1024
+END, TURN, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> ModelShape:
+    """`shape` with small widths and vocabulary; layers, heads, KV groups, experts and their top-k stay.
+
+    Args:
+        layers: fewer layers, or None for all of them.
+    """
+    widths = math.lcm(layout.tp, layout.infer_tp)
+    of_heads = shape.model_type.startswith("qwen2")  # their head_dim is hidden_size / heads
+    return replace(
+        shape, num_hidden_layers=layers or shape.num_hidden_layers, head_dim=HEAD_DIM,
+        hidden_size=shape.num_attention_heads * HEAD_DIM if of_heads else 2 * HEAD_DIM,
+        intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
+        moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,
+        shared_expert_intermediate_size=shape.shared_expert_intermediate_size and
+        EXPERT_WIDTH * widths * math.ceil(shape.shared_expert_intermediate_size / shape.moe_intermediate_size / widths),
+        vocab_size=math.lcm(VOCABULARY, widths), max_position_embeddings=4096)
+
+
+def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
+    """The directory of the model of `shape`, made below `root` unless it is there already.
+
+    Args:
+        rows: converted GSM8K rows ("question", "answer"): the tokenizer learns from the questions.
+    """
+    recipe = json.dumps({"version": VERSION, **asdict(shape)}, sort_keys=True)
+    directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if (directory / "config.json").is_file():
+        return directory
+    making = root / f".{directory.name}.making-{os.getpid()}"
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    try:
+        rows = list(rows)
+        print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights", flush=True)
+        tokenizer = train_tokenizer([row["question"] for row in rows], shape.vocab_size)
+        _random_model(shape, tokenizer, [row["answer"] for row in rows]).save_pretrained(making)
+        tokenizer.save_pretrained(making)
+        making.rename(directory)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return directory
+
+
+def train_tokenizer(texts: Iterable[str], size: int):
+    """A byte-level BPE tokenizer of `size` tokens learnt from `texts`, with Qwen's chat tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[PAD, TURN, END], show_progress=False,
+                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, additional_special_tokens=[TURN],
+                                   chat_template=TEMPLATE)
+
+
+def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {key: value for key, value in asdict(shape).items() if key not in ("name", "model_type", "rope_theta")}
+    if not shape.moe:
+        sizes = {key: value for key, value in sizes.items() if "expert" not in key and "moe" not in key and key != "norm_topk_prob"}
+    config = transformers.AutoConfig.for_model(
+        shape.model_type, **sizes, rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta}, initializer_range=0.05,
+        dtype="float32",
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        # The prompt's last token and the commonest answers share a direction: after the one, the others are likely, and likely again.
+        common = {f" {answer}" for answer, _ in Counter(answers).most_common(8)}
+        numbers = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) in common]
+        last = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=False)[-1]
+        direction = torch.nn.functional.normalize(torch.randn(shape.hidden_size), dim=0)
+        model.get_input_embeddings().weight[[*numbers, last]] += 4 * direction
+        if not shape.tie_word_embeddings:
+            model.get_output_embeddings().weight[numbers] += direction
+    return model

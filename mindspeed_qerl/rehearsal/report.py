@@ -1,0 +1,71 @@
+"""What a rehearsal proved, and what it could not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed_qerl.config import Reader
+from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.rules import RULES
+from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+
+def report(directory: RunDirectory, raw: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> str:
+    """The report as Markdown, also written to rehearsal.md in the run directory.
+
+    Args:
+        raw: the config that was rehearsed, before it was made small. ignored: its keys that the engine had no use for.
+    """
+    reader = Reader(raw)
+    plan, facts = plan_to_rehearse(raw, reader), directory.facts()
+    steps, evaluations = read_jsonl(directory.metrics_file), read_jsonl(directory.eval_file)
+    seconds = f"{facts['train_seconds']:.0f} s in all"
+    if "engine_start_seconds" in facts:
+        seconds += f", {facts['engine_start_seconds']:.0f} s of them to start the processes"
+    seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
+    if "peak_memory_gib" in facts:
+        seconds += f"; {facts['peak_memory_gib']:.1f} GiB of memory at most, of all processes together"
+    lines = [f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}", "", seconds + ".", "",
+             "## Proved here", "", *(f"- {line}" for line in _proved(plan, facts, steps, evaluations, reader.own("rehearsal").layers)), "",
+             "## Not proved here", "", *(f"- {line}" for line in _not_proved(plan, facts, raw["engine"], ignored)), ""]
+    text = "\n".join(lines)
+    (directory.path / "rehearsal.md").write_text(text)
+    return text
+
+
+def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict], fewer: int | None) -> Iterator[str]:
+    layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
+    experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
+    layers = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else " or ".join(map(str, sorted(set(plan.layers)))) + " layers"
+    yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP {layout.pp} x DP {layout.dp}, "
+           f"EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, {shape.num_key_value_heads // layout.tp} KV groups{experts}, "
+           f"{layers}.")
+    yield (f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step, {batch.answers // layout.dp} on "
+           f"each of {layout.dp} data-parallel ranks in micro-batches of {batch.micro_batch_size}, "
+           f"{batch.global_batch_size // batch.mini_batch_size} update(s) a step; {len(steps)} steps.")
+    yield "LoRA trains " + ", ".join(f"{target}: {count['modules']} modules" for target, count in facts["lora"].items()) + "."
+    if moved := facts.get("lora_movement"):
+        yield "Every LoRA target reached the rollout engine: " + ", ".join(
+            f"{target} moved {entry['moved']:.3g} of {entry['expected']:.3g}" for target, entry in moved.items()) + "."
+    if last.get("aqn/sigma"):
+        yield (f"AQN fired: noise on {last['aqn/layers']:.0f} RMSNorm layers in step {last['step']}, sigma {last['aqn/sigma']:.3g}, measured "
+               f"{last['aqn/measured_std']:.3g}.")
+    yield (f"The verifier scored answers to real GSM8K questions: mean reward {last['reward/mean']:.3f} in the last step (random weights that say "
+           "numbers; it means nothing more).")
+    yield f"Evaluation ran after {' and '.join(str(row['step']) for row in evaluations)} steps, noise off."
+
+
+def _not_proved(plan: Plan, facts: Mapping[str, Any], engine: str, ignored: tuple[str, ...]) -> Iterator[str]:
+    yield "The NPU: its kernels and their numbers, HCCL, speed, and memory, which `tools/plan_layout.py` estimates."
+    yield "The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about accuracy."
+    if engine == "mindspeed_rl":
+        yield "The real vllm-ascend: the emulation dresses vLLM's CPU build."
+        return
+    yield "Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal runs upstream's own."
+    yield (f"vLLM's layout, infer TP {plan.layout.infer_tp} x EP {plan.layout.infer_ep}: its rules were checked, but one vLLM process sampled here.")
+    yield "BF16: this was computed in float32."
+    if not facts.get("lora_movement"):
+        yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."
+    if ignored:
+        yield f"What {len(ignored)} keys do that the local engine has no use for: {', '.join(ignored)}."

@@ -1,0 +1,877 @@
+"""The preflight on boxes that are played: each fault is found where it is, with what to type. The real Machine answers on this one."""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import zipfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindspeed_qerl import emulation
+from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
+from mindspeed_qerl.ascend.contract import CONTRACT
+from mindspeed_qerl.ascend.convert import conversion_command
+from mindspeed_qerl.ascend.machine import Machine, ProbeError, Process
+from mindspeed_qerl.ascend.preflight import FAILED, GROUPS, PASSED, SKIPPED, WARNING, Check, preflight, print_table
+from mindspeed_qerl.ascend.preflight.files import read_packed
+from mindspeed_qerl.ascend.preflight.npus import CANN_PROBE, dies, see_npus
+from mindspeed_qerl.ascend.preflight.software import VERSIONS
+from mindspeed_qerl.config import ConfigError, compose
+from mindspeed_qerl.gsm8k.convert import convert
+from mindspeed_qerl.gsm8k.packed import indexed_format
+
+ROOT = Path(__file__).parents[2]
+NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"
+# As 910C boxes print it (vllm-project/vllm-ascend issues 2534 and 12980), two chips a card, processes below.
+HEAD = """\
++------------------------------------------------------------------------------------------------+
+| npu-smi 25.2.1                   Version: 25.2.1                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+"""
+TAIL = """\
++---------------------------+---------------+----------------------------------------------------+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 0       0                 | 632268        | python3.1                | 197                     |
++===========================+===============+====================================================+
+| No running processes found in NPU 1                                                            |
+"""
+PACKAGES = {"torch": "2.7.1", "torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty", "ray": "2.54.0", "transformers": "4.57.1", "peft": "0.7.1",
+            "tensordict": "0.8.1", "hydra-core": "1.3.2"}
+JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
+
+
+def npu_smi(count: int, health: dict[int, str] | None = None, used: dict[int, int] | None = None) -> str:
+    rows = ""
+    for i in range(count):
+        rows += (f"| {i // 2}     Ascend910           | {(health or {}).get(i, 'OK'):<14}| {'178.5' if i % 2 == 0 else '-':<12}36                0    / 0             |\n"
+                 f"| {i % 2}     {i:<20}| 0000:{0x9D + i:02X}:00.0  | 0           0    / 0          {(used or {}).get(i, 3416)}/ 65536         |\n"
+                 "+------------------------------------------------------------------------------------------------+\n")
+    return HEAD + rows + TAIL
+
+
+@dataclass
+class Box:
+    """A machine in data: by default a healthy 910C box of 16 dies. Sizes in bytes."""
+
+    smi: str | None = npu_smi(16)
+    davinci: int = 16
+    acl: int | None = 16
+    ray: dict | None = None  # resources and nodes of a running cluster
+    raylets: list[Process] = field(default_factory=list)
+    hangs: tuple[str, ...] = ()  # commands that never answer: a word of theirs
+    environment: dict[str, str] = field(default_factory=lambda: {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann", "LD_PRELOAD": JEMALLOC})
+    logical_cpus: int = 320
+    limit: int = 65536
+    shm: int = 500 * 10**9
+    disk: int = 2 * 10**12
+    taken: tuple[int, ...] = ()
+    panic: str = "0\n"
+    packages: dict[str, str] = field(default_factory=lambda: dict(PACKAGES))
+    python_version: tuple[int, int] = (3, 11)
+    findings: list[Finding] = field(default_factory=lambda: [Finding(clause, HOLDS, 1) for clause in CONTRACT])
+
+    def run(self, command, timeout=20, environment=None):
+        words = " ".join(command)
+        if any(word in words for word in self.hangs):
+            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s")
+        if command[0] == "npu-smi" and self.smi is not None:
+            return self.smi
+        if "acl.rt.get_device_count" in words and self.acl is not None:
+            assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
+            return f"warnings of CANN\ndevices {self.acl}\n"
+        if "ray.init" in words and self.ray is not None:
+            return f"cluster {json.dumps(self.ray)}\n"
+        raise ProbeError(f"{command[0]} is not installed here")
+
+    def glob(self, pattern):
+        if pattern.startswith("/dev/davinci"):
+            return [f"/dev/davinci{i}" for i in range(self.davinci)]
+        return [JEMALLOC] if pattern in (JEMALLOC, "/usr/lib/*/libjemalloc.so.2") else []
+
+    def read(self, path):
+        return {"/proc/sys/vm/panic_on_oom": self.panic}.get(path)
+
+    def version(self, distribution):
+        return self.packages.get(distribution)
+
+    def importable(self, name):
+        return name == "acl" and self.acl is not None
+
+    def upstream(self):
+        return self.findings
+
+    def disk_free(self, path):
+        return self.shm if str(path) == "/dev/shm" else self.disk
+
+    def cpus(self):
+        return self.logical_cpus
+
+    def open_files(self):
+        return self.limit
+
+    def port_free(self, port):
+        return port not in self.taken
+
+    def processes(self, name):
+        return self.raylets if name == "raylet" else []
+
+
+def cluster(npus: int, cpus: int = 320, nodes: int = 1) -> dict:
+    return {"resources": {"NPU": float(npus), "CPU": float(cpus)}, "nodes": nodes}
+
+
+QWEN3_MOE = dict(
+    model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+    rope_theta=1e6, rms_norm_eps=1e-6, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    tie_word_embeddings=False, max_position_embeddings=40960)
+
+
+def write_checkpoint(folder: Path, names: list[str], tracker: str = "1") -> None:
+    for name in names:
+        path = folder / ("release" if tracker == "release" else f"iter_{int(tracker):07d}") / name / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("data.pkl", name)
+    (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
+
+
+def write_packed(prefix: Path, rows: dict[str, list[list[int]]]) -> None:
+    for column, values in rows.items():
+        contents = indexed_format(values)
+        for ending, content in zip(("bin", "idx"), contents):
+            Path(f"{prefix}_packed_{column}_document.{ending}").write_bytes(content)
+
+
+@pytest.fixture
+def ready(tmp_path, monkeypatch):
+    """The resolved config whose model, data and base weights are there; raw["..."] can be changed."""
+    monkeypatch.setenv("MODELS", str(tmp_path / "models"))
+    monkeypatch.setenv("DATA", str(tmp_path / "data"))
+    raw = compose(NAME, [f"run.root={tmp_path / 'runs'}"])
+    model = Path(raw["megatron_training"]["tokenizer_name_or_path"])
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(QWEN3_MOE))
+    for name, content in (("tokenizer.json", "{}"), ("tokenizer_config.json", '{"chat_template": "..."}'), ("model-1.safetensors", "x"),
+                          ("model.safetensors.index.json", '{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')):
+        (model / name).write_text(content)
+    train = Path(raw["megatron_training"]["data_path"])
+    train.parent.mkdir(parents=True)
+    write_packed(train, {"input_ids": [[1, 2, 3 + i] for i in range(80)], "labels": [[i] for i in range(80)]})
+    source = tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text(json.dumps({"question": "3+4?", "answer": "7\n#### 7"}) + "\n")
+    convert(source, Path(raw["gsm8k"]["test_file"]).parent)
+    write_checkpoint(Path(raw["actor_config"]["load"]), [f"mp_rank_00_{i:03d}" for i in range(16)])
+    return raw
+
+
+def look(raw, box, nodes: int = 1) -> dict[str, Check]:
+    """name -> check; every fault has its way out, and nothing broke inside."""
+    checks = preflight(raw, NAME, box, nodes)
+    assert not [check for check in checks if "could not be checked" in check.found]
+    assert len({(check.group, check.name) for check in checks}) == len(checks)
+    return {check.name: check for check in checks}
+
+
+def not_passed(checks: dict[str, Check]) -> dict[str, str]:
+    return {name: check.state for name, check in checks.items() if check.state != PASSED}
+
+
+def test_a_box_that_is_ready(ready):
+    checks = look(ready, Box())
+    assert not_passed(checks) == {}
+    assert not any(check.mend for check in checks.values())
+    assert checks["ranks"].found == "16 asked for; npu-smi 16, /dev/davinci* 16, CANN 16"
+    assert checks["Ray"].found == "none is running; one that is started now counts 16"
+    assert "TP 1 PP 1 EP 16 DP 16" in checks["layout"].found and "16 of 16 files for TP 1 PP 1 EP 16" in checks["base weights"].found
+    assert list(dict.fromkeys(check.group for check in checks.values())) == list(GROUPS)
+
+
+def test_a_ray_that_is_ready(ready):
+    assert not_passed(look(ready, Box(ray=cluster(16), raylets=[Process(7, {"PATH": "/bin"})]))) == {}
+
+
+# ---- 12 of 16 ----
+
+TWELVE = ",".join(map(str, range(12)))
+
+
+def test_twelve_in_the_list_of_visible_devices(ready):
+    box = Box()
+    box.environment["ASCEND_RT_VISIBLE_DEVICES"] = TWELVE
+    checks = look(ready, box)
+    assert not_passed(checks) == {"ranks": FAILED, "ASCEND_RT_VISIBLE_DEVICES": FAILED, "Ray": WARNING}
+    assert checks["ranks"].found == ("12 of 16 asked for; npu-smi 16, /dev/davinci* 16, CANN 16, ASCEND_RT_VISIBLE_DEVICES 12. "
+                                     "Lost at ASCEND_RT_VISIBLE_DEVICES")
+    assert checks["ASCEND_RT_VISIBLE_DEVICES"].mend.startswith("unset ASCEND_RT_VISIBLE_DEVICES")
+    assert "counts 12" in checks["Ray"].found
+
+
+def test_a_container_with_twelve_device_nodes(ready):
+    checks = look(ready, Box(smi=None, davinci=12, acl=12))
+    assert not_passed(checks) == {"ranks": FAILED, "npu-smi": WARNING, "/dev/davinci*": FAILED, "CANN": WARNING, "Ray": WARNING}
+    assert "Lost at /dev/davinci*" in checks["ranks"].found and "12 of 16" in checks["ranks"].found
+    assert "--device=/dev/davinci15" in checks["/dev/davinci*"].mend
+
+
+def test_a_container_whose_npu_smi_sees_the_host(ready):
+    checks = look(ready, Box(davinci=12, acl=12))
+    assert not_passed(checks) == {"ranks": FAILED, "/dev/davinci*": FAILED, "CANN": WARNING, "Ray": WARNING}
+
+
+def test_a_stale_ray(ready):
+    """Started with a list of twelve that the shell no longer has."""
+    raylet = Process(4242, {"ASCEND_RT_VISIBLE_DEVICES": TWELVE})
+    checks = look(ready, Box(ray=cluster(12), raylets=[raylet]))
+    assert not_passed(checks) == {"ranks": FAILED, "Ray": FAILED}
+    assert f"process 4242) was started with ASCEND_RT_VISIBLE_DEVICES={TWELVE}" in checks["Ray"].found
+    assert checks["Ray"].mend.splitlines()[1] == """ray start --head --resources='{"NPU": 16}'"""
+    assert "Lost at Ray" in checks["ranks"].found
+
+
+def test_a_ray_started_with_other_resources(ready):
+    checks = look(ready, Box(ray=cluster(12), raylets=[Process(4242, {"PATH": "/bin"})]))
+    assert not_passed(checks) == {"ranks": FAILED, "Ray": FAILED}
+    assert "other --resources" in checks["Ray"].found
+
+
+def test_a_ray_that_does_not_answer(ready):
+    checks = look(ready, Box(hangs=("ray.init",), raylets=[Process(4242, {})]))
+    assert not_passed(checks) == {"ranks": FAILED, "Ray": FAILED}
+    assert "no answer within 20 s" in checks["Ray"].found and checks["ranks"].found.startswith("16 asked for")
+
+
+def test_a_die_that_does_not_come_up(ready):
+    checks = look(ready, Box(acl=15))
+    assert not_passed(checks) == {"ranks": FAILED, "CANN": FAILED, "Ray": WARNING}
+    assert "15 of 16" in checks["ranks"].found and "15 of the 16 devices" in checks["CANN"].found
+
+
+def test_a_die_that_npu_smi_calls_sick(ready):
+    checks = look(ready, Box(smi=npu_smi(16, health={7: "Critical"}), acl=15))
+    assert checks["npu-smi"].state == checks["CANN"].state == checks["ranks"].state == FAILED
+    assert "NPU 3 chip 1: Critical" in checks["npu-smi"].found
+    assert checks["npu-smi"].mend.startswith("npu-smi info -t health -i 3 -c 1\n")
+
+
+def test_a_die_that_npu_smi_does_not_list(ready):
+    table = npu_smi(16).splitlines(keepends=True)
+    gone = next(i for i, line in enumerate(table) if line.startswith("| 1     7 "))
+    checks = look(ready, Box(smi="".join(table[:gone - 1] + table[gone + 2:]), davinci=15, acl=15))
+    assert "15 dies; one chip of NPU 3 is missing" in checks["npu-smi"].found
+    assert not_passed(checks) == {"ranks": FAILED, "npu-smi": FAILED, "/dev/davinci*": WARNING, "CANN": WARNING, "Ray": WARNING}
+
+
+def test_memory_in_use_by_somebody_else(ready):
+    checks = look(ready, Box(smi=npu_smi(16, used={5: 31877})))
+    assert not_passed(checks) == {"npu-smi": WARNING} and "NPU 2 chip 1 (31,877 MB)" in checks["npu-smi"].found
+
+
+def test_dies_that_set_device_would_miss(ready):
+    """Twelve of sixteen by the last numbers: Ray's number 15 goes to set_device of a process that sees twelve."""
+    ready["rl_config"]["actor_resource"]["num_npus"] = 12
+    box = Box()
+    box.environment["ASCEND_RT_VISIBLE_DEVICES"] = ",".join(map(str, range(4, 16)))
+    check = look(ready, box)["ASCEND_RT_VISIBLE_DEVICES"]
+    assert check.state == FAILED and check.mend == f"export ASCEND_RT_VISIBLE_DEVICES={TWELVE}"
+    box.environment["ASCEND_RT_VISIBLE_DEVICES"] = TWELVE
+    assert look(ready, box)["ASCEND_RT_VISIBLE_DEVICES"].state == PASSED
+
+
+@pytest.mark.parametrize("given, entries", [("", 0), ("NoDevFiles", 0), ("3", 1)])
+def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch):
+    from ray._private.accelerators.npu import NPUAcceleratorManager
+
+    box = Box()
+    box.environment["ASCEND_RT_VISIBLE_DEVICES"] = given
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", given)
+    assert len(NPUAcceleratorManager.get_current_process_visible_accelerator_ids()) == entries
+    assert look(ready, box)["ASCEND_RT_VISIBLE_DEVICES"].found.startswith(f"{entries} entries")
+
+
+def test_two_nodes_of_eight(ready):
+    checks = look(ready, Box(smi=npu_smi(8), davinci=8, acl=8), nodes=2)
+    assert not_passed(checks) == {"HCCL_SOCKET_IFNAME": WARNING}
+    checks = look(ready, Box(smi=npu_smi(8), davinci=8, acl=8, ray=cluster(8), raylets=[Process(7, {})]), nodes=2)
+    assert checks["Ray"].state == FAILED and "on each of them" in checks["Ray"].mend
+    checks = look(ready, Box(smi=npu_smi(8), davinci=8, acl=8, ray=cluster(16, cpus=640, nodes=2), raylets=[Process(7, {})]), nodes=2)
+    assert checks["ranks"].state == checks["Ray"].state == PASSED
+
+
+def test_no_npu_at_all(ready):
+    checks = look(ready, Box(smi=None, davinci=0, acl=None, environment={}))
+    assert checks["ranks"].state == FAILED
+    assert checks["ranks"].mend.endswith(f"python cli/train_grpo.py --config-name {NAME} engine=local rehearsal.enabled=true")
+    for name in ("npu-smi", "/dev/davinci*", "CANN", "ASCEND_RT_VISIBLE_DEVICES", "Ray", "CANN's paths"):
+        assert checks[name].state == SKIPPED, name
+    assert checks["layout"].state == checks["rotary base"].state == checks["base weights"].state == PASSED  # the rest is checked
+
+
+def test_a_ray_that_will_be_started(ready):
+    """As the launchers do: the one that runs is not joined, and the new one is told its number of CPUs."""
+    box = Box(ray=cluster(12), raylets=[Process(4242, {})], logical_cpus=8, taken=(6379,))
+    box.environment["RAY_ADDRESS"] = "127.0.0.1:1"
+    checks = {check.name: check for check in preflight(ready, NAME, box, own_ray=True)}
+    assert not_passed(checks) == {} and checks["Ray"].found == "one of its own that is started now counts 16"
+    assert not_passed(look(ready, box)).keys() == {"ranks", "Ray"}
+
+
+def test_a_table_of_npu_smi_in_another_form(ready):
+    checks = look(ready, Box(smi="+----+\n| 16 NPUs, all well |\n+----+"))
+    assert not_passed(checks) == {"npu-smi": WARNING} and "not known here" in checks["npu-smi"].found
+    assert checks["ranks"].found == "16 asked for; /dev/davinci* 16, CANN 16"
+
+
+# ---- the host ----
+
+@pytest.mark.parametrize("change, name, state, found, mend", [
+    ({"disk": 10**9}, "disk for the run", FAILED, "1.0 GB free", "run.root=DIR"),
+    ({"disk": 10**11}, "disk for the run", WARNING, "100 GB free", "run.root=DIR"),
+    ({"shm": 64 * 2**20}, "/dev/shm", WARNING, "67.1 MB free", "--shm-size"),
+    ({"limit": 1024}, "open files", WARNING, "ulimit -n is 1,024", "ulimit -n 32768"),
+    ({"panic": "1\n"}, "vm.panic_on_oom", WARNING, "the whole machine reboots", "sysctl -w vm.panic_on_oom=0"),
+    ({"taken": (12350,)}, "ports of HCCL", FAILED, "12345 to 12360: 12350 taken", "HCCL_IF_BASE_PORT"),
+    ({"taken": (6379,)}, "ports of Ray", WARNING, "6379 (Ray's head) taken", "--port=6380"),
+    ({"environment": {"ASCEND_HOME_PATH": "/cann"}}, "jemalloc", WARNING, "not in LD_PRELOAD", f"export LD_PRELOAD={JEMALLOC}"),
+    ({"environment": {"ASCEND_HOME_PATH": "/cann", "LD_PRELOAD": "/nowhere/libjemalloc.so"}}, "jemalloc", WARNING, "which is not there", JEMALLOC),
+    ({"environment": {"LD_PRELOAD": JEMALLOC}}, "CANN's paths", FAILED, "set_env.sh was not sourced", "source /usr/local/Ascend"),
+    ({"packages": {**PACKAGES, "triton-ascend": "3.2.0"}}, "triton-ascend", WARNING, "3.2.0", "pip uninstall --yes triton-ascend"),
+    ({"packages": {**PACKAGES, "vllm": "0.11.1"}}, "vllm", FAILED, "0.11.1 is installed, the pin is 0.11.0", "docs/ascend.md"),
+    ({"packages": {**PACKAGES, "torch": "2.7.10"}}, "torch", FAILED, "2.7.10 is installed", "docs/ascend.md"),
+    ({"packages": {**PACKAGES, "vllm": "0.11.0rc2"}}, "vllm", FAILED, "0.11.0rc2 is installed", "docs/ascend.md"),
+    ({"packages": {**PACKAGES, "ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is 2.54.0", "pip install ray==2.54.0"),
+    ({"packages": {k: v for k, v in PACKAGES.items() if k != "peft"}}, "peft", FAILED, "not installed; the pin is 0.7.1", "pip install peft==0.7.1"),
+    ({"python_version": (3, 10)}, "Python", FAILED, "3.10", "3.11"),
+])
+def test_the_host(ready, change, name, state, found, mend):
+    checks = look(ready, Box(**change))
+    assert not_passed(checks) == {name: state}
+    assert found in checks[name].found and mend in checks[name].mend
+
+
+def test_cpus(ready):
+    """16 x 4 for the bundles, 2 tasks of 1, 10 for the transfer dock: 76 (launcher.py:90-104, transfer_dock.py:248)."""
+    assert look(ready, Box(logical_cpus=76))["CPUs"].state == PASSED
+    check = look(ready, Box(logical_cpus=75))["CPUs"]
+    assert check.state == FAILED and "reserve 76 logical CPUs; there are 75" in check.found
+    assert check.mend.startswith("rl_config.num_cpus_for_placement_group=3 ") and "--num-cpus=76" in check.mend
+    raylets = [Process(7, {})]
+    assert look(ready, Box(ray=cluster(16, cpus=64), raylets=raylets))["CPUs"].state == FAILED  # what Ray has counts, not the machine
+    assert look(ready, Box(logical_cpus=8, ray=cluster(16, cpus=76), raylets=raylets))["CPUs"].state == PASSED
+
+
+def test_the_room_that_checkpoints_need(ready):
+    """Five saves of 116 steps, every 20: adapters of 30B-A3B by hand, bfloat16 and AdamW's 12 bytes, in 16 files."""
+    dense = 48 * 32 * ((2048 + 5120) + (4096 + 2048))
+    experts = 48 * 128 * 32 * ((2048 + 2 * 768) + (768 + 2048))
+    one = 14 * (16 * dense + experts)
+    assert f"({116 // 20} x {one / 1e9:.1f} GB)" in look(ready, Box())["disk for the run"].found
+    assert look(ready, Box(disk=5 * one))["disk for the run"].state == PASSED
+    assert look(ready, Box(disk=5 * one - 1))["disk for the run"].state == WARNING
+    assert look(ready, Box(disk=one - 1))["disk for the run"].state == FAILED
+
+
+def test_the_room_that_the_conversion_needs(ready):
+    """3.1 GB of dense weights in each of 16 files and 58 GB of experts once."""
+    load = Path(ready["actor_config"]["load"])
+    (load / "latest_checkpointed_iteration.txt").unlink()
+    check = look(ready, Box())["disk for the base"]
+    need = float(re.search(r"about (\d+) GB", check.found)[1])
+    assert need == pytest.approx(16 * 3.09 + 58, rel=0.01) and check.state == PASSED
+    assert look(ready, Box(disk=10**11))["disk for the base"].state == FAILED
+
+
+# ---- environment and upstream ----
+
+@pytest.mark.parametrize("name, value, state, found", [
+    ("VLLM_ASCEND_ENABLE_NZ", "1", FAILED, "'1' in the shell, the engine would set '0': weights in FRACTAL_NZ"),
+    ("VLLM_USE_V1", "0", FAILED, "the engine would set '1'"),
+    ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "", FAILED, "hide all but one die"),
+    ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "1", WARNING, "the engine would set 'true'"),
+    ("HCCL_CONNECT_TIMEOUT", "120", WARNING, "'120' in the shell, the engine would set '1800'"),
+    ("VLLM_DP_SIZE", "8", WARNING, "is not used"),
+    ("HCCL_BUFFSIZE", "8", WARNING, "is not used"),
+    ("ASCEND_LAUNCH_BLOCKING", "1", WARNING, "every kernel is waited for"),
+])
+def test_a_variable_of_the_shell(ready, name, value, state, found):
+    box = Box()
+    box.environment[name] = value
+    checks = look(ready, box)
+    assert not_passed(checks) == {name: state} and found in checks[name].found and checks[name].mend == f"unset {name}"
+
+
+def test_the_same_value_in_the_shell_is_no_fault(ready):
+    box = Box()
+    box.environment |= {"VLLM_ASCEND_ENABLE_NZ": "0", "ASCEND_LAUNCH_BLOCKING": "0"}
+    assert not_passed(look(ready, box)) == {}
+
+
+def test_upstream(ready):
+    findings = Box().findings
+    rl = [i for i, finding in enumerate(findings) if finding.clause.file.startswith(("mindspeed_rl/", "cli/"))]
+    gone = [Finding(each.clause, NOT_CHECKED) if i in rl else each for i, each in enumerate(findings)]
+    check = look(ready, Box(findings=gone))["upstream's sources"]
+    assert check.state == FAILED and check.found == "cannot be imported here: MindSpeed-RL" and "PYTHONPATH" in check.mend
+    changed = [Finding(each.clause, BROKEN, 3) if i == rl[0] else each for i, each in enumerate(findings)]
+    check = look(ready, Box(findings=changed))["upstream's promises"]
+    assert check.state == FAILED and f"1 of {len(CONTRACT)} are broken: {findings[rl[0]].clause.file}:3" in check.found
+    assert "(cd MindSpeed-RL && git checkout 05a90d7)" in check.mend
+
+
+def test_the_versions_are_those_of_the_guide():
+    guide = (ROOT / "docs" / "ascend.md").read_text()
+    pins = {name: pin for name, (pin, _) in VERSIONS.items()}
+    assert f"| torch, torch_npu | {pins['torch']} |" in guide and pins["torch"] == pins["torch_npu"]
+    assert f"(v{pins['vllm']})" in guide
+    assert f"| ray, transformers, peft | {pins['ray']}, {pins['transformers']}, {pins['peft']} |" in guide
+
+
+# ---- config, model ----
+
+def test_faults_of_the_config(ready):
+    ready["rl_config"]["verifier_function"] = ["gsm8c"]
+    ready["actor_config"]["save"] = "x"
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"rl_config.verifier_function": FAILED, "actor_config.save": FAILED}
+    assert "did you mean 'gsm8k'" in checks["rl_config.verifier_function"].found
+
+
+def test_an_illegal_layout(ready):
+    ready["generate_config"]["infer_expert_parallel_size"] = 8
+    checks = look(ready, Box())
+    broken = [check for check in checks.values() if check.group == "config" and check.state == FAILED]
+    assert ["is no multiple of training's TP 1 x EP 16" in check.found for check in broken] == [True]
+    assert f"python tools/plan_layout.py --config-name {NAME}" in broken[0].mend
+    assert checks["memory of an NPU"].state == checks["disk for the run"].state == SKIPPED
+
+
+def test_a_broken_rule_is_one_line(ready, monkeypatch):
+    """Also where the engine's own check names it."""
+    from mindspeed_qerl.ascend import settings
+
+    ready["generate_config"]["infer_expert_parallel_size"] = 8
+    message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
+    monkeypatch.setattr(settings, "check", lambda raw: (_ for _ in ()).throw(ConfigError(f"layout: {message} (a source)\nrun.name is wrong")))
+    failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
+    assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed
+
+
+def test_values_that_make_no_layout(ready):
+    ready["actor_config"]["micro_batch_size"] = "four"
+    checks = look(ready, Box())
+    assert any("'four' must be int" in check.found and check.state == FAILED for check in checks.values())
+    for name in ("layout", "memory of an NPU", "disk for the run", "base weights"):
+        assert checks[name].state == SKIPPED
+
+
+def test_a_rollout_that_leaves_no_cache(ready):
+    ready["generate_config"]["gpu_memory_utilization"] = 0.2
+    check = look(ready, Box())["memory of an NPU"]
+    assert check.state == FAILED and "left for its KV cache" in check.found
+
+
+@pytest.mark.parametrize("described", [{"rope_theta": 1e7}, {"rope_theta": None, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}],
+                         ids=["transformers 4", "transformers 5"])
+def test_the_rotary_base_of_another_model(ready, described):
+    """The YAML has the original's, the directory is the Instruct-2507 model's."""
+    file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
+    file.write_text(json.dumps({key: value for key, value in {**QWEN3_MOE, **described}.items() if value is not None}))
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"rotary base": FAILED}
+    assert "rotary_base is 1,000,000 in the config, rope_theta 10,000,000 in config.json" in checks["rotary base"].found
+    override = checks["rotary base"].mend.split()[0]
+    assert compose(NAME, [override])["model"]["qwen3_30b_a3b"]["rotary_base"] == 10_000_000
+
+
+def test_another_shape(ready):
+    file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
+    file.write_text(json.dumps({**QWEN3_MOE, "num_experts_per_tok": 4}))
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"shape": FAILED} and "moe_router_topk = 8 in the config, but num_experts_per_tok = 4" in checks["shape"].found
+
+
+def test_a_model_that_is_not_there(ready, tmp_path):
+    model = Path(ready["megatron_training"]["tokenizer_name_or_path"])
+    model.rename(tmp_path / "elsewhere")
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"config.json": FAILED} and "export MODELS=" in checks["config.json"].mend
+    (tmp_path / "elsewhere").rename(model)
+    (model / "model-1.safetensors").unlink()
+    (model / "tokenizer_config.json").write_text("{}")
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"weights": WARNING, "tokenizer": WARNING} and "0 of 1 files: model-1.safetensors" in checks["weights"].found
+
+
+# ---- data ----
+
+def test_data_that_is_not_there(ready):
+    train, test = Path(ready["megatron_training"]["data_path"]), Path(ready["gsm8k"]["test_file"])
+    for file in (*train.parent.glob("*"), test):
+        file.unlink()
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"training files": FAILED, "test rows": FAILED}
+    model = ready["megatron_training"]["tokenizer_name_or_path"]
+    assert shlex.split(checks["training files"].mend) == shlex.split(
+        f"python tools/convert_gsm8k.py --input openai/gsm8k --output {train.parent} --format mindspeed --tokenizer {model} --max-prompt-length 512")
+    assert checks["test rows"].mend == f"python tools/convert_gsm8k.py --input openai/gsm8k --output {test.parent}"
+
+
+def test_prompts_that_are_too_long(ready):
+    train = ready["megatron_training"]["data_path"]
+    write_packed(train, {"input_ids": [[1] * (511 + i % 2) for i in range(200)], "labels": [[1]] * 200})
+    check = look(ready, Box())["prompt lengths"]  # upstream keeps what is shorter than 512: a half
+    assert check.state == WARNING and "100 of 200 have max_prompt_length = 512 tokens or more" in check.found
+    assert check.mend.startswith("rl_config.max_prompt_length=513 ")
+    write_packed(train, {"input_ids": [[1] * 600] * 137 + [[1]] * 63, "labels": [[1]] * 200})
+    check = look(ready, Box())["prompt lengths"]
+    assert check.state == FAILED and "fewer than one batch of 64" in check.found
+
+
+@pytest.mark.parametrize("rows, name, found", [
+    ({"labels": [[1]] * 79}, "training files", "80 prompts and 79 labels"),
+    ({"labels": [[1]] * 79 + [[]]}, "labels", "1 of 80 are empty"),
+    ({"input_ids": [[1, 151936]] * 80}, "token ids", "up to 151936, and the model's vocabulary has 151,936"),
+])
+def test_data_that_does_not_fit(ready, rows, name, found):
+    write_packed(ready["megatron_training"]["data_path"], rows)
+    checks = look(ready, Box())
+    assert not_passed(checks) == {name: FAILED} and found in checks[name].found and "convert_gsm8k.py" in checks[name].mend
+
+
+def test_data_that_was_cut(ready):
+    prefix = f"{ready['megatron_training']['data_path']}_packed_labels_document"
+    Path(f"{prefix}.bin").write_bytes(b"1234")
+    assert "has 4 bytes, its index 320" in look(ready, Box())["training files"].found
+    Path(f"{prefix}.idx").write_bytes(b"MMIDIDX")
+    assert "is not the index" in look(ready, Box())["training files"].found
+
+
+def test_packed_files_are_read_as_megatron_reads_them(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    rows = [[5, 6, 7], [], [8]]
+    write_packed(tmp_path / "x", {"labels": rows})
+    lengths, tokens = read_packed(f"{tmp_path}/x_packed_labels_document")
+    theirs = IndexedDataset(f"{tmp_path}/x_packed_labels_document")
+    assert lengths.tolist() == theirs.sequence_lengths.tolist() == [3, 0, 1] and tokens.tolist() == [5, 6, 7, 8]
+
+
+# ---- base weights ----
+
+@pytest.mark.parametrize("sizes, names", [
+    ((1, 1, 8), [f"mp_rank_00_{e:03d}" for e in range(8)]),
+    ((2, 1, 1), ["mp_rank_00", "mp_rank_01"]),
+    ((4, 3, 1), [f"mp_rank_0{t}_00{p}" for t in range(4) for p in range(3)]),
+    ((2, 2, 2), ["mp_rank_00_000_000", "mp_rank_00_000_001", "mp_rank_00_001_000", "mp_rank_00_001_001",
+                 "mp_rank_01_000_000", "mp_rank_01_000_001", "mp_rank_01_001_000", "mp_rank_01_001_001"]),
+])
+@pytest.mark.parametrize("tracker", ["1", "release"])
+def test_the_files_of_a_layout(ready, tmp_path, sizes, names, tracker):
+    """As megatron/training/checkpointing.py:get_checkpoint_name names them."""
+    for kind, size in zip(("tensor", "pipeline", "expert"), sizes):
+        ready["actor_config"][f"{kind}_model_parallel_size"] = size
+    ready["actor_config"]["load"] = str(tmp_path / "base")
+    write_checkpoint(tmp_path / "base", names, tracker)
+    check = look(ready, Box())["base weights"]
+    assert check.state == PASSED and check.found.startswith(f"{len(names)} of {len(names)} files for TP {sizes[0]} PP {sizes[1]} EP {sizes[2]}")
+
+
+def test_base_weights_of_another_layout(ready, tmp_path):
+    ready["actor_config"]["load"] = str(tmp_path / "base")
+    write_checkpoint(tmp_path / "base", [f"mp_rank_00_{e:03d}" for e in range(8)])
+    checks = look(ready, Box())
+    assert not_passed(checks) == {"base weights": FAILED}
+    assert ("has 8 files, mp_rank_00_000 to mp_rank_00_007; TP 1 PP 1 EP 16 needs 16 files, mp_rank_00_000 to mp_rank_00_015: another layout"
+            in checks["base weights"].found)
+    assert "--target-expert-parallel-size 16" in checks["base weights"].mend
+    write_checkpoint(tmp_path / "more", [f"mp_rank_00_{e:03d}" for e in range(32)])  # all that are needed, and others
+    ready["actor_config"]["load"] = str(tmp_path / "more")
+    assert look(ready, Box())["base weights"].found.endswith("another layout")
+
+
+def test_base_weights_that_are_missing_or_cut(ready):
+    load = Path(ready["actor_config"]["load"])
+    (load / "iter_0000001" / "mp_rank_00_003" / "model_optim_rng.pt").write_bytes(b"PK")
+    check = look(ready, Box())["base weights"]
+    assert check.state == FAILED and "mp_rank_00_003/model_optim_rng.pt is not whole" in check.found
+    (load / "latest_checkpointed_iteration.txt").unlink()
+    check = look(ready, Box())["base weights"]
+    assert check.state == FAILED and "not converted yet" in check.found
+    assert shlex.join(conversion_command(ready)) in check.mend
+
+
+def page_conversions() -> dict[str, list[str]]:
+    """config -> the command that docs/ascend.md gives (tests/upstream/test_configs.py runs them)."""
+    text = (ROOT / "docs" / "ascend.md").read_text().replace("\\\n", " ")
+    return {name: shlex.split(command) for name, command in re.findall(r"^# (grpo_\w+):.*\n(python convert_ckpt.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", page_conversions())
+def test_the_conversion_is_the_guides(name, monkeypatch):
+    monkeypatch.setenv("MODELS", "/models")
+    assert conversion_command(compose(name)) == [word.replace("$MODELS", "/models") for word in page_conversions()[name]]
+
+
+def test_a_conversion_for_tensor_parallel_experts_and_stages(ready):
+    """Whole experts on tensor ranks have an option of their own; at TP 1 convert_ckpt_v2.py refuses it."""
+    assert "--moe-tp-extend-ep" not in conversion_command(ready)
+    ready["actor_config"] |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2,
+                              "num_layer_list": "23,25"}
+    command = " ".join(conversion_command(ready))
+    assert "--moe-tp-extend-ep --target-tensor-parallel-size 4 --target-pipeline-parallel-size 2 --target-expert-parallel-size 2 --num-layer-list 23,25" in command
+    ready["actor_config"]["load"] = None
+    with pytest.raises(ConfigError, match="actor_config.load is not set"):
+        conversion_command(ready)
+
+
+def test_the_family_is_that_of_the_config_json(ready):
+    """Of the Megatron arguments only while there is none."""
+    file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
+    file.write_text(json.dumps({**QWEN3_MOE, "model_type": "llama"}))
+    with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'llama'"):
+        conversion_command(ready)
+    file.unlink()
+    assert "qwen3-moe" in conversion_command(ready)
+
+
+# ---- other engines ----
+
+def test_emulated_npus(ready):
+    checks = look({**ready, "emulate_npu": True}, Box(smi=None, davinci=0, acl=None, environment={}, logical_cpus=2, hangs=("ray", "npu")))
+    assert not_passed(checks) == dict.fromkeys(["ranks", "ports", "jemalloc", "CANN's paths"], SKIPPED)
+
+
+def test_a_rehearsal(ready):
+    """Of a config for NPUs: its layout and its data count, the model and the weights are its own."""
+    raw = {**ready, "engine": "local", "rehearsal": {"enabled": True}}
+    box = Box(smi=None, davinci=0, acl=None, environment={}, packages={}, findings=[], hangs=("ray", "npu"))
+    checks = look(raw, box)
+    assert {check.state for check in checks.values()} == {PASSED, SKIPPED}
+    assert checks["layout"].state == checks["training rows"].state == PASSED
+    raw["actor_config"]["expert_model_parallel_size"] = 3
+    assert FAILED in {check.state for check in look(raw, box).values() if check.group == "config"}
+
+
+def test_the_local_engine(tmp_path):
+    raw = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}", f"gsm8k.test_file={tmp_path}/no.parquet"])
+    checks = look(raw, Box(smi=None, davinci=0, acl=None, environment={}, packages={}, findings=[], hangs=("ray", "npu")))
+    assert {name for name, state in not_passed(checks).items() if state == FAILED} >= {"config.json", "test rows"}
+    assert checks["ranks"].state == checks["base weights"].state == checks["layout"].state == SKIPPED
+
+
+# ---- the parser, the table, the command ----
+
+def test_npu_smi_of_a_910c():
+    found = dies(npu_smi(16, health={3: "Alarm"}, used={15: 31877}))
+    assert [(die.card, die.chip) for die in found] == [(i // 2, i % 2) for i in range(16)]
+    assert [die.health for die in found] == ["OK"] * 3 + ["Alarm"] + ["OK"] * 12
+    assert (found[15].used, found[15].total) == (31877, 65536)
+
+
+def test_npu_smi_of_a_910b():
+    table = HEAD.replace("Chip  Phy-ID", "Chip        ") + """\
+| 0     910B2               | OK            | 96.4        37                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3397 / 65536         |
++===========================+===============+====================================================+
+""" + TAIL
+    assert [asdict(die) for die in dies(table)] == [dict(card=0, chip=0, health="OK", used=3397, total=65536)]
+    assert dies("nothing of the kind") == dies("") == []
+
+
+PLAYED = {  # docs/preflight.md shows these
+    "A list of twelve": Box(environment={**Box().environment, "ASCEND_RT_VISIBLE_DEVICES": TWELVE}),
+    "A container with twelve device nodes": Box(davinci=12, acl=12),
+    "A Ray that was started with another environment": Box(
+        ray=cluster(12), raylets=[Process(4242, {"ASCEND_RT_VISIBLE_DEVICES": TWELVE})]),
+    "A die that does not come up": Box(acl=15),
+}
+
+
+def played(box: Box, monkeypatch) -> str:
+    """The NPUs' part of the table on that box, as it is printed where the output is no terminal."""
+    from rich.console import Console
+
+    monkeypatch.setenv("MODELS", "/data/models")
+    console = Console(file=io.StringIO(), width=110)
+    print_table([check for check in preflight(compose(NAME), NAME, box) if check.group == "NPUs"], f"Preflight of {NAME}", console)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("title", PLAYED)
+def test_the_page_shows_what_is_printed(title, monkeypatch):
+    page = (ROOT / "docs" / "preflight.md").read_text()
+    assert f"**{title}**" in page and played(PLAYED[title], monkeypatch) in page
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    spec = importlib.util.spec_from_file_location("preflight_tool", ROOT / "tools" / "preflight.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+
+    def call(box, *arguments: str) -> int:
+        monkeypatch.setattr(loaded, "Machine", lambda: box)
+        monkeypatch.setattr(sys, "argv", ["preflight.py", *arguments])
+        return loaded.main()
+    return call
+
+
+def test_exit_status(ready, tool, tmp_path, capsys):
+    arguments = ("--config-name", NAME, f"run.root={tmp_path / 'runs'}")
+    assert tool(Box(), *arguments) == 0
+    assert tool(Box(limit=1024), *arguments) == 0  # a warning is none
+    assert tool(Box(acl=15), *arguments) == 1
+    for wrong in (("--config-name", "grpo_qwen3_30b_a3b_gsm8k_16np"), ("--config-name", NAME, "no_such.key=1"), (), ("--config-name", NAME, "--nodes", "0")):
+        with pytest.raises(SystemExit) as refused:
+            tool(Box(), *wrong)
+        assert refused.value.code == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_the_table(ready, tool, capsys):
+    assert tool(Box(acl=15), "--config-name", NAME) == 1
+    output = capsys.readouterr().out
+    for group in GROUPS:
+        assert re.search(rf"^│ {group} ", output, re.MULTILINE)
+    assert "No NPU here" not in output and output.rstrip().splitlines()[-1].startswith("2 failed, 1 warning, ")
+    assert {len(line) for line in output.splitlines() if line.startswith(("┏", "│", "└"))} == {110}
+    numbers = re.findall(r"(?:failed|warning) \[(\d+)\]", output)
+    assert numbers and numbers == re.findall(r"^\[(\d+)\] ", output, re.MULTILINE)
+    assert tool(Box(smi=None, davinci=0, acl=None), "--config-name", NAME) == 1
+    assert capsys.readouterr().out.startswith("No NPU here")
+
+
+def test_a_command_to_type_is_one_line(ready, tool, capsys):
+    (Path(ready["actor_config"]["load"]) / "latest_checkpointed_iteration.txt").unlink()
+    tool(Box(), "--config-name", NAME)
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion_command(ready))}" in capsys.readouterr().out
+
+
+def test_json(ready, tool, capsys):
+    tool(Box(acl=15), "--config-name", NAME, "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert told["config"] == NAME and told["summary"].startswith("2 failed")
+    assert next(check for check in told["checks"] if check["state"] == FAILED)["name"] == "ranks"
+    assert set(told["checks"][0]) == {"name", "state", "found", "mend", "group"}
+
+
+def test_a_check_that_breaks_is_a_failed_line(ready):
+    def broken(_):
+        raise RuntimeError("no such thing")
+
+    box = Box()
+    box.port_free = broken
+    checks = {check.name: check for check in preflight(ready, NAME, box)}
+    assert checks["ports"].state == FAILED and "could not be checked: RuntimeError: no such thing" in checks["ports"].found
+    assert checks["base weights"].state == PASSED
+
+
+# ---- the real machine ----
+
+def test_the_tool_on_this_machine(ready):
+    """A process of its own, in a Python that has imported nothing: no torch is imported, and it ends whatever this machine lacks."""
+    program = "import runpy, sys\nsys.argv = sys.argv[1:]\ntry:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program, str(ROOT / "tools" / "preflight.py"), "--config-name", NAME, "--json"], check=False,
+                          capture_output=True, text=True, timeout=120)
+    told = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == (1 if any(check["state"] == FAILED for check in told.values()) else 0), done.stderr
+    assert "Assertion" not in done.stderr
+    assert told["rotary base"]["state"] == told["test rows"]["state"] == told["base weights"]["state"] == PASSED
+    assert not any("could not be checked" in check["found"] for check in told.values())
+
+
+def test_the_fake_answers_what_the_machine_answers():
+    public = {name for name in dir(Machine) if not name.startswith("_")}
+    assert public <= set(dir(Box()))
+
+
+def test_this_machine(tmp_path):
+    machine = Machine()
+    assert machine.run([sys.executable, "-c", "print('yes')"]) == "yes\n"
+    assert 1 <= machine.cpus() <= os.cpu_count()
+    assert machine.open_files() > 0 and machine.python_version == sys.version_info[:2]
+    assert 0 < machine.disk_free(tmp_path / "not" / "made" / "yet") == pytest.approx(machine.disk_free(tmp_path), rel=0.1)
+    assert machine.version("pytest") == pytest.__version__ and machine.version("no-such-package") is None
+    assert machine.importable("json") and not machine.importable("no_such_module")
+    (tmp_path / "file").write_text("text")
+    assert machine.glob(f"{tmp_path}/fi*") == [f"{tmp_path}/file"] and machine.read(f"{tmp_path}/file") == "text" and machine.read("/no/such") is None
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert not machine.port_free(port)
+    assert machine.port_free(port)
+    assert len(machine.upstream()) == len(CONTRACT)
+
+
+def test_processes_of_this_machine():
+    process = subprocess.Popen(["tail", "-f", "/dev/null"], env={"A_NAME": "of ours"})
+    try:
+        found = {each.pid: each.environment for each in Machine().processes("tail")}
+        assert found[process.pid] == {"A_NAME": "of ours"}
+    finally:
+        process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and still is in the table of processes
+    assert psutil.pid_exists(process.pid) and process.pid not in {each.pid for each in Machine().processes("tail")}
+    process.wait()
+
+
+def test_a_real_ray_of_twelve(monkeypatch):
+    """Its raylet still has the list that it was started with."""
+    import ray
+
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", TWELVE)
+    ray.init(address="local", num_cpus=3, resources={"NPU": 12}, include_dashboard=False, logging_level="ERROR")
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+        monkeypatch.setattr(Machine, "importable", lambda self, name: False)
+        seen = see_npus(Machine())
+    finally:
+        ray.shutdown()
+    assert (seen.ray["resources"]["NPU"], seen.ray["resources"]["CPU"], seen.ray["nodes"]) == (12, 3, 1)
+    assert any(line.endswith(f"was started with ASCEND_RT_VISIBLE_DEVICES={TWELVE}") for line in seen.stale)
+
+
+def test_acl_is_asked(tmp_path):
+    """The emulation's acl in CANN's place."""
+    environment = {**os.environ, **emulation.environment(16)}
+    assert Machine().run([sys.executable, "-c", CANN_PROBE], environment=environment).splitlines()[-1] == "devices 16"
+    (tmp_path / "acl.py").write_text("class rt:\n    get_device_count = staticmethod(lambda: (0, 507033))\n")
+    with pytest.raises(ProbeError, match="gives error 507033"):
+        Machine().run([sys.executable, "-c", CANN_PROBE], environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+
+
+def test_a_command_that_hangs_is_cut(tmp_path):
+    """With the process that it started and that keeps its output open."""
+    program = f"sleep 600 & echo $! > {tmp_path}/child; wait"
+    with pytest.raises(ProbeError, match="sh: no answer within 0.5 s"):
+        Machine().run(["sh", "-c", program], timeout=0.5)
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int((tmp_path / "child").read_text()))
+        psutil.wait_procs([child], timeout=10)
+        state = child.status()
+        child.kill()
+        assert state == psutil.STATUS_ZOMBIE  # it has ended, and nobody has waited for it
+
+
+def test_a_command_that_fails_says_why():
+    with pytest.raises(ProbeError, match="sh: exit 3: the reason"):
+        Machine().run(["sh", "-c", "echo the reason >&2; exit 3"])
+    with pytest.raises(ProbeError, match="no-such-command is not installed here"):
+        Machine().run(["no-such-command"])

@@ -1,0 +1,121 @@
+"""A rehearsal keeps what a layout divides, catches what is wrong with a config, and runs from the command line."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.config import CONFIGS, ConfigError, Reader, compose
+from mindspeed_qerl.layout.plan import read_plan
+from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.shapes import read_shape
+from mindspeed_qerl.local import settings as local
+from mindspeed_qerl.rehearsal import prepare
+from mindspeed_qerl.rehearsal.model import narrow
+from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
+
+ROOT = Path(__file__).parents[2]
+NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
+FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Where the configs look for models (none) and data (word problems in GSM8K's form)."""
+    from mindspeed_qerl.gsm8k.convert import convert
+    from mindspeed_qerl.gsm8k.word_problems import make_problems, split_pairs, write_problems
+
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "raw").mkdir()
+    training, held_out = split_pairs(0.15, 0)
+    write_problems(folder / "raw" / "train.jsonl", make_problems(training, 400, 1))
+    write_problems(folder / "raw" / "test.jsonl", make_problems(held_out, 20, 2))
+    convert(folder / "raw", folder / "gsm8k")
+    return folder
+
+
+@pytest.fixture
+def composed(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA", str(data))
+    monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
+    return lambda name, *overrides: compose(name, [*FEW, f"rehearsal.models={tmp_path}/models", *overrides])
+
+
+@pytest.mark.parametrize("name", NPU_CONFIGS)
+def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
+    raw = composed(name)
+    before = plan_to_rehearse(raw, Reader(raw))
+    prepared = prepare(raw)
+    config = local.check(prepared)
+    kept = ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob", "tie_word_embeddings",
+            "model_type", "rope_theta")
+    assert {key: getattr(config.shape, key) for key in kept} == {key: getattr(before.shape, key) for key in kept}
+    assert config.shape.num_hidden_layers == 6
+    layout = before.layout
+    assert (config.layout.world, config.layout.tp, config.layout.pp, config.layout.ep) == (layout.world, layout.tp, layout.pp, layout.ep)
+    assert (config.global_batch_size, config.mini_batch_size, config.samples_per_prompt, config.micro_batch_size) == (
+        before.batch.global_batch_size, before.batch.mini_batch_size, before.batch.samples_per_prompt, before.batch.micro_batch_size)
+    assert (config.lora_r, config.lora_alpha, config.lora_targets) == (32, 64, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    assert (config.aqn.sigma_start, config.aqn.sigma_end, config.aqn.targets) == (0.05, 0.0005, "auto")
+    schedule = config.aqn.noise_schedule(config.train_iters)
+    assert schedule.sigma(config.train_iters - 1) > 0, "the last step has noise"
+    shape = read_shape(config.model_dir)
+    assert broken(replace(read_plan(prepared, shape), shape=shape, padded_vocab_size=shape.vocab_size)) == [], "the narrow model obeys every rule"
+
+
+def test_a_narrow_model_divides_as_the_real_one(composed):
+    """Widths may be shared by any ranks that share the heads: TP 4 with infer TP 2 here."""
+    plan = plan_to_rehearse(raw := composed("grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4"), Reader(raw))
+    shape = narrow(plan.shape, plan.layout)
+    assert shape.num_hidden_layers == 48 and shape.head_dim == 32 and shape.vocab_size % 4 == 0
+    assert shape.hidden_size < 100 and shape.moe_intermediate_size == 32
+
+
+def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
+    raw = composed("grpo_qwen3_30b_a3b_gsm8k_16npu", "actor_config.expert_model_parallel_size=6", "rl_config.verifier_function=[gsm8]",
+                   "rehearsal.steps=0")
+    raw["megatron_training"]["lora_target_modules"] = ["linear_qvk"]
+    raw["gsm8k"]["train_file"] = "nowhere.parquet"
+    with pytest.raises(ConfigError) as error:
+        prepare(raw)
+    message = str(error.value)
+    for fault in ("experts_by_training_ranks", "did you mean 'gsm8k'", "did you mean 'linear_qkv'", "rehearsal.steps = 0", "nowhere.parquet"):
+        assert fault in message, message
+    assert not (tmp_path / "models").exists()
+
+
+def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):
+    with pytest.raises(ConfigError, match="needs emulate_npu=true; or engine=local"):
+        prepare(composed("grpo_qwen25_7b_gsm8k_8npu", "engine=mindspeed_rl"))
+
+
+def test_layers_that_no_stage_could_have(composed):
+    with pytest.raises(ConfigError, match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3"):
+        prepare(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4"))
+
+
+def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch):
+    """Two stages of two tensor parallel ranks, with experts spread over them."""
+    monkeypatch.setenv("DATA", str(data))
+    monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
+    command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", *FEW,
+               "rl_config.actor_resource.num_npus=4", "actor_config.tensor_model_parallel_size=2", "actor_config.pipeline_model_parallel_size=2",
+               "generate_config.infer_tensor_parallel_size=2", "megatron_training.global_batch_size=16", "rl_config.mini_batch_size=8",
+               "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
+    text = (run / "rehearsal.md").read_text()
+    assert text in done.stdout
+    for line in ("4 processes ran it: TP 2 x PP 2 x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 of 128 experts, 1 layers here (24 there).",
+                 "16 prompts x 8 answers a step, 128 on each of 1 data-parallel ranks in micro-batches of 4, 2 update(s) a step; 2 steps.",
+                 "Every LoRA target reached the rollout engine: ", "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
+                 "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
+        assert line in text, text
+    facts = json.loads((run / "facts.json").read_text())
+    assert {target: count["modules"] for target, count in facts["lora"].items()} == {
+        "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 256, "linear_fc2": 256}
+    assert facts["peak_memory_gib"] > 1

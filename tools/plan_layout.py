@@ -1,0 +1,165 @@
+"""Which parallel layouts exist for a model on a number of NPUs, or whether one that you have in mind does.
+
+Asks every rule of MindSpeed-RL, Megatron, MindSpeed and vLLM about training, rollout and batch together, and adds up what the fullest
+NPU must hold. Nothing is started, no NPU and no model weights are needed. Memory is an estimate from sizes, never measured on an NPU.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mindspeed_qerl.config import ConfigError, compose, unknown
+from mindspeed_qerl.layout import planner, show
+from mindspeed_qerl.layout.memory import Settings, read_settings
+from mindspeed_qerl.layout.plan import Batch, Layout, Plan, read_plan, shape_of_model
+from mindspeed_qerl.layout.rules import RULES, broken
+from mindspeed_qerl.layout.shapes import SHAPES, ModelShape, read_shape
+
+PICTURES = (".png", ".pdf", ".svg")
+PLOTTED = 5  # layouts that a picture has room for
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists; 2 wrong arguments
+
+examples:
+  python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16
+  python tools/plan_layout.py --model /models/Qwen3-30B-A3B --ranks 16 --ranks-per-node 8 --top 20 --plot layouts.png
+  python tools/plan_layout.py --model qwen3_30b_a3b --ranks 12 --check tp=3,ep=4,infer_tp=6,infer_ep=2
+  python tools/plan_layout.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu actor_config.expert_model_parallel_size=8
+"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face model")
+    parser.add_argument("--ranks", type=int, help="NPUs: dies, a 910C has two")
+    parser.add_argument("--ranks-per-node", type=int, default=16, help="NPUs of one node (default: 16)")
+    parser.add_argument("--check", metavar="KEY=SIZE,...", help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
+                        "out are 1, inference sizes left out are chosen, and so is the batch")
+    parser.add_argument("--config-name", metavar="NAME", help="judge a config of configs/, with the overrides that follow")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the config")
+    parser.add_argument("--top", type=int, default=10, help="how many layouts to list (default: 10)")
+    parser.add_argument("--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the memory as stacked bars")
+    parser.add_argument("--json", action="store_true", help="print JSON (bytes) instead of tables")
+    return parser
+
+
+def main() -> int:
+    parser = arguments()
+    args = parser.parse_intermixed_args()
+    try:
+        check_arguments(args)
+        if args.config_name:
+            raw = compose(args.config_name, args.overrides)
+            plan = read_plan(raw, shape_of_model(raw), args.ranks_per_node)
+            return judge(args, plan, replace(read_settings(raw), memory_gb=args.memory_gb), planner.CHANGEABLE)
+        shape = read_shape(args.model)
+        if args.check is not None:
+            sizes = checked_sizes(args)
+            typed = [name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")]
+            plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=args.ranks_per_node, **sizes), sizes)
+            return judge(args, plan, None, typed)
+        return list_layouts(args, shape)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """ConfigError for options that contradict each other or are out of range."""
+    if args.config_name and (args.model or args.ranks or args.check is not None):
+        raise ConfigError("--config-name has its own model, ranks and layout; change them with overrides such as "
+                          "rl_config.actor_resource.num_npus=12")
+    if not args.config_name and (args.overrides or not args.model or not args.ranks):
+        raise ConfigError(f"{args.overrides[0]!r} is an override of a config: give --config-name" if args.overrides
+                          else "--model and --ranks are needed, or --config-name; see --help")
+    for name in ("ranks", "ranks_per_node", "top", "memory_gb"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
+    if args.plot and (args.plot.suffix not in PICTURES or not args.plot.parent.is_dir()):
+        raise ConfigError(f"--plot {args.plot} must be a file in an existing folder and end in {', '.join(PICTURES)}")
+
+
+def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes of --check; ConfigError for what is no KEY=SIZE."""
+    sizes = {}
+    for part in filter(None, args.check.replace(" ", "").split(",")):
+        key, _, size = part.partition("=")
+        if key not in planner.CHANGEABLE:
+            raise ConfigError(unknown("key in --check:", key, planner.CHANGEABLE))
+        if not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"--check {key}={size}: the size must be a whole number of at least 1")
+        sizes[key] = int(size)
+    return sizes
+
+
+def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: list[str]) -> int:
+    """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were typed."""
+    faults = broken(plan)
+    asked = plan if args.config_name else replace(plan, batch=Batch())  # --check has no batch of its own
+    near = planner.nearest(asked, settings=settings, names=typed) if faults else []
+    changes = [planner.changes(plan, other, typed, batch=bool(args.config_name)) for other in near]
+    if not faults:
+        _, settings, memory = planner.with_memory(plan, settings, args.memory_gb)
+    if args.json:
+        print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
+                          "broken": [vars(fault) for fault in faults], "memory": None if faults else show.memory_dict(memory),
+                          "gpu_memory_utilization": None if faults else settings.gpu_memory_utilization,
+                          "nearest": [{**show.plan_dict(other), "changes": change} for other, change in zip(near, changes)]}, indent=1))
+    else:
+        console = show.console()
+        console.print(show.model_line(plan.shape), highlight=False)
+        console.print(show.layout_line(plan), highlight=False)
+        if faults:
+            console.print(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken", highlight=False)
+            console.print(show.faults_table(faults))
+            console.print("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.", highlight=False)
+            for other, change in zip(near, changes):
+                console.print(f"  {', '.join(change)}\n    {show.layout_line(other)}; {show.batch_line(other)}", highlight=False)
+        else:
+            chosen = "" if args.config_name else " (the number of prompts nearest to 64 that divides)"
+            console.print(show.batch_line(plan) + chosen, highlight=False)
+            console.print(f"[bold green]legal[/], all {len(RULES)} rules hold. {show.DISCLAIMER}", highlight=False)
+            show.print_memory(console, memory)
+            for reason in planner.reasons(plan, memory):
+                console.print(f"- {reason}", highlight=False)
+    if args.plot and not faults:
+        show.plot_memory({show.label(plan): memory}, f"{plan.shape.name} on {plan.layout.world} ranks", args.plot)
+    return 1 if faults else 0
+
+
+def list_layouts(args: argparse.Namespace, shape: ModelShape) -> int:
+    """List the layouts that exist; if there is none, say what refuses them."""
+    ranked = planner.legal_layouts(shape, args.ranks, args.ranks_per_node, memory_gb=args.memory_gb)
+    best = ranked[:args.top]
+    why = [] if ranked else planner.why_none(shape, args.ranks, args.ranks_per_node)
+    others = [] if ranked else planner.other_worlds(shape, args.ranks, args.ranks_per_node)
+    if args.json:
+        print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "existing": len(ranked),
+                          "layouts": [show.ranked_dict(entry) for entry in best],
+                          "refused": [{"message": message, "candidates": number} for message, number in why], "other_ranks": others}, indent=1))
+    else:
+        console = show.console()
+        console.print(show.model_line(shape), highlight=False)
+        if ranked:
+            fitting = sum(entry.memory.fits for entry in ranked)
+            console.print(f"{args.ranks} ranks, {min(args.ranks, args.ranks_per_node)} a node: {len(ranked)} training layouts are legal, {fitting} "
+                          f"fit into {args.memory_gb:g} GB. The best {len(best)}, each with its best inference layout.", highlight=False)
+            console.print(show.layouts_table(best))
+            console.print(show.LEGEND, highlight=False, style="dim")
+        else:
+            console.print(f"[bold red]No layout exists[/] for {args.ranks} ranks, {min(args.ranks, args.ranks_per_node)} a node. What refuses every "
+                          "division of them by TP, PP and EP:", highlight=False)
+            for message, number in why[:8]:
+                console.print(f"  {message}", highlight=False)
+            if others:
+                console.print(f"Layouts exist for {' and for '.join(map(str, others))} ranks.", highlight=False)
+    if args.plot and best:
+        show.plot_memory({show.label(entry.plan): entry.memory for entry in best[:PLOTTED]},
+                         f"{shape.name} on {args.ranks} ranks", args.plot)
+    return 0 if ranked else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
