@@ -13,9 +13,9 @@ import sys
 from dataclasses import asdict
 
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.ascend.machine import Machine
-from mindspeed_qerl.ascend.preflight import FAILED, headline, preflight, print_table
 from mindspeed_qerl.config import ConfigError, compose
+from mindspeed_qerl.preflight import FAILED, headline, preflight, print_table
+from mindspeed_qerl.preflight.machine import Machine
 
 WIDTH = 110  # columns, where the output is no terminal
 

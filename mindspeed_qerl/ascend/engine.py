@@ -18,38 +18,16 @@ from typing import Any
 
 import ray
 
+from mindspeed_qerl import private_ray
 from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, installed_roots, require
-from mindspeed_qerl.ascend.settings import Settings
+from mindspeed_qerl.ascend.convert import TRACKER
+from mindspeed_qerl.ascend.settings import Settings, needed_cpus, npu_environment
 from mindspeed_qerl.config import EngineError
 from mindspeed_qerl.gsm8k.task import Task, score_answers
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 
-# For every process, unless the shell says otherwise. MindSpeed-RL configs/envs/runtime_env.yaml, and what 910C boxes need besides.
-NPU_ENVIRONMENT = {
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "true",  # a worker sees all dies; set_device takes the Ray id (base_worker.py:89)
-    "TOKENIZERS_PARALLELISM": "true",
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-    "HCCL_CONNECT_TIMEOUT": "1800",  # s
-    "HCCL_EXEC_TIMEOUT": "3600",  # s
-    "HCCL_IF_BASE_PORT": "12345",
-    "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE",
-    "HCCL_WHITELIST_DISABLE": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "USING_LCCL_COM": "0",
-    "LCAL_COMM_ID": "127.0.0.1:27001",
-    "VLLM_USE_V1": "1",
-    "VLLM_VERSION": "0.11.0",
-    "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": "1",
-    "VLLM_ASCEND_ACL_OP_INIT_MODE": "0",
-    "VLLM_ASCEND_ENABLE_NZ": "0",  # weights in FRACTAL_NZ cannot be updated
-    "TASK_QUEUE_ENABLE": "2",
-    "CPU_AFFINITY_CONF": "1",
-    "IS_MULTIMODAL": "False",
-    "HYDRA_FULL_ERROR": "1",
-}
-TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
 OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
 
@@ -61,7 +39,7 @@ def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progres
         ConfigError: the data does not fit the model.
     """
     progress.phase("checking upstream")
-    environment = {name: os.environ.get(name, value) for name, value in NPU_ENVIRONMENT.items()}
+    environment = {name: os.environ.get(name, value) for name, value in npu_environment().items()}
     environment |= {"VLLM_DP_SIZE": str(settings.vllm_dp_size), "HCCL_BUFFSIZE": str(settings.hccl_buffer_mib)}
     if settings.emulate_npu:
         environment |= _emulate(settings)
@@ -123,23 +101,18 @@ def start_ray(settings: Settings, environment: dict[str, str]) -> None:
     """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
     # Ray's agents outlive a killed driver by the second, not by 60 s.
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5", RAY_BACKEND_LOG_LEVEL="fatal")
-    options = dict(runtime_env={"env_vars": environment}, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    runtime_env = {"env_vars": environment}
     if settings.emulate_npu:
-        ray.init(address="local", num_cpus=needed_cpus(settings), resources={"NPU": settings.npus}, **options)
+        private_ray.start(runtime_env=runtime_env, num_cpus=_needed_cpus(settings), resources={"NPU": settings.npus})
         return
     try:
-        ray.init(address="auto", runtime_env=options["runtime_env"], log_to_driver=False, logging_level="ERROR")
+        ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False, logging_level="ERROR")
     except ConnectionError:
-        ray.init(address="local", **options)
+        private_ray.start(runtime_env=runtime_env)
 
 
-TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
-
-
-def needed_cpus(settings: Settings) -> int:
-    """Logical CPUs that upstream reserves: a bundle per NPU (launcher.py:90-104), the reward process (cli/train_grpo.py:155), the task
-    that computes advantages, and the transfer dock."""
-    return settings.npus * settings.cpus_per_npu + 2 * settings.cpus_for_tasks + TRANSFER_DOCK_CPUS
+def _needed_cpus(settings: Settings) -> int:
+    return needed_cpus(settings.npus, settings.cpus_per_npu, settings.cpus_for_tasks)
 
 
 def check_resources(settings: Settings) -> None:
@@ -152,12 +125,13 @@ def check_resources(settings: Settings) -> None:
             f"ASCEND_RT_VISIBLE_DEVICES names fewer (it is {os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} here), the container maps fewer "
             "/dev/davinci*, or `ray start` ran with other --resources. Unset it, map davinci0-15, then: ray stop; ray start --head "
             f"--resources='{{\"NPU\": {settings.npus}}}'; or ask for {npus}.")
-    if cpus < needed_cpus(settings):
-        most = (cpus - needed_cpus(settings) + settings.npus * settings.cpus_per_npu) // settings.npus
+    need = _needed_cpus(settings)
+    if cpus < need:
+        most = (cpus - need + settings.npus * settings.cpus_per_npu) // settings.npus
         raise EngineError(
             f"{settings.npus} NPUs x rl_config.num_cpus_for_placement_group = {settings.cpus_per_npu}, and the reward process, the "
-            f"advantage task and the transfer dock, need {needed_cpus(settings)} CPUs; Ray has {cpus}. They are places, not threads: "
-            f"set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with --num-cpus={needed_cpus(settings)}.")
+            f"advantage task and the transfer dock, need {need} CPUs; Ray has {cpus}. They are places, not threads: "
+            f"set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with --num-cpus={need}.")
 
 
 def load_upstream(settings: Settings, observer: "RunObserver") -> ModuleType:

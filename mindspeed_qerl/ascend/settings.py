@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.config import (
+    CONFIGS,
     AQNConfig,
     ConfigError,
     EvalConfig,
@@ -112,6 +113,22 @@ class Settings:
     @property
     def worker(self) -> WorkerSettings:
         return WorkerSettings(seed=self.seed, aqn=self.aqn)
+
+
+TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
+
+
+def needed_cpus(npus: int, cpus_per_npu: int, cpus_for_tasks: int) -> int:
+    """Logical CPUs that upstream reserves: a bundle per NPU (launcher.py:90-104), the reward process (cli/train_grpo.py:155), the task
+    that computes advantages, and the transfer dock."""
+    return npus * cpus_per_npu + 2 * cpus_for_tasks + TRANSFER_DOCK_CPUS
+
+
+def npu_environment() -> dict[str, str]:
+    """The variables of configs/envs/runtime_env.yaml: for every process on NPUs, unless the shell says otherwise."""
+    import yaml
+
+    return yaml.safe_load((CONFIGS / "envs" / "runtime_env.yaml").read_text(encoding="utf-8"))["env_vars"]
 
 
 def check(raw: Mapping[str, Any]) -> Settings:

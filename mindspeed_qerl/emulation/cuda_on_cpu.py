@@ -3,7 +3,7 @@
 megatron-core 0.12 asks for a current device (router.py:64, layers.py:499), a side stream (token_dispatcher.py:327,678),
 splits as numpy arrays once they "left the GPU" (moe_utils.py:748), a synchronisation after point-to-point messages
 (p2p_communication.py:106), a zero on the GPU (schedules.py:1828) and, under sequence parallelism, a random state for dropout, which is 0
-here (language_model_embedding.py:138). Nothing else is emulated: an operation that would really need a GPU
+here (language_model_embedding.py:138; random.py:406, for layers that are computed again). Nothing else is emulated: an operation that would really need a GPU
 still raises.
 """
 
@@ -44,10 +44,12 @@ def install() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    random._get_all_rng_states, random._set_all_rng_states = lambda: (), lambda: None
+    random._fork_rng = contextlib.nullcontext
 
     moe_utils.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu

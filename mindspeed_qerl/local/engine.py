@@ -16,6 +16,7 @@ import numpy as np
 import ray
 import torch
 
+from mindspeed_qerl import private_ray
 from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.gsm8k.task import Task, score_answers
 from mindspeed_qerl.gsm8k.verifier import get_verifier
@@ -60,7 +61,7 @@ class LocalEngine:
         logs.mkdir()
         self.rendezvous = logs.resolve() / "rendezvous"
         world = config.layout.world
-        ray.init(address="local", num_cpus=world + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        private_ray.start(num_cpus=world + 1)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
         cores = len(os.sched_getaffinity(0))
         # Ranks and rollouts take turns: threads that wait by spinning would hold the cores of those whose turn it is.

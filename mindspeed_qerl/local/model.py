@@ -66,11 +66,14 @@ class RankModel:
     experts: range
 
 
-def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout) -> RankModel:
+def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int = 0) -> RankModel:
     """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be that of `layout`.
 
     Experts are spread over tensor x expert parallel ranks, whole, as MindSpeed does with moe_tp_extend_ep: for megatron-core that is an
     expert parallel size of TP x EP and an expert tensor parallel size of 1.
+
+    Args:
+        recompute_layers: this many layers of the stage keep their input only, and are computed again for their gradient.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -108,6 +111,9 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout) -> Ra
         activation_func=nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
+        recompute_granularity="full" if recompute_layers else None,
+        recompute_method="block" if recompute_layers else None,
+        recompute_num_layers=min(recompute_layers, len(layers)) or None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -139,6 +145,8 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout) -> Ra
         rotary_base=config.rope_parameters["rope_theta"],
         parallel_output=True,
     ).to(dtype)
+    if recompute_layers and first:  # a layer that is computed again passes a gradient on only to an input that asks for one
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     table = mappings(shape, layers, experts, first, last)
     load_weights(model, table, Checkpoint(model_dir), tp_rank, layout.tp)
     return RankModel(model, table, layers, experts)

@@ -47,7 +47,7 @@ class TrainRank:
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.owns_dense = parallel_state.get_data_parallel_rank() == 0
         self.owns_experts = parallel_state.get_expert_data_parallel_rank() == 0
-        part = build_model(config.model_dir, DTYPES[config.dtype], layout)
+        part = build_model(config.model_dir, DTYPES[config.dtype], layout, config.recompute_layers)
         self.model = part.model
         self.table = {mapping.megatron: mapping for mapping in part.table}
         apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, part.layers.start, part.experts.start,

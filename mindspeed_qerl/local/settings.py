@@ -59,6 +59,7 @@ class RunConfig:
     global_batch_size: int
     mini_batch_size: int
     micro_batch_size: int
+    recompute_layers: int  # of each pipeline stage, computed again for their gradient instead of kept; 0: none
     samples_per_prompt: int
     epochs: int
     max_prompt_length: int
@@ -145,6 +146,14 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         for rule in broken(plan, LAYOUT_RULES):
             reader.fault(f"{rule.message} ({rule.rule}, docs/layouts.md)")
 
+    recompute_layers = 0
+    if granularity := get("megatron_training", "recompute_granularity", None, (str,)):
+        method = get("megatron_training", "recompute_method", None, (str,))
+        if (granularity, method) != ("full", "block"):
+            reader.fault(f"megatron_training.recompute_granularity = {granularity!r} with recompute_method = {method!r}: the local engine has "
+                         "'full' with 'block'")
+        recompute_layers = get("megatron_training", "recompute_num_layers", 1, low=1, required=True)
+
     for key, only in (("adv_estimator", "group_norm"), ("kl_penalty", "low_var_kl")):
         if get("rl_config", key, only, (str,)) != only:
             reader.fault(f"rl_config.{key} = {raw['rl_config'][key]!r}: the local engine has {only!r}")
@@ -206,7 +215,7 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     result = dict(
         model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1, low=0), shape=shape, layout=layout,
         train_iters=train_iters, global_batch_size=batch, mini_batch_size=mini_batch,
-        micro_batch_size=get("actor_config", "micro_batch_size", 1, low=1), samples_per_prompt=samples,
+        micro_batch_size=get("actor_config", "micro_batch_size", 1, low=1), recompute_layers=recompute_layers, samples_per_prompt=samples,
         epochs=get("rl_config", "epochs", 1, low=1), max_prompt_length=max_prompt, max_model_len=max_model_len,
         max_num_seqs=get("generate_config", "max_num_seqs", 256, low=1),
         lr=lr, min_lr=min_lr,

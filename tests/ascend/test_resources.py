@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mindspeed_qerl.ascend.engine import check_resources, needed_cpus
+from mindspeed_qerl.ascend.engine import check_resources
+from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.config import EngineError
 
 
@@ -30,7 +31,7 @@ def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
 
 def test_too_few_cpus_for_the_placement(cluster):
     cluster(npus=16, cpus=128)  # 16 x 8: upstream's bundles take them all, and its transfer dock waits for 10 more
-    assert needed_cpus(asked(16, 8)) == 128 + 2 + 10
+    assert needed_cpus(16, 8, 1) == 128 + 2 + 10
     with pytest.raises(EngineError, match=r"need 140 CPUs; Ray has 128\. .*num_cpus_for_placement_group=7, or start Ray with --num-cpus=140"):
         check_resources(asked(16, 8))
     check_resources(asked(16, 7))

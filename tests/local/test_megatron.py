@@ -20,19 +20,20 @@ from .conftest import FAMILIES, make_model, raw_config
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
 ONE = "one rank"
-LAYOUTS = {  # name: (ranks, tensor, pipeline, expert parallel size, sequence parallel)
-    ONE: (1, 1, 1, 1, False),
-    "DP 2": (2, 1, 1, 1, False),
-    "EP 2": (2, 1, 1, 2, False),
-    "TP 2": (2, 2, 1, 1, False),
-    "TP 2, sequence parallel": (2, 2, 1, 1, True),
-    "PP 2": (2, 1, 2, 1, False),
-    "TP 2, EP 2": (4, 2, 1, 2, False),
-    "TP 2, PP 2, EP 2": (8, 2, 2, 2, False),
+LAYOUTS = {  # name: (ranks, tensor, pipeline, expert parallel size, sequence parallel, layers computed again for their gradient)
+    ONE: (1, 1, 1, 1, False, 0),
+    "DP 2": (2, 1, 1, 1, False, 1),
+    "EP 2": (2, 1, 1, 2, False, 0),
+    "TP 2": (2, 2, 1, 1, False, 0),
+    "TP 2, sequence parallel": (2, 2, 1, 1, True, 0),
+    "PP 2": (2, 1, 2, 1, False, 0),
+    "TP 2, EP 2": (4, 2, 1, 2, False, 0),
+    "TP 2, PP 2, EP 2": (8, 2, 2, 2, False, 2),
 }
-CASES = [(layout, family) for layout, (_, tp, _, ep, sequence) in LAYOUTS.items() for family in FAMILIES
+CASES = [(layout, family) for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.items() for family in FAMILIES
          if (family in MOE) or (ep == 1)
          if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it sequence parallel anyway
+RECOMPUTE = {"megatron_training__recompute_granularity": "full", "megatron_training__recompute_method": "block"}
 STEPS = 3
 
 
@@ -86,11 +87,12 @@ def results(model_dirs, data_dir, tmp_path_factory):
 
     def of(layout, family):
         if (layout, family) not in made:
-            ranks, tp, pp, ep, sequence = LAYOUTS[layout]
+            ranks, tp, pp, ep, sequence, recompute = LAYOUTS[layout]
             folder = tmp_path_factory.mktemp("ranks")
             families = [f for name, f in CASES if name == layout]
+            again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
             configs = {f: check(raw_config(
-                model_dirs[f], data_dir, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
+                model_dirs[f], data_dir, **again, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
                 megatron_training__sequence_parallel=sequence, actor_config__tensor_model_parallel_size=tp,
                 actor_config__pipeline_model_parallel_size=pp, actor_config__expert_model_parallel_size=ep,
                 actor_config__micro_batch_size=2, actor_config__lr=1e-3, actor_config__clip_grad=0.05)) for f in families}

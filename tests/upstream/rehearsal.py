@@ -55,14 +55,14 @@ def make_tokenizer():
     return fast
 
 
-def make_model(family: str, folder: Path) -> Path:
-    """A random model of the family with its tokenizer, in bfloat16."""
+def make_model(family: str, folder: Path, **changes: Any) -> Path:
+    """A random model of the family with its tokenizer, in bfloat16; `changes` are to the family's transformers config."""
     import torch
     import transformers
 
     tokenizer = make_tokenizer()
     config_class, arguments, _ = FAMILIES[family]
-    config = getattr(transformers, config_class)(**arguments, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = getattr(transformers, config_class)(**{**arguments, **changes}, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.lm_head.weight.data[:10] *= 3  # the digits: it says numbers often, and so is sometimes right

@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 from checkpoints import write_base_checkpoint
-from rehearsal import FAMILIES, NOISY_NORMS, ROOT, SHAPE, environment
+from rehearsal import FAMILIES, NOISY_NORMS, ROOT, SHAPE, environment, make_model
 
 from mindspeed_qerl import emulation
+from mindspeed_qerl.config import compose
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -24,6 +25,29 @@ SHIPPED = {
                                                      "generate_config.infer_expert_parallel_size": 4}),
     "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen2_moe", {}),
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
+}
+# config -> vLLM replicas, answers a replica, answers a training rank, answers an update
+DISPATCHED = {
+    "grpo_qwen3_30b_a3b_gsm8k_16npu": [16, 32, 32, 512],
+    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": [4, 128, 128, 512],
+    "grpo_qwen3_30b_a3b_gsm8k_12npu": [12, 40, 40, 480],
+    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4": [3, 160, 160, 480],
+    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": [3, 160, 480, 480],
+    "grpo_qwen3_30b_a3b_gsm8k_2x8npu": [16, 32, 32, 512],
+    "grpo_qwen15_moe_a27b_gsm8k_16npu": [16, 32, 32, 512],
+    "grpo_qwen15_moe_a27b_gsm8k_12npu": [12, 40, 40, 480],
+    "grpo_qwen15_moe_a27b_gsm8k_8npu": [8, 64, 64, 512],
+    "grpo_qwen25_7b_gsm8k_8npu": [8, 64, 128, 512],
+    "grpo_qwen25_1_5b_gsm8k_8npu": [8, 64, 64, 512],
+}
+# config -> family, and what a tiny model needs to be dealt as its command says
+CONVERTED = {
+    "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_moe", {"num_experts": 16}),
+    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": ("qwen3_moe", {"num_experts": 16, "num_key_value_heads": 4}),
+    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": ("qwen3_moe", {"num_hidden_layers": 3, "num_key_value_heads": 4}),
+    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen2_moe", {}),
+    "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
+    "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen2", {"tie_word_embeddings": True}),
 }
 SHAPE_KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
               "max_position_embeddings", "padded_vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "n_shared_experts")
@@ -55,24 +79,21 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from importlib.util import module_from_spec, spec_from_file_location
 from mindspeed_rl.config_cls import validate_config
-validate_config.get_node_nums = lambda: 1  # it asks Ray
 spec = spec_from_file_location("upstream_cli", Path(sys.argv[1]) / "cli" / "train_grpo.py")
 cli = module_from_spec(spec)
 spec.loader.exec_module(cli)
 for name in sys.argv[3:]:
+    validate_config.get_node_nums = lambda: 2 if "2x8" in name else 1  # it asks Ray
     with initialize_config_dir(sys.argv[2], version_base=None):
         parts = cli.parse_training_config(compose(name))
     rl, generate = parts["rl_config"], parts["generate_config"]
     print("ACCEPTED", name, generate.data_parallel_size, rl.actor_rollout_dispatch_size, rl.actor_update_dispatch_size, rl.mini_batch_size)
 """
-    result = subprocess.run([sys.executable, "-c", program, str(upstream / "MindSpeed-RL"), str(ROOT / "configs"), *SHIPPED], check=False,
+    result = subprocess.run([sys.executable, "-c", program, str(upstream / "MindSpeed-RL"), str(ROOT / "configs"), *DISPATCHED], check=False,
                             cwd=tmp_path, env=emulated(upstream), capture_output=True, text=True, timeout=300)
     accepted = {line.split()[1]: [int(word) for word in line.split()[2:]] for line in result.stdout.splitlines() if "ACCEPTED" in line}
-    assert accepted == {  # vLLM replicas, answers a replica, answers a training rank, answers an update
-        "grpo_qwen3_30b_a3b_gsm8k_16npu": [16, 32, 32, 512],
-        "grpo_qwen15_moe_a27b_gsm8k_16npu": [16, 32, 32, 512],
-        "grpo_qwen25_7b_gsm8k_8npu": [8, 64, 128, 512],
-    }, result.stderr[-3000:]
+    assert {path.stem for path in (ROOT / "configs").glob("*npu*.yaml")} == set(DISPATCHED)
+    assert accepted == DISPATCHED, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -106,13 +127,16 @@ def conversions() -> dict[str, list[str]]:
     return {name: shlex.split(command) for name, command in re.findall(r"^# (grpo_\w+):.*\npython (convert_ckpt.*)$", text, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_conversion(name, upstream, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", CONVERTED)
+def test_conversion(name, upstream, tmp_path, monkeypatch):
     """MindSpeed-LLM, told what docs/ascend.md says, gives each rank the tensors that we take from the Hugging Face model by ourselves."""
-    model, _ = tiny(SHIPPED[name][0])
+    assert set(conversions()) == set(CONVERTED)
+    family, changes = CONVERTED[name]
+    model = make_model(family, tmp_path / "model", **changes)
     config_file = model / "config.json"
     config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "torch_dtype": "bfloat16"}))  # docs/ascend.md says why
-    config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    monkeypatch.setenv("MODELS", "$MODELS")
+    config = compose(name)
     load = Path(config["actor_config"]["load"]).name
     places = {f"$MODELS/{load}": str(tmp_path / load), f"$MODELS/{Path(config['megatron_training']['tokenizer_name_or_path']).name}": str(model)}
     command = conversions()[name]
@@ -125,12 +149,14 @@ def test_conversion(name, upstream, tiny, tmp_path, monkeypatch):
 
     actor = config["actor_config"]
     expected = write_base_checkpoint(model, tmp_path / "expected", tp=actor["tensor_model_parallel_size"],
-                                     ep=actor.get("expert_model_parallel_size", 1))
+                                     pp=actor["pipeline_model_parallel_size"], ep=actor.get("expert_model_parallel_size", 1))
     files = {folder: sorted(file.relative_to(folder) for file in folder.rglob("*.pt")) for folder in (expected, tmp_path / load)}
     assert files[expected] == files[tmp_path / load] != []
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the files hold enums of megatron.core
     for file in files[expected]:
         wanted, given = (torch.load(folder / file, weights_only=False)["model"] for folder in files)
         given = {key: value for key, value in given.items() if not key.endswith("._extra_state")}  # empty, for Transformer Engine
+        if changes.get("tie_word_embeddings"):
+            del wanted["output_layer.weight"]  # Megatron's output layer has no weight of its own then
         assert wanted.keys() == given.keys()
         assert all(torch.equal(wanted[key], given[key]) for key in wanted)

@@ -4,12 +4,12 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 from mindspeed_qerl.ascend.convert import TRACKER
-from mindspeed_qerl.ascend.machine import Machine
-from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
 from mindspeed_qerl.layout.memory import adapter_weights, read_settings, training_weights
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.preflight.machine import Machine
 
 OPEN_FILES = 32768  # MindSpeed-RL examples/grpo/*.sh
 OBJECT_STORE = 10**10  # bytes: with less in /dev/shm Ray keeps its objects on the disk (ray_constants.py:REQUIRE_SHM_SIZE_THRESHOLD)
@@ -21,11 +21,9 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.upstream:
         yield Check("CPUs", PASSED, f"{machine.cpus()} here")
         return
-    from mindspeed_qerl.ascend.engine import needed_cpus
-
     section = case.section("rl_config")
     per_npu = section.get("num_cpus_for_placement_group", 8)
-    need = needed_cpus(SimpleNamespace(npus=case.npus, cpus_per_npu=per_npu, cpus_for_tasks=section.get("num_cpus_for_local_task", 1)))
+    need = needed_cpus(case.npus, per_npu, section.get("num_cpus_for_local_task", 1))
     asks = f"{case.npus} NPUs x {per_npu} and Ray's other tasks reserve {need} logical CPUs"
     if not case.on_npus or case.own_ray:
         yield Check("CPUs", PASSED, f"{asks}: places, not threads; the Ray that is started for the run is told to have them")
@@ -95,9 +93,7 @@ def ports(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.on_npus:
         yield Check("ports", SKIPPED, "no HCCL, and a Ray of the run's own on free ports")
         return
-    from mindspeed_qerl.ascend.engine import NPU_ENVIRONMENT
-
-    base = machine.environment.get("HCCL_IF_BASE_PORT") or NPU_ENVIRONMENT["HCCL_IF_BASE_PORT"]
+    base = machine.environment.get("HCCL_IF_BASE_PORT") or npu_environment()["HCCL_IF_BASE_PORT"]
     last = int(base) + case.npus_here - 1
     taken = [port for port in range(int(base), last + 1) if not machine.port_free(port)]
     if taken:

@@ -8,9 +8,9 @@ from typing import Any
 from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
-from mindspeed_qerl.ascend.machine import Machine
-from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.preflight.machine import Machine
 
 
 def training_data(machine: Machine, case: Case) -> Iterator[Check]:

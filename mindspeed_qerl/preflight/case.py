@@ -13,7 +13,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.train import ENGINES
 
 if TYPE_CHECKING:
-    from mindspeed_qerl.ascend.preflight.npus import Seen
+    from mindspeed_qerl.preflight.npus import Seen
 
 PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
 

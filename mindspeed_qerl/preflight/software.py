@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from mindspeed_qerl.ascend.clauses import BROKEN, NOT_CHECKED
 from mindspeed_qerl.ascend.contract import PINS, repository
-from mindspeed_qerl.ascend.machine import Machine
-from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.ascend.settings import npu_environment
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.machine import Machine
 
 # Variables that stop a run, or spoil it, with a value other than the engine's; the others are somebody's choice.
 HARMFUL = {
@@ -21,16 +22,14 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.upstream:
         yield Check("variables", SKIPPED, "the engine of NPUs sets them")
         return
-    from mindspeed_qerl.ascend.engine import NPU_ENVIRONMENT
-
-    shell = machine.environment
-    others = {name: shell[name] for name, value in NPU_ENVIRONMENT.items() if shell.get(name, value) != value}
-    yield Check("variables", PASSED, f"{len(NPU_ENVIRONMENT) - len(others)} of {len(NPU_ENVIRONMENT)} are as the engine sets them")
+    ours, shell = npu_environment(), machine.environment
+    others = {name: shell[name] for name, value in ours.items() if shell.get(name, value) != value}
+    yield Check("variables", PASSED, f"{len(ours) - len(others)} of {len(ours)} are as the engine sets them")
     for name, value in others.items():
         why = HARMFUL.get(name)
         if name == "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES" and not value:
             why = "Ray would hide all but one die from a worker, and set_device(Ray's number) fails"
-        yield Check(name, FAILED if why else WARNING, f"{value!r} in the shell, the engine would set {NPU_ENVIRONMENT[name]!r}" +
+        yield Check(name, FAILED if why else WARNING, f"{value!r} in the shell, the engine would set {ours[name]!r}" +
                     (f": {why}" if why else ""), f"unset {name}")
     for name in ("VLLM_DP_SIZE", "HCCL_BUFFSIZE"):
         if name in shell:

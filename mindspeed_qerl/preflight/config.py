@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_qerl.ascend.machine import Machine
-from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.layout.memory import estimate, read_settings
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.shapes import shape_of
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.preflight.machine import Machine
 
 ABOUT_DATA = ("megatron_training.data_path", "gsm8k.test_file", "gsm8k.train_file")
 ABOUT_MODEL = re.compile(r"megatron_training\.tokenizer_name_or_path|\S*rotary_base\b|.*/config\.json")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_qerl.ascend.machine import Machine, ProbeError
-from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.ascend.machine import Machine
-from mindspeed_qerl.ascend.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
-from mindspeed_qerl.ascend.preflight.config import config, layout_rules, memory, model
-from mindspeed_qerl.ascend.preflight.files import base_checkpoint, test_data, training_data
-from mindspeed_qerl.ascend.preflight.host import cann, cpus, disk, jemalloc, open_files, panic_on_oom, ports, shared_memory
-from mindspeed_qerl.ascend.preflight.npus import NO_NPU, Seen, npus, see_npus
-from mindspeed_qerl.ascend.preflight.software import environment, sources, versions
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.config import config, layout_rules, memory, model
+from mindspeed_qerl.preflight.files import base_checkpoint, test_data, training_data
+from mindspeed_qerl.preflight.host import cann, cpus, disk, jemalloc, open_files, panic_on_oom, ports, shared_memory
+from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight.npus import NO_NPU, Seen, npus, see_npus
+from mindspeed_qerl.preflight.software import environment, sources, versions
 
 if TYPE_CHECKING:
     from rich.console import Console

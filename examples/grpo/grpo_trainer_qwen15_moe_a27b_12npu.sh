@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Qwen1.5-MoE-A2.7B on 12 dies. See docs/launch.md.
+set -euo pipefail
+CONFIG=${CONFIG:-grpo_qwen15_moe_a27b_gsm8k_12npu}
+# shellcheck source=examples/grpo/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -1,0 +1,311 @@
+"""examples/grpo: what the launchers would do, what they do where no NPU is, and that they stop the Ray that they started and no other."""
+
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "grpo"
+LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
+PAGE = ROOT / "docs" / "launch.md"
+BIN = Path(sys.executable).parent
+
+# In place of python: the launcher's own helpers run, everything else is written down. With TRAINING it stands in for a training.
+PYTHON = f"""#!/usr/bin/env bash
+case $1 in
+    examples/grpo/*) exec {sys.executable} "$@" ;;
+esac
+echo "python $*" >> "$RECORD"
+[[ "$*" != *cli/train_grpo.py* || -z ${{TRAINING:-}} ]] || exec {sys.executable} "$TRAINING"
+"""
+TRAINING = """
+import os, signal, sys
+import ray
+
+print("warming up", flush=True)
+print("Run directory: " + os.environ["RUN"], flush=True)
+try:
+    ray.init(address="auto", runtime_env={"env_vars": {"A": "b"}}, log_to_driver=False, logging_level="ERROR")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the engine does, after ray.init
+    print("NPUs", ray.cluster_resources()["NPU"], flush=True)
+    print("asked", ray.get(ray.remote(lambda: os.environ["A"]).options(resources={"NPU": 1}).remote()), flush=True)
+    with open(os.environ["GO"]) as file:
+        sys.exit(int(file.read()))
+except KeyboardInterrupt:
+    signal.signal(signal.SIGTERM, lambda *_: print("told again", flush=True))
+    print("told to stop", flush=True)
+    ray.shutdown()
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """An environment in which python and ray write down that they were called, and everything that a launcher looks for is there."""
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    (fakes / "python").write_text(PYTHON)
+    (fakes / "ray").write_text('#!/usr/bin/env bash\necho "ray $*" >> "$RECORD"\n')
+    for file in ("Ascend/cann/set_env.sh", "Ascend/nnal/atb/set_env.sh", "libjemalloc.so.2", "record"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    for fake in fakes.iterdir():
+        fake.chmod(0o755)
+    return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user", "RECORD": str(tmp_path / "record"),
+            "ASCEND_ROOT": str(tmp_path / "Ascend"), "JEMALLOC": str(tmp_path / "libjemalloc.so.2"),
+            "MODELS": "/data/models", "DATA": "/data"}
+
+
+def few_files() -> None:
+    """A shell's usual soft limit, on any machine."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def launch(machine: dict, script: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", str(script), *arguments], check=False, cwd=cwd, env=machine, capture_output=True, text=True, timeout=300,
+                          preexec_fn=few_files)
+
+
+def commands(result: subprocess.CompletedProcess) -> list[list[str]]:
+    """The words of each command that was shown."""
+    return [shlex.split(line)[1:] for line in result.stdout.splitlines() if line.startswith("+ ")]
+
+
+def recorded(machine: dict) -> str:
+    return Path(machine["RECORD"]).read_text()
+
+
+def test_shellcheck():
+    files = [str(file.relative_to(ROOT)) for file in sorted(FOLDER.glob("*.sh"))]
+    assert len(files) == len(LAUNCHERS) + 1 == 9
+    result = subprocess.run([str(BIN / "shellcheck"), "--external-sources", *files], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    for file in files:
+        assert subprocess.run(["bash", "-n", file], check=False, cwd=ROOT).returncode == 0
+        code = re.sub(r"^\s*#.*|  #.*", "", (ROOT / file).read_text(), flags=re.MULTILINE)
+        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill (?!-KILL -s)", code), "nothing by name, nothing to every interface"
+
+
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.stem)
+def test_dry_run_shows_everything_and_runs_nothing(script, machine):
+    from mindspeed_qerl.config import compose
+
+    nodes = 2 if "2x8" in script.stem else 1
+    result = launch({**machine, "NODE_ADDR": "10.0.0.1"}, script, "--dry-run", "aqn=off")
+    assert result.returncode == 0, result.stderr
+    assert recorded(machine) == ""
+    shown = commands(result)
+    name = script.stem.replace("grpo_trainer_", "grpo_").replace("a3b_", "a3b_gsm8k_").replace("a27b_", "a27b_gsm8k_").replace(
+        "5b_", "5b_gsm8k_").replace("7b_8", "7b_gsm8k_8")
+    config = compose(name)
+    npus = config["rl_config"]["actor_resource"]["num_npus"]
+    assert shown[-1] == ["python", "-u", "cli/train_grpo.py", "--config-name", name, "aqn=off"]
+    first = [command[:2] for command in shown]
+    order = [first.index(words) for words in (["python", "tools/convert_gsm8k.py"], ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"],
+                                              ["python", "tools/preflight.py"], ["ray", "start"], ["python", "-u"])]
+    assert order == sorted(order)
+    ray = shown[first.index(["ray", "start"])]
+    assert f'--resources={{"NPU": {npus // nodes}}}' in ray and "--include-dashboard=false" in ray and "--dashboard-host=127.0.0.1" in ray
+    assert f"--node-ip-address={'10.0.0.1' if nodes == 2 else '127.0.0.1'}" in ray
+    assert f"--num-cpus={npus * 4 + 2 + 10}" in ray  # upstream's bundles, two tasks, the transfer dock
+    assert (["export", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"] in shown) == (nodes == 1)
+    assert (["export", "RAY_AUTH_MODE=token"] in [command[:2] for command in shown]) == (nodes == 2)
+    preflight = shown[first.index(["python", "tools/preflight.py"])]
+    assert preflight == ["python", "tools/preflight.py", "--config-name", name, *(["--nodes", "2"] if nodes == 2 else []), "--own-ray", "aqn=off"]
+    load = config["actor_config"]["load"].replace("models/", "/data/models/")
+    assert load in next(command for command in shown if command[0] == "env")
+
+
+def test_the_page_shows_what_the_launchers_show(machine):
+    """Every block of docs/launch.md that begins with a dry run; all launchers are among them."""
+    blocks = re.findall(r"^```\n\$ ((?:\w+=\S+ )*bash examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$", PAGE.read_text(), re.MULTILINE)
+    assert {script for _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
+    for command, _, output in blocks:
+        words = shlex.split(command)
+        variables = dict(word.split("=", 1) for word in words[:words.index("bash")])
+        result = launch({**machine, **variables}, *words[words.index("bash") + 1:])
+        shown = result.stdout.replace(machine["ASCEND_ROOT"], "/usr/local/Ascend").replace(
+            machine["JEMALLOC"], "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2")
+        assert shown == output, command
+
+
+def test_variants_and_overrides(machine):
+    script = FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh"
+    variant = "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4"
+    by_variable = launch({**machine, "CONFIG": variant}, script, "--dry-run")
+    by_option = launch(machine, script, "--config-name", variant, "--dry-run")
+    assert by_variable.stdout == by_option.stdout and variant in by_option.stdout and "-tp4-pp1-ep4" in by_option.stdout
+    trusting = commands(launch({**machine, "TRUST_REMOTE_CODE": "true"}, script, "--dry-run"))
+    assert trusting[-1][-1] == "generate_config.trust_remote_code=true"
+    assert "trust" not in by_option.stdout
+    joined = commands(launch({**machine, "RAY_ADDRESS": "10.0.0.9:6379"}, script, "--dry-run"))
+    assert not any(command[0] == "ray" or "--own-ray" in command for command in joined)
+    for arguments, said in ((["--dryrun"], "unknown option --dryrun"), (["aqn"], "neither an option nor an override"),
+                            (["--config-name", "grpo_qwen3_30b_a3b_16npu"], "did you mean 'grpo_qwen3_30b_a3b_gsm8k_16npu'"),
+                            (["actor_config.lrr=1"], "actor_config.lrr"), (["--config-name", "grpo_tiny_moe_cpu"], "are for configs of NPUs")):
+        wrong = launch(machine, script, *arguments)
+        assert wrong.returncode == 2 and said in wrong.stderr, (arguments, wrong.stderr)
+    assert recorded(machine) == ""
+
+
+def test_from_any_directory(machine, tmp_path):
+    script = FOLDER / "grpo_trainer_qwen25_7b_8npu.sh"
+    here = {**machine, "MODELS": "my models", "DATA": "d"}
+    result = launch(here, script, "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0 and str(tmp_path / "my models" / "Qwen2.5-7B-Instruct") in next(words for words in commands(result) if words[0] == "env")
+    assert launch({**here, "MODELS": str(tmp_path / "my models"), "DATA": str(tmp_path / "d")}, os.path.relpath(script, ROOT),
+                  "--dry-run").stdout == result.stdout
+
+
+def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
+    machine |= {"MODELS": str(tmp_path / "models"), "DATA": str(tmp_path / "data")}
+    gsm8k, base = tmp_path / "data" / "gsm8k", tmp_path / "models" / "Qwen2.5-7B-Instruct-tp2-pp1"
+    (gsm8k / "Qwen2.5-7B-Instruct").mkdir(parents=True)
+    base.mkdir(parents=True)
+    for file in (gsm8k / "train_chat.parquet", gsm8k / "test_chat.parquet",
+                 gsm8k / "Qwen2.5-7B-Instruct" / "gsm8k_train_packed_input_ids_document.bin", base / "latest_checkpointed_iteration.txt"):
+        shown = launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout
+        assert re.search("tools/convert|convert_ckpt", shown), "something is missing still"
+        file.touch()
+    assert not re.search("tools/convert|convert_ckpt", launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout)
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]*")), reason="this machine has NPUs")
+def test_without_npus_it_stops_at_the_preflight(machine, tmp_path):
+    (tmp_path / "bin" / "python").unlink()  # the real one
+    result = launch({**machine, "MODELS": str(tmp_path)}, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")
+    assert result.returncode == 1
+    assert "8 NPUs are asked for, this machine has none" in result.stdout
+    assert "python cli/train_grpo.py --config-name grpo_qwen25_7b_gsm8k_8npu engine=local rehearsal.enabled=true" in result.stderr
+    assert recorded(machine) == "", "no Ray"
+    assert [command[1] for command in commands(result) if command[0] == "python"] == ["tools/preflight.py"], "nothing converted, nothing trained"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Launched:
+    """A launcher with a real Ray and a training that is played, up to where the training waits for GO."""
+
+    def __init__(self, machine: dict, tmp_path: Path):
+        (tmp_path / "bin" / "ray").unlink()  # the real one
+        (tmp_path / "training.py").write_text(TRAINING)
+        (tmp_path / "run").mkdir()
+        os.mkfifo(tmp_path / "go")
+        self.go, self.log = tmp_path / "go", tmp_path / "run" / "launch.log"
+        llm = tmp_path / "MindSpeed-LLM"
+        llm.mkdir()
+        (llm / "convert_ckpt.py").touch()
+        self.process = subprocess.Popen(
+            ["bash", str(FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**machine, "TRAINING": str(tmp_path / "training.py"), "RUN": str(self.log.parent), "GO": str(self.go),
+                 "MINDSPEED_LLM": str(llm), "RAY_PORT": str(free_port()), "HOME": str(tmp_path), "JEMALLOC": ""})
+        self.output = ""
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith("asked b"):
+                break
+        assert "asked b" in self.output, self.output
+        self.session = int(re.search(r"--ray-process (\d+)", self.output)[1])
+
+    def of_ray(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.session:
+                    found.append(process)
+            except ProcessLookupError:
+                pass
+        return found
+
+    def end(self) -> int:
+        self.output += self.process.stdout.read()
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture
+def launched(machine, tmp_path):
+    started = Launched(machine, tmp_path)
+    yield started
+    if started.process.poll() is None:
+        started.process.send_signal(signal.SIGTERM)
+        started.end()
+    shutil.rmtree(re.search(r"--temp-dir=(/tmp/qerl-ray\.\w+)", started.output)[1], ignore_errors=True)
+
+
+@pytest.fixture
+def another_ray(tmp_path_factory):
+    """A Ray that somebody else started on this machine; where it is, and its process."""
+    folder, port = tmp_path_factory.mktemp("r"), free_port()
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--ray-client-server-port={free_port()}", "--num-cpus=1",
+             "--node-ip-address=127.0.0.1", "--resources={\"ANOTHER\": 3}", "--include-dashboard=false", f"--temp-dir=/tmp/another-ray.{port}"],
+            stdout=log, stderr=log, env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"})
+    address = f"127.0.0.1:{port}"
+    assert subprocess.run([sys.executable, str(FOLDER / "wait_for_npus.py"), "--nodes", "1", "--npus", "0", "--timeout", "120", "--ray-process",
+                           str(process.pid)], env={**os.environ, "RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+                          check=False, timeout=200).returncode == 0, (folder / "log").read_text()
+    yield address, process
+    process.terminate()
+    process.wait(timeout=60)
+    subprocess.run(["rm", "-rf", f"/tmp/another-ray.{port}"], check=True)
+
+
+def test_its_own_ray_is_private_and_the_only_one_it_stops(another_ray, launched):
+    processes = launched.of_ray()
+    assert {"raylet", "gcs_server"} <= {process.name() for process in processes}
+    listening = [connection.laddr.ip for process in processes for connection in process.net_connections("inet")
+                 if connection.status == psutil.CONN_LISTEN]
+    assert listening and set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert "NPUs 8.0" in launched.output
+
+    launched.go.write_text("7")
+    assert launched.end() == 7, "the training's own status"
+    assert launched.of_ray() == []
+    log = launched.log.read_text().splitlines()
+    assert log[0] == "warming up" and log[1] == f"Run directory: {launched.log.parent}" and log[-1] == "asked b"
+
+    address, process = another_ray
+    assert process.poll() is None
+    asked = subprocess.run([sys.executable, "-c", f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.cluster_resources())"],
+                           env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+                           check=False, capture_output=True, text=True, timeout=120)
+    assert "'ANOTHER': 3.0" in asked.stdout and "'NPU'" not in asked.stdout, asked.stderr
+
+
+@pytest.mark.parametrize(("signals", "group"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+                         ids=["kill", "scheduler", "Ctrl-C"])
+def test_stopped_from_outside(launched, signals, group):
+    """The training is told once and may end in order, then Ray is stopped."""
+    (os.killpg if group else os.kill)(launched.process.pid, signals)
+    assert launched.end() == 128 + signals
+    assert launched.log.read_text().splitlines()[-1] == "told to stop"
+    assert launched.of_ray() == []
+
+
+def test_a_missing_node_is_named():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from wait_for_npus import missing
+    finally:
+        sys.path.remove(str(FOLDER))
+    address = "10.0.0.1:6380"
+    assert missing([("10.0.0.1", 8), ("10.0.0.2", 8)], 2, 8, address) == ""
+    assert missing([("10.0.0.1", 8), ("10.0.0.2", 6)], 2, 8, address) == "the node at 10.0.0.2 has 6 of 8 NPUs"
+    alone = missing([("10.0.0.1", 8)], 2, 8, address)
+    assert "1 of 2 nodes are there (10.0.0.1)" in alone and "NODE_RANK=1 MASTER_ADDR=10.0.0.1 NODE_ADDR=" in alone
+    assert missing([], 2, 8, address) == "nobody answers at 10.0.0.1:6380"
