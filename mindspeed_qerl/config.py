@@ -134,12 +134,11 @@ class LocalConfig:
 @dataclass(frozen=True)
 class RehearsalConfig:
     """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`, for `steps` steps, answers of at most `max_tokens`
-    tokens; `layers` null = as many as the model has; `micro_batch_size` null = the config's, else the largest that divides up to it."""
+    tokens; `layers` null = as many as the model has."""
 
     enabled: bool = False
     steps: int = 2
     layers: int | None = None
-    micro_batch_size: int | None = 8
     max_tokens: int = 8
     eval_problems: int = 8
     models: str = "models/rehearsal"

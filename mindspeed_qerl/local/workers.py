@@ -99,6 +99,9 @@ class Team:
                 if isinstance(error, ray.exceptions.RayActorError):
                     raise self._dead(caller) from error
                 raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
+            except ray.exceptions.OutOfMemoryError as error:
+                raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done[0]].name}. Ask for fewer ranks, a smaller "
+                                  f"actor_config.micro_batch_size, or recompute_granularity=full. Ray says: {error}") from error
         return [ray.get(reference) for reference in calls.values()]
 
     def _dead(self, worker: Worker) -> WorkerError:

@@ -45,7 +45,7 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
         reader.fault(f"megatron_training.lora_target_modules: {error}")
     check_aqn(reader, reader.upstream("megatron_training", "train_iters", 1, low=1, required=True))
     check_names(reader)
-    for name in ("steps", "layers", "micro_batch_size", "max_tokens", "eval_problems"):
+    for name in ("steps", "layers", "max_tokens", "eval_problems"):
         if (value := getattr(settings, name)) is not None and value < 1:
             reader.fault(f"rehearsal.{name} = {value} must be at least 1")
     if plan and settings.layers is not None and (settings.layers < plan.layout.pp or settings.layers % plan.layout.pp):
@@ -58,9 +58,6 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
     rows = read_converted(gsm8k.train_file)
     directory = make_model(shape, rows, Path(settings.models))
     config = _adapted(raw, settings, shape, directory)
-    if settings.micro_batch_size:
-        share = plan.batch.mini_answers // plan.layout.dp
-        config["actor_config"]["micro_batch_size"] = max(n for n in range(1, settings.micro_batch_size + 1) if share % n == 0)
     if raw["engine"] == "local":
         config["generate_config"]["dtype"] = "float32"
     else:

@@ -26,7 +26,7 @@ def report(directory: RunDirectory, raw: Mapping[str, Any], ignored: tuple[str, 
     seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
     if "peak_memory_gib" in facts:
         seconds += f"; {facts['peak_memory_gib']:.1f} GiB of memory at most, of all processes together"
-    proved = _proved(plan, facts, steps, evaluations, reader.own("rehearsal").layers, directory.config()["actor_config"]["micro_batch_size"])
+    proved = _proved(plan, facts, steps, evaluations, reader.own("rehearsal").layers)
     lines = [f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}", "", seconds + ".", "",
              "## Proved here", "", *(f"- {line}" for line in proved), "",
              "## Not proved here", "", *(f"- {line}" for line in _not_proved(plan, facts, raw["engine"], ignored)), ""]
@@ -35,17 +35,15 @@ def report(directory: RunDirectory, raw: Mapping[str, Any], ignored: tuple[str, 
     return text
 
 
-def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict], fewer: int | None,
-            micro_batch_size: int) -> Iterator[str]:
+def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict], fewer: int | None) -> Iterator[str]:
     layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
     experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
     layers = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else " or ".join(map(str, sorted(set(plan.layers)))) + " layers"
     yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP {layout.pp} x DP {layout.dp}, "
            f"EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, {shape.num_key_value_heads // layout.tp} KV groups{experts}, "
            f"{layers}.")
-    micro = f"{micro_batch_size}" + (f" ({batch.micro_batch_size} there)" if micro_batch_size != batch.micro_batch_size else "")
     yield (f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step, {batch.answers // layout.dp} on "
-           f"each of {layout.dp} data-parallel ranks in micro-batches of {micro}, "
+           f"each of {layout.dp} data-parallel ranks in micro-batches of {batch.micro_batch_size}, "
            f"{batch.global_batch_size // batch.mini_batch_size} update(s) a step; {len(steps)} steps.")
     yield "LoRA trains " + ", ".join(f"{target}: {count['modules']} modules" for target, count in facts["lora"].items()) + "."
     if moved := facts.get("lora_movement"):

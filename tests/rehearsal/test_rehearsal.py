@@ -56,9 +56,8 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     assert config.shape.num_hidden_layers == 6
     layout = before.layout
     assert (config.layout.world, config.layout.tp, config.layout.pp, config.layout.ep) == (layout.world, layout.tp, layout.pp, layout.ep)
-    assert (config.global_batch_size, config.mini_batch_size, config.samples_per_prompt) == (
-        before.batch.global_batch_size, before.batch.mini_batch_size, before.batch.samples_per_prompt)
-    assert before.batch.mini_answers // layout.dp % config.micro_batch_size == 0 and config.micro_batch_size > 1
+    assert (config.global_batch_size, config.mini_batch_size, config.samples_per_prompt, config.micro_batch_size) == (
+        before.batch.global_batch_size, before.batch.mini_batch_size, before.batch.samples_per_prompt, before.batch.micro_batch_size)
     assert (config.lora_r, config.lora_alpha, config.lora_targets) == (32, 64, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
     assert (config.aqn.sigma_start, config.aqn.sigma_end, config.aqn.targets) == (0.05, 0.0005, "auto")
     schedule = config.aqn.noise_schedule(config.train_iters)
@@ -105,14 +104,14 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch):
     command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", *FEW,
                "rl_config.actor_resource.num_npus=4", "actor_config.tensor_model_parallel_size=2", "actor_config.pipeline_model_parallel_size=2",
                "generate_config.infer_tensor_parallel_size=2", "megatron_training.global_batch_size=16", "rl_config.mini_batch_size=8",
-               "rehearsal.layers=2"]
+               "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
     text = (run / "rehearsal.md").read_text()
     assert text in done.stdout
     for line in ("4 processes ran it: TP 2 x PP 2 x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 of 128 experts, 1 layers here (24 there).",
-                 "16 prompts x 8 answers a step, 128 on each of 1 data-parallel ranks in micro-batches of 8 (1 there), 2 update(s) a step; 2 steps.",
+                 "16 prompts x 8 answers a step, 128 on each of 1 data-parallel ranks in micro-batches of 4, 2 update(s) a step; 2 steps.",
                  "Every LoRA target reached the rollout engine: ", "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
                  "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
         assert line in text, text
