@@ -18,10 +18,10 @@ from typing import Any
 from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.layout.shapes import ModelShape
 
-VERSION = 1  # raised when what is made changes
+VERSION = 3  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
 EXPERT_WIDTH = 32  # the multiple that its experts take
-VOCABULARY = 1024
+VOCABULARY = 4096  # enough for prompts about as long as with the real tokenizer
 END, TURN, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -49,7 +49,7 @@ def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path)
     """The directory of the model of `shape`, made below `root` unless it is there already.
 
     Args:
-        rows: converted GSM8K rows ("question", "answer"): the tokenizer learns from the questions.
+        rows: converted GSM8K rows ("messages", "answer"): the tokenizer learns from the messages.
     """
     recipe = json.dumps({"version": VERSION, **asdict(shape)}, sort_keys=True)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
@@ -61,7 +61,7 @@ def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path)
     try:
         rows = list(rows)
         print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights", flush=True)
-        tokenizer = train_tokenizer([row["question"] for row in rows], shape.vocab_size)
+        tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row["messages"]], shape.vocab_size)
         _random_model(shape, tokenizer, [row["answer"] for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
         making.rename(directory)
@@ -92,9 +92,11 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     sizes = {key: value for key, value in asdict(shape).items() if key not in ("name", "model_type", "rope_theta")}
     if not shape.moe:
         sizes = {key: value for key, value in sizes.items() if "expert" not in key and "moe" not in key and key != "norm_topk_prob"}
+    rope = {"rope_theta": shape.rope_theta}
+    if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
+        rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(
-        shape.model_type, **sizes, rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta}, initializer_range=0.05,
-        dtype="float32",
+        shape.model_type, **sizes, **rope, initializer_range=0.05, dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
