@@ -114,7 +114,8 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where a run is kept and what is written beside metrics.jsonl; `resume` is the directory of a run that stopped, to go on with it."""
+    """Where a run is kept and what is written beside metrics.jsonl; `resume` is the directory of a run that stopped, to go on with it,
+    or "auto": the newest one of this config, if there is one."""
 
     root: str = "runs"
     name: str | None = None
@@ -126,9 +127,12 @@ class RunSection:
 
 @dataclass(frozen=True)
 class LocalConfig:
-    """The local engine's own needs; kv_cache_gib is vLLM's memory for keys and values, GiB."""
+    """The local engine's own needs: vLLM's memory for keys and values, GiB; how many checkpoints are kept; how much of its merged weights a
+    rank hands over at once, MiB."""
 
     kv_cache_gib: int = 1
+    keep_checkpoints: int = 2
+    sync_buffer_mib: int = 64
 
 
 @dataclass(frozen=True)

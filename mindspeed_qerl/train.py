@@ -2,14 +2,16 @@
 
 import sys
 import time
+from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.config import ConfigError, EngineError, unknown
 from mindspeed_qerl.runs.directory import RunDirectory
 
-# Each is a package with settings.check(raw), engine.train(settings, directory, metrics, progress) and, if it can resume,
-# engine.last_checkpoint(directory), the step that a run can go on after.
+# Each is a package with settings.check(raw), settings.MAY_CHANGE (keys that may be another when a run is gone on with),
+# engine.train(settings, directory, metrics, progress) and engine.last_checkpoint(settings), the step that a run can go on after.
 ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
@@ -33,7 +35,9 @@ def run(raw: dict[str, Any], name: str) -> int:
             from mindspeed_qerl import rehearsal
 
             raw = rehearsal.prepare(rehearsed)
-        config = import_module(f"{package}.settings").check(raw)
+        settings = import_module(f"{package}.settings")
+        raw = _find_run_to_resume(raw, name, settings.MAY_CHANGE)
+        config = settings.check(raw)
         engine = import_module(f"{package}.engine")
     except ConfigError as error:
         return _refuse(error)
@@ -49,8 +53,8 @@ def run(raw: dict[str, Any], name: str) -> int:
                 read_converted(file)
         after = None
         if config.run.resume:
-            after = engine.last_checkpoint(config.run.resume)
-            directory = RunDirectory.reopen(config.run.resume, config=raw, command=sys.argv)
+            after = engine.last_checkpoint(config)
+            directory = RunDirectory.reopen(config.run.resume, config=raw, command=sys.argv, may_change=settings.MAY_CHANGE)
         else:
             directory = RunDirectory.create(config.run.root, config.run.name or name, config=raw, command=sys.argv, seed=config.seed,
                                             data_files=config.data_files)
@@ -82,6 +86,17 @@ def run(raw: dict[str, Any], name: str) -> int:
     if rehearsed:
         print("\n" + rehearsal.report(directory, rehearsed, config.ignored_keys))
     return 0
+
+
+def _find_run_to_resume(raw: dict[str, Any], name: str, may_change: Iterable[str]) -> dict[str, Any]:
+    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and did not finish, or null if there is none."""
+    run = raw.get("run")
+    if not isinstance(run, dict) or run.get("resume") != "auto":
+        return raw
+    found = RunDirectory.unfinished(Path(run.get("root", "runs")) / (run.get("name") or name), config=raw, may_change=may_change)
+    print(f"run.resume=auto: {f'goes on with {found.path}' if found else 'no run of this config stopped with a checkpoint; a new one begins'}",
+          flush=True)
+    return {**raw, "run": {**run, "resume": found and str(found.path)}}
 
 
 def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1) -> int:

@@ -190,7 +190,7 @@ def _call(upstream: ModuleType, settings: Settings, run: RunDirectory) -> None:
 def base_for_resuming(base: Path, run: RunDirectory) -> Path:
     """The base checkpoint once more, as links, under the step of the run's last checkpoint and with that one's optimizer state: Megatron
     takes the step and the distributed optimizer's state from `load` (training/checkpointing.py:1400-1411), never from `lora_load`."""
-    step = last_checkpoint(run.path)
+    step = saved_step(run.path)
     tracker = (base / TRACKER).read_text().strip()
     weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
     view = run.path / "resume" / f"iter_{step:07d}"
@@ -207,8 +207,13 @@ def base_for_resuming(base: Path, run: RunDirectory) -> Path:
     return view.parent.resolve()
 
 
-def last_checkpoint(directory: str | Path) -> int:
-    """The step that the run in `directory` can go on after; ValueError if it saved none."""
+def last_checkpoint(settings: Settings) -> int:
+    """The step that the run in `settings.run.resume` can go on after; ValueError if it saved none."""
+    return saved_step(settings.run.resume)
+
+
+def saved_step(directory: str | Path) -> int:
+    """The step of the last checkpoint of the run in `directory`; ValueError if it has none."""
     tracker = RunDirectory.open(directory).checkpoints_dir / TRACKER
     try:
         return int(tracker.read_text())

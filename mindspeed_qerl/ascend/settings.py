@@ -74,6 +74,8 @@ LORA_MOE_REFUSED = (
     ("recompute_activation_function", "LoRA on grouped experts keeps its activations"),
 )
 
+MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
+
 
 @dataclass(frozen=True)
 class WorkerSettings:

@@ -21,6 +21,7 @@ from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.gsm8k.task import Task, score_answers
 from mindspeed_qerl.gsm8k.verifier import get_verifier
 from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.grpo import group_advantages
 from mindspeed_qerl.local.settings import RunConfig
@@ -38,6 +39,18 @@ def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[in
     return [int(orders[p // count][p % count]) for p in positions]
 
 
+def _adapters(config: RunConfig) -> dict:
+    return checkpoint.describe(config.shape, config.lora_r, config.lora_alpha, config.lora_targets)
+
+
+def last_checkpoint(config: RunConfig) -> int:
+    """The iteration after which the run in `config.run.resume` can go on; ValueError if it has no checkpoint, a damaged one, or one of another
+    model or other adapters."""
+    state = checkpoint.read_state(RunDirectory.open(config.run.resume).checkpoints_dir)
+    checkpoint.check_fit(state, _adapters(config))
+    return state["iteration"]
+
+
 def data_rank(rank: int, layout: Layout) -> int:
     """The data-parallel rank of a rank: megatron-core counts tensor parallel ranks first, pipeline stages last (parallel_state.py)."""
     return rank // layout.tp % layout.dp
@@ -52,14 +65,16 @@ class LocalEngine:
         self.seconds: dict[str, float] = {}
         self.proved = False
         self.peak_memory = 0  # bytes, of all processes together
+        self.adapters = _adapters(config)
 
     def __enter__(self) -> Self:
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_BACKEND_LOG_LEVEL="fatal", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
                           RAY_gcs_rpc_server_reconnect_timeout_s="5")  # Ray's agents outlive a killed driver by this, not by 60 s
         config = self.config
         logs = Path(self.run) / "logs"
-        logs.mkdir()
+        logs.mkdir(exist_ok=True)  # they go on in a run that goes on
         self.rendezvous = logs.resolve() / "rendezvous"
+        self.rendezvous.unlink(missing_ok=True)
         world = config.layout.world
         private_ray.start(num_cpus=world + 1)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
@@ -115,20 +130,25 @@ class LocalEngine:
         self.team.wait_until_ready()
         self._report_targets()
         self.run.record(processes=self.team.pids, engine_start_seconds=time.perf_counter() - started)
+        done = self._restore() if config.run.resume else 0
         self.sync()
-        self.evaluate(eval_task, 0)
-        for step in range(1, config.train_iters + 1):
+        if not done:
+            self.evaluate(eval_task, 0)
+        for step in range(done + 1, config.train_iters + 1):
             self.iteration(step, train_task)
             self.peak_memory = max(self.peak_memory, memory_in_use([os.getpid(), *self.team.pids.values()]))
             if step % config.eval.every == 0 or step == config.train_iters:
                 self.evaluate(eval_task, step)
+            if step == config.train_iters or config.save_interval and step % config.save_interval == 0:
+                self.save(step)
         self.run.record(peak_memory_gib=self.peak_memory / 2**30)
         if not self.proved:
             self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way into the rollout "
                                   "engine was never proved")
 
     def _report_targets(self) -> None:
-        described = self.team.gather({rank: rank.call("describe") for rank in self.ranks})
+        described, parts = zip(*self.team.gather({rank: rank.call("describe") for rank in self.ranks}))
+        self.sync_parts = max(parts)
         totals = {target: {key: sum(counted[target][key] for counted in described) for key in ("modules", "parameters")}
                   for target in self.config.lora_targets}
         self.progress.message("LoRA trains " + ", ".join(
@@ -206,9 +226,16 @@ class LocalEngine:
         return [shards[data_rank(rank, layout)] for rank in range(layout.world)]
 
     def sync(self) -> None:
-        """Merged weights to the rollout engine; until every target is seen to have moved, proof of what arrived."""
-        merged = [rank.call("merged_weights") for rank in self.ranks]
-        self.team.gather({self.rollout: self.rollout.call("sync", *merged)})
+        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; until every target is seen to have
+        moved, proof of what arrived."""
+        loading = self.rollout.call("start_sync")
+        for part in range(self.sync_parts):
+            merged = [rank.call("merged_weights", part) for rank in self.ranks]
+            self.team.gather({self.rollout: loading})
+            loading = self.rollout.call("load", *merged)
+            del merged  # Ray keeps what somebody still names
+        self.team.gather({self.rollout: loading})
+        self.team.gather({self.rollout: self.rollout.call("finish_sync")})
         if not self.proved:
             factors = [rank.call("adapter_factors") for rank in self.ranks]
             movement = self.team.gather({self.rollout: self.rollout.call("movement", *factors)})[0]
@@ -223,6 +250,29 @@ class LocalEngine:
                 self.progress.message("LoRA reached the rollout engine: " + ", ".join(
                     f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error {entry['max_error']:.1g}"
                     for target, entry in movement.items()))
+
+    def save(self, step: int) -> None:
+        """The checkpoint after `step` iterations."""
+        self.progress.phase("checkpoint")
+        updates = step * self.config.epochs * self.config.global_batch_size // self.config.mini_batch_size
+        folder = self.run.checkpoints_dir
+        try:
+            checkpoint.save(folder, step, {"updates": updates, **self.adapters}, self._write_checkpoint, self.config.local.keep_checkpoints)
+        except (OSError, WorkerError) as error:
+            there = checkpoint.iterations(folder)
+            before = f"The last one is of step {there[-1]}: make room and go on with run.resume={self.run.path}" if there else "There is none yet"
+            raise WorkerError(f"the checkpoint after step {step} in {folder} cannot be written: {error}\n{before}") from error
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.team.gather({rank: rank.call("save", str(folder)) for rank in self.ranks})
+
+    def _restore(self) -> int:
+        """Give every rank its part of the last checkpoint; returns the iteration after which the run goes on."""
+        state = checkpoint.read_state(self.run.checkpoints_dir)
+        folder = checkpoint.folder(self.run.checkpoints_dir.resolve(), state["iteration"])
+        self.team.gather({rank: rank.call("restore", str(folder), state["iteration"], state["updates"]) for rank in self.ranks})
+        self.progress.message(f"Goes on after step {state['iteration']}")
+        return state["iteration"]
 
     def evaluate(self, task: Task, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""

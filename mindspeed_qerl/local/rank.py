@@ -12,11 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.grpo import grpo_loss, low_variance_kl, token_logprobs
 from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.weights import Mapping, Split
 from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for AdamW's state
 
 
 class TrainRank:
@@ -29,6 +32,7 @@ class TrainRank:
         from mindspeed_qerl.emulation import cuda_on_cpu
 
         cuda_on_cpu.install()
+        exchange.install()
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -58,23 +62,25 @@ class TrainRank:
             self.optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr, lr_warmup_steps=config.lr_warmup_steps,
             lr_decay_steps=config.train_iters, lr_decay_style=config.lr_decay_style, start_wd=config.weight_decay,
             end_wd=config.weight_decay, wd_incr_steps=config.train_iters, wd_incr_style="constant")
+        self.parts = self._divide_sync()
 
-    def describe(self) -> dict[str, dict[str, int]]:
-        """Per LoRA target its modules and parameters; a layer that several ranks hold is counted by the one that answers for it."""
+    def describe(self) -> tuple[dict[str, dict[str, int]], int]:
+        """(per LoRA target its modules and parameters, parts of the sync); a layer that several ranks hold is counted by the one that answers
+        for it."""
         counted = {}
         for name, layer in lora_layers(self.model):
             entry = counted.setdefault(name.rpartition(".")[2], {"modules": 0, "parameters": 0})
             if self._owns(layer.lora_A) and (layer.tp_size == 1 or self.tp_rank == 0):
                 entry["modules"] += 1
-                entry["parameters"] += self.config.lora_r * (layer.base_layer.input_size + layer.base_layer.output_size)
-        return counted
+                entry["parameters"] += sum(rows * columns for rows, columns in _whole_shapes(layer))
+        return counted, len(self.parts)
 
     def _owns(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank answers for `parameter` among the data-parallel ranks that hold the same."""
         return self.owns_dense if parameter.allreduce else self.owns_experts
 
-    def _run(self, shard: Batch, outcome: Callable, forward_only: bool = False) -> list:
-        """megatron-core's 1F1B schedule over the micro-batches of `shard` (with one stage: each forward, then its backward).
+    def _run(self, shard: Batch, size: int, outcome: Callable, forward_only: bool = False) -> list:
+        """megatron-core's 1F1B schedule over micro-batches of `size` answers (with one stage: each forward, then its backward).
 
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token, float32 [n, l-1]; it
         returns (loss, result), or with `forward_only` the result. Returns the results; other stages get none.
@@ -97,7 +103,6 @@ class TrainRank:
                 return loss, torch.zeros((), dtype=torch.int), result
             return logits, finish
 
-        size = self.config.micro_batch_size
         starts = range(0, len(shard), size)
         micro_batches = ((rows, shard.rows(rows)) for rows in (np.arange(start, min(start + size, len(shard))) for start in starts))
         return forward_backward_pipelining_without_interleaving(
@@ -113,8 +118,9 @@ class TrainRank:
         def keep(rows, micro, logprobs):
             result[rows, : logprobs.shape[1]] = logprobs.numpy()
 
+        size = self.config.ref_forward_micro_batch_size if reference else self.config.actor_forward_micro_batch_size
         with adapters_disabled(self.model) if reference else contextlib.nullcontext():
-            self._run(shard, keep, forward_only=True)
+            self._run(shard, size, keep, forward_only=True)
         return result
 
     def train(self, shards: list[Batch], epochs: int = 1) -> dict[str, float]:
@@ -144,7 +150,7 @@ class TrainRank:
             tokens = torch.tensor(float(shard.mask.sum()))
             dist.all_reduce(tokens, group=self.data_group)
             self.optimizer.zero_grad(set_to_none=False)
-            totals += sum(self._run(shard, partial(self._loss, float(tokens), largest)))
+            totals += sum(self._run(shard, self.config.micro_batch_size, partial(self._loss, float(tokens), largest)))
             grad_norms.append(self._reduce_and_clip())
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -212,9 +218,25 @@ class TrainRank:
                 parameter.grad.mul_(self.config.clip_grad / (norm + 1e-6))
         return norm
 
+    def _adapted(self) -> Iterator[tuple[Mapping, LoRALinear]]:
+        """(mapping, adapter) of the adapted layers."""
+        return ((self.table[name + ".weight"], layer) for name, layer in lora_layers(self.model))
+
     def _owned(self) -> Iterator[tuple[Mapping, LoRALinear]]:
-        """(mapping, adapter) of the adapted layers that this rank answers for, together with its tensor parallel group."""
-        return ((self.table[name + ".weight"], layer) for name, layer in lora_layers(self.model) if self._owns(layer.lora_A))
+        """Of the adapted layers those that this rank answers for, together with its tensor parallel group."""
+        return ((mapping, layer) for mapping, layer in self._adapted() if self._owns(layer.lora_A))
+
+    def _divide_sync(self) -> list[list[tuple[Mapping, LoRALinear]]]:
+        """The adapted layers in parts whose merged weights fill the transfer buffer, or are a single one that is larger."""
+        parts, filled = [], math.inf
+        for mapping, layer in self._owned():
+            size = 4 * layer.base_layer.input_size * layer.base_layer.output_size  # they travel as float32
+            if filled + size > self.config.local.sync_buffer_mib * 2**20:
+                parts.append([])
+                filled = 0
+            parts[-1].append((mapping, layer))
+            filled += size
+        return parts
 
     def _whole(self, shard: torch.Tensor, shared: Split | None) -> torch.Tensor | None:
         """The whole tensor on the first rank of the tensor parallel group, None on the others; one that is not shared comes as it is."""
@@ -225,10 +247,10 @@ class TrainRank:
         dist.gather(shard, shards, dst=dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
         return shared.join(shards) if shards else None
 
-    def merged_weights(self) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, for the adapted layers this rank answers for."""
+    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
+        """HF name -> W + (alpha / r) B A, of one part of the adapted layers this rank answers for (`describe` says how many there are)."""
         merged = {}
-        for mapping, layer in self._owned():
+        for mapping, layer in self.parts[part] if part < len(self.parts) else ():
             weight = self._whole(layer.merged_weight().float(), mapping.shared)
             if weight is not None:
                 merged.update((name, part.contiguous().numpy()) for name, part in zip(mapping.hf, mapping.split(weight)))
@@ -251,3 +273,40 @@ class TrainRank:
                 target = mapping.megatron.split(".")[-2]
                 factors.update((name, (target, part.contiguous().numpy(), a.numpy())) for name, part in zip(mapping.hf, mapping.split(b)))
         return factors
+
+    @torch.no_grad()
+    def save(self, folder: str) -> None:
+        """Write the adapters and the optimizer's moments of the layers this rank answers for into `folder`, whole (checkpoint.py)."""
+        from torch.distributed import checkpoint
+
+        tensors = {}
+        for mapping, layer in self._owned():
+            a, b = self.optimizer.state[layer.lora_A], self.optimizer.state[layer.lora_B]
+            for suffix, pair in (("", (layer.lora_A, layer.lora_B)), *((f".{moment}", (a[moment], b[moment])) for moment in MOMENTS)):
+                if whole := self._whole_factors(mapping, layer, *pair):
+                    tensors.update((f"{layer.name}.lora_{side}{suffix}", tensor.detach()) for side, tensor in zip("AB", whole))
+        checkpoint.save(tensors, storage_writer=checkpoint.HuggingFaceStorageWriter(folder, save_distributed=True))
+
+    @torch.no_grad()
+    def restore(self, folder: str, iteration: int, updates: int) -> None:
+        """Go on after `iteration` iterations and `updates` optimizer steps with what `save` wrote, in whatever layout that was."""
+        from torch.distributed import checkpoint
+
+        suffixes = ("", *(f".{moment}" for moment in MOMENTS))
+        whole = {f"{layer.name}.lora_{side}{suffix}": torch.empty(shape) for _, layer in self._adapted()
+                 for side, shape in zip("AB", _whole_shapes(layer)) for suffix in suffixes}
+        checkpoint.load(whole, storage_reader=checkpoint.HuggingFaceStorageReader(folder))
+        for mapping, layer in self._adapted():
+            for side, parameter in (("A", layer.lora_A), ("B", layer.lora_B)):
+                values = [whole[f"{layer.name}.lora_{side}{suffix}"] for suffix in suffixes]
+                if parameter.tensor_model_parallel:
+                    values = [mapping.shared.shard(value, self.tp_rank, self.tp_size) for value in values]
+                parameter.copy_(values[0])
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates)),
+                                                   **{moment: value.clone() for moment, value in zip(MOMENTS, values[1:])}}
+        self.scheduler.step(iteration)
+
+
+def _whole_shapes(layer: LoRALinear) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of (A, B) before any sharing."""
+    return (layer.lora_A.shape[0], layer.base_layer.input_size), (layer.base_layer.output_size, layer.lora_A.shape[0])

@@ -1,7 +1,7 @@
 """vLLM samples the answers: weights pushed in place, noise on for rollouts and off for everything else.
 
 vLLM's CPU backend packs linear weights at load time and empties `weight`; a later update would change nothing and say nothing.
-`keep_linear_weights` stops that before the engine is built, and `sync` unpacks and repacks the expert weights around each update. What the
+`keep_linear_weights` stops that before the engine is built, and expert weights are unpacked and packed again around each sync. What the
 engine then really holds is read back by `movement`.
 """
 
@@ -122,12 +122,19 @@ class RolloutEngine:
         return self.llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=False)
 
     @torch.no_grad()
-    def sync(self, *parts: dict[str, np.ndarray]) -> None:
-        """Load HF-named tensors in place; `parts` come from several ranks, the weights they leave out stay as they are."""
+    def start_sync(self) -> None:
+        """Until `finish_sync` the expert weights are unpacked, in place, one layer at a time."""
         for _, module, w13_packing, w2_packing in self._experts:
             module.w13_weight.copy_(w13_packing.unpack(module.w13_weight))
             module.w2_weight.copy_(w2_packing.unpack(module.w2_weight))
+
+    @torch.no_grad()
+    def load(self, *parts: dict[str, np.ndarray]) -> None:
+        """HF-named tensors from several ranks, into the weights in place; those that they leave out stay as they are."""
         self.model.load_weights((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
+
+    @torch.no_grad()
+    def finish_sync(self) -> None:
         for _, module, *_ in self._experts:
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 

@@ -35,6 +35,13 @@ LAYOUT_RULES = (rules.ranks_fill_training_groups, rules.ranks_fill_expert_groups
                 rules.vocabulary_by_tp, rules.layers_by_pp, rules.layer_list_has_a_number_for_each_stage, rules.layer_list_sums_to_the_layers,
                 rules.dense_model_without_ep, rules.experts_by_training_ranks, rules.mini_batch_by_training_dp)
 DTYPES = ("float32", "bfloat16")
+# A checkpoint holds whole tensors, so a run may go on in another layout, and with other buffers.
+MAY_CHANGE = frozenset(
+    [f"{section}.{key}" for section in ("megatron_training", "actor_config") for key in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layer_list", "sequence_parallel",
+        "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers")]
+    + ["rl_config.actor_resource.num_npus", "rl_config.ref_forward_micro_batch_size", "rl_config.actor_forward_micro_batch_size",
+       "megatron_training.save_interval", "local.kv_cache_gib", "local.keep_checkpoints", "local.sync_buffer_mib"])
 LR_STYLES = ("constant", "linear", "cosine")
 
 
@@ -48,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the local engine runs on. Batch sizes count prompts, except micro_batch_size (sequences)."""
+    """What the local engine runs on. Batch sizes count prompts, micro-batch sizes answers."""
 
     model_dir: str
     dtype: str
@@ -56,9 +63,12 @@ class RunConfig:
     shape: ModelShape
     layout: Layout
     train_iters: int
+    save_interval: int | None  # iterations from one checkpoint to the next; there is one after the last in any case
     global_batch_size: int
     mini_batch_size: int
     micro_batch_size: int
+    ref_forward_micro_batch_size: int
+    actor_forward_micro_batch_size: int
     recompute_layers: int  # of each pipeline stage, computed again for their gradient instead of kept; 0: none
     samples_per_prompt: int
     epochs: int
@@ -198,14 +208,14 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     aqn = check_aqn(reader, train_iters)
     gsm8k, evaluation, run, local = (reader.own(section) for section in ("gsm8k", "eval", "run", "local"))
     check_task_sections(reader, gsm8k, evaluation, run, ("train_file", "test_file"))
-    if run.resume:
-        reader.fault(f"run.resume = {run.resume!r}: the local engine keeps no checkpoints and cannot resume a run")
-    if local.kv_cache_gib < 1:
-        reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib} must be at least 1")
+    for name in ("kv_cache_gib", "keep_checkpoints", "sync_buffer_mib"):
+        if getattr(local, name) < 1:
+            reader.fault(f"local.{name} = {getattr(local, name)} must be at least 1")
     available = psutil.virtual_memory().available / 2**30
     if local.kv_cache_gib >= available:
         reader.fault(f"local.kv_cache_gib = {local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for vLLM's KV cache. "
                      "Ask for less, or free some")
+    micro_batch = get("actor_config", "micro_batch_size", 1, low=1)
     lr, min_lr = get("actor_config", "lr", 1e-6, (float,), low=0, required=True), get("actor_config", "min_lr", 0.0, (float,), low=0)
     lora_alpha = get("megatron_training", "lora_alpha", 1, (float,), required=True)
     if lr <= 0 or min_lr > lr:
@@ -214,8 +224,10 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         reader.fault(f"megatron_training.lora_alpha = {lora_alpha} must be above 0")
     result = dict(
         model_dir=model_dir, dtype=dtype, seed=get("megatron_training", "seed", 1, low=0), shape=shape, layout=layout,
-        train_iters=train_iters, global_batch_size=batch, mini_batch_size=mini_batch,
-        micro_batch_size=get("actor_config", "micro_batch_size", 1, low=1), recompute_layers=recompute_layers, samples_per_prompt=samples,
+        train_iters=train_iters, save_interval=get("megatron_training", "save_interval", None, low=1), global_batch_size=batch, mini_batch_size=mini_batch,
+        micro_batch_size=micro_batch, recompute_layers=recompute_layers, samples_per_prompt=samples,
+        ref_forward_micro_batch_size=get("rl_config", "ref_forward_micro_batch_size", micro_batch, low=1),
+        actor_forward_micro_batch_size=get("rl_config", "actor_forward_micro_batch_size", micro_batch, low=1),
         epochs=get("rl_config", "epochs", 1, low=1), max_prompt_length=max_prompt, max_model_len=max_model_len,
         max_num_seqs=get("generate_config", "max_num_seqs", 256, low=1),
         lr=lr, min_lr=min_lr,

@@ -32,10 +32,13 @@ class LoRALinear(nn.Module):
         is_expert: the layer belongs to one expert, so its gradients are reduced over the expert-data-parallel group
             (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py), and no tensor parallel rank shares it.
         tp_rank, tp_size: place in the tensor parallel group of attention.
+        name: of the layer in the model as one rank would hold it, which checkpoints know it by.
     """
 
-    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0, tp_size: int = 1):
+    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0, tp_size: int = 1,
+                 name: str = ""):
         super().__init__()
+        self.name = name
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -108,9 +111,10 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
         if target not in found:
             continue
         global_name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name)
-        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"experts.{int(m[1]) + expert_offset}", global_name)
-        name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{global_name}".encode()).digest()[:8], "little") >> 1
-        adapter = LoRALinear(module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size)
+        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + expert_offset}", global_name)
+        drawn_for = f"{seed}/{global_name.replace('local_experts', 'experts')}"
+        name_seed = int.from_bytes(hashlib.sha256(drawn_for.encode()).digest()[:8], "little") >> 1
+        adapter = LoRALinear(module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size, global_name)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapter)
         found[target]["modules"] += 1

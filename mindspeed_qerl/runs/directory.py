@@ -6,6 +6,7 @@
         versions.json   Python, machine, every installed package, the git commit of the source
         data.json       path, sha256, bytes and rows of each data file
         status.json     {"state": "running" | "finished" | "failed", "step", "reason", "started", "ended", "seed"}
+        lock            held by the process that writes the run
         facts.json      what was measured once: start-up seconds, parameter counts, ... (`record`)
         metrics.jsonl, eval.jsonl, rollouts.jsonl, tensorboard/     written by metrics.py
         checkpoints/                                                written by the engine
@@ -14,6 +15,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -22,19 +24,21 @@ import platform
 import re
 import shlex
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import mindspeed_qerl
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run. `create` makes a new one, `open` reads one that exists; it is accepted wherever a path is."""
+    """The files of one run. `create` makes a new one, `reopen` goes on with one, `open` reads one; it is accepted wherever a path is."""
 
     path: Path
+    lock: IO | None = field(default=None, repr=False, compare=False)  # held open by the process that writes the run, for as long as it lives
 
     @classmethod
     def create(
@@ -59,7 +63,8 @@ class RunDirectory:
         }
         started = _now()
         try:
-            run = cls(_make_new(Path(root) / name, f"{started:%Y-%m-%d_%H-%M-%S}_seed{seed}"))
+            path = _make_new(Path(root) / name, f"{started:%Y-%m-%d_%H-%M-%S}_seed{seed}")
+            run = cls(path, _lock(path))
             run._write_status(
                 {"state": "running", "step": 0, "reason": None, "started": started.isoformat(timespec="seconds"),
                  "ended": None, "seed": seed}
@@ -75,22 +80,38 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(cls, path: Path | str, *, config: dict, command: list[str]) -> RunDirectory:
-        """An existing run, to be gone on with: the same config but for `run.resume`; the command is added to command.txt.
+    def reopen(cls, path: Path | str, *, config: dict, command: list[str], may_change: Iterable[str] = ()) -> RunDirectory:
+        """An existing run, to be gone on with: the same config but for `run.resume` and the keys of `may_change`, such as the layout;
+        config.yaml becomes what the run goes on with, what it was is kept as config.before.yaml. The command is added to command.txt.
 
-        Raises FileNotFoundError when `path` is no run directory, ValueError when the run is finished or its config differs.
+        Raises FileNotFoundError when `path` is no run directory, ValueError when the run is finished, its config differs, or another process
+        is writing it.
         """
-        run = cls.open(path)
-        status = run.status()
+        run = cls(cls.open(path).path, _lock(Path(path)))
+        status, before = run.status(), run.config()
         if status["state"] == "finished":
             raise ValueError(f"{run.path} is finished after {status['step']} steps: there is nothing to resume")
-        if changed := _differences(run.config(), config):
+        changed = _differences(before, config)
+        if other := [line for key, line in changed.items() if key not in may_change]:
             raise ValueError(f"{run.path} was started with another config. A run resumes as it was; to try other values, start a new one.\n"
-                             + "\n".join(changed))
+                             + "\n".join(other))
+        if changed:
+            _write_whole(run.path / "config.before.yaml", _to_yaml(before))
+            _write_whole(run.config_file, _to_yaml(config))
         with open(run.path / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join(command) + "\n")
         run._write_status({**status, "state": "running", "reason": None, "ended": None})
         return run
+
+    @classmethod
+    def unfinished(cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()) -> RunDirectory | None:
+        """The newest run below `parent` that did not finish, has a checkpoint, and can be reopened with `config`."""
+        runs = [cls(file.parent) for file in parent.glob("*/status.json")]
+        for run in sorted(runs, key=lambda run: run.status()["started"], reverse=True):
+            if (run.status()["state"] != "finished" and not _differences(run.config(), config).keys() - set(may_change)
+                    and any(path.name.removeprefix("iter_").isdigit() for path in run.checkpoints_dir.glob("iter_*"))):
+                return run
+        return None
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
@@ -239,12 +260,23 @@ def _git(source: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _differences(before: Any, after: Any, name: str = "") -> list[str]:
-    """One line per key whose value changed, `run.resume` aside."""
+def _lock(path: Path) -> IO:
+    """A file in the run directory that one living process can hold; the kernel takes it from a process that dies."""
+    lock = open(path / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{path} is being written by another process: stop that one first, or wait for it") from error
+    return lock
+
+
+def _differences(before: Any, after: Any, name: str = "") -> dict[str, str]:
+    """A line for each key whose value changed, `run.resume` aside."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys([*before, *after])
-        return [line for key in keys for line in _differences(before.get(key), after.get(key), f"{name}.{key}".lstrip("."))]
-    return [] if before == after or name == "run.resume" else [f"{name} was {before!r} and is {after!r}"]
+        return {key: line for part in keys
+                for key, line in _differences(before.get(part), after.get(part), f"{name}.{part}".lstrip(".")).items()}
+    return {} if before == after or name == "run.resume" else {name: f"{name} was {before!r} and is {after!r}"}
 
 
 def _make_new(parent: Path, stem: str) -> Path:

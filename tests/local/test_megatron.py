@@ -57,7 +57,7 @@ def train_rank(rank, configs, folder):
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
         rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
         shard = batch.rows(rows)
-        result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "report": trainer.describe(),
+        result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "report": trainer.describe()[0],
                   "logprobs": trainer.logprobs(shard)}
         for name, layer in lora_layers(trainer.model):  # B away from zero, so that A has a gradient as well; the same in each layout
             mapping = trainer.table[name + ".weight"]
@@ -71,7 +71,7 @@ def train_rank(rank, configs, folder):
         result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair for part, gradient in zip("AB", pair)}
         result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - 1)]
         result["adapters"] = {name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)}
-        result["merged"] = trainer.merged_weights()
+        result["merged"] = {name: weight for part in range(len(trainer.parts)) for name, weight in trainer.merged_weights(part).items()}
         result["factors"] = trainer.adapter_factors()
         result["trained_logprobs"] = trainer.logprobs(shard)
         result["reference_logprobs"] = trainer.logprobs(shard, reference=True)

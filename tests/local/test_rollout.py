@@ -70,7 +70,10 @@ def changed_weights(model_dir, seed=0):
 def sync(engine, weights):
     arrays = {name: weight.numpy() for name, weight in weights.items()}
     names = sorted(arrays)
-    engine.sync({name: arrays[name] for name in names[::2]}, {name: arrays[name] for name in names[1::2]})  # as from two ranks
+    engine.start_sync()
+    engine.load({name: arrays[name] for name in names[::4]}, {name: arrays[name] for name in names[1::4]})  # two parts, each from two ranks
+    engine.load({name: arrays[name] for name in names[2::4]}, {name: arrays[name] for name in names[3::4]})
+    engine.finish_sync()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -1,0 +1,151 @@
+"""Checkpoints of the local engine: adapters and their optimizer, whole, under the names of the undivided model, so that any layout can go on.
+
+    checkpoints/iter_0000010/
+        state.json                iteration, updates, the model's shape, LoRA's settings, and each file's bytes and SHA-256
+        shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's two
+                                  moments of both (.exp_avg, .exp_avg_sq), float32
+
+A folder with that name is complete: it is written as iter_0000010.making, forced to the disk, and renamed. Reading it executes nothing, it is
+safetensors and JSON. Random states are not in it, because there are none: each draw of a run has a seed of its own, made of the run's seed, its
+purpose and the step (seeds.py), and the prompts of a step follow from its number.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.layout.shapes import ModelShape
+from mindspeed_qerl.local.weights import mappings
+from mindspeed_qerl.lora.checkpoint import Adapters
+
+STATE = "state.json"
+MAKING = ".making"
+
+
+def folder(checkpoints: Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` is."""
+    return checkpoints / f"iter_{iteration:07d}"
+
+
+def iterations(checkpoints: Path) -> list[int]:
+    """The iterations with a checkpoint, in order."""
+    found = (path.name.removeprefix("iter_") for path in checkpoints.glob("iter_*"))
+    return sorted(int(number) for number in found if number.isdigit())
+
+
+def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
+    """Make the checkpoint of `iteration`, then remove all but the last `keep`.
+
+    Args:
+        state: JSON values that `read_state` will give back. write: writes the tensor files into the folder it is given.
+
+    Raises:
+        OSError: it cannot be written. The checkpoints that were there are still there, and nothing half made.
+    """
+    final = folder(checkpoints, iteration)
+    making = final.with_name(final.name + MAKING)
+    for left in checkpoints.glob(f"*{MAKING}"):  # by a process that was killed
+        shutil.rmtree(left)
+    try:
+        making.mkdir(parents=True)
+        write(making)
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(making.iterdir())}
+        with open(making / STATE, "w", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": iteration, **state, "files": files}, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        _force_directory(making)
+        shutil.rmtree(final, ignore_errors=True)  # of a run that went on from an earlier checkpoint
+        making.rename(final)
+        _force_directory(checkpoints)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    for old in iterations(checkpoints)[:-keep]:
+        shutil.rmtree(folder(checkpoints, old))
+    return final
+
+
+def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
+    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files"; every file is checked first.
+
+    Raises:
+        ValueError: there is none, or a part of it is missing or not what was written; the message names the part, and the checkpoints before.
+    """
+    there = iterations(checkpoints)
+    if not there:
+        raise ValueError(f"{checkpoints} has no checkpoint; one is made at the end of a run, and every megatron_training.save_interval steps")
+    if iteration is None:
+        iteration = there[-1]
+    elif iteration not in there:
+        raise ValueError(f"{checkpoints} has no checkpoint of iteration {iteration}; there are: {', '.join(map(str, there))}")
+    directory = folder(checkpoints, iteration)
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in state["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(_damaged(directory, there, f"its {STATE} cannot be read ({error})")) from error
+    for name, (size, digest) in files.items():
+        file = directory / name
+        if not file.is_file():
+            raise ValueError(_damaged(directory, there, f"{name} is missing"))
+        if file.stat().st_size != size:
+            raise ValueError(_damaged(directory, there, f"{name} has {file.stat().st_size:,} bytes and had {size:,}"))
+        if _sha256(file) != digest:
+            raise ValueError(_damaged(directory, there, f"the content of {name} has changed since it was written (SHA-256)"))
+    return state
+
+
+def _damaged(directory: Path, there: list[int], fault: str) -> str:
+    before = [number for number in there if folder(directory.parent, number) != directory]
+    way_out = f"move {directory.name} away to go on from iteration {before[-1]}" if before else "there is no other checkpoint: start a new run"
+    return f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or {way_out}"
+
+
+def describe(shape: ModelShape, r: int, alpha: float, targets: tuple[str, ...]) -> dict[str, Any]:
+    """What a checkpoint says of the adapters in it."""
+    return {"model": asdict(shape), "lora": {"r": r, "alpha": alpha, "targets": sorted(targets)}}
+
+
+def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """ValueError that names each difference, unless the checkpoint is of the model and the adapters that `expected` describes (`describe`)."""
+    faults = [f"{part}.{key} is {state[part].get(key)!r} in the checkpoint and {value!r} here"
+              for part, values in expected.items() for key, value in values.items() if key != "name" and state[part].get(key) != value]
+    if faults:
+        raise ValueError(f"the checkpoint of iteration {state['iteration']} is of another model or other adapters: {'; '.join(faults)}")
+
+
+def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
+    """The adapters of a checkpoint under Hugging Face's names, for export. Errors as for `read_state`."""
+    from safetensors import safe_open
+
+    state = read_state(checkpoints, iteration)
+    shape, tensors = ModelShape(**state["model"]), {}
+    for name in state["files"]:
+        with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in file.keys() if key.endswith((".lora_A", ".lora_B"))}  # noqa: SIM118
+    weights = {}
+    for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
+        layer = mapping.megatron.removesuffix(".weight")
+        if f"{layer}.lora_A" in tensors:
+            for name, b in zip(mapping.hf, mapping.split(tensors[f"{layer}.lora_B"])):
+                weights[name.removesuffix(".weight")] = (tensors[f"{layer}.lora_A"], b)
+    return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"])
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _force_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
