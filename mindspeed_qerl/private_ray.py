@@ -1,18 +1,66 @@
-"""A Ray of one run's own on this machine, that nobody else can reach."""
+"""A Ray of one run's own on this machine, that nobody else can reach, and that leaves nothing behind."""
 
+import fcntl
 import os
-from typing import Any
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+PREFIX = "qerl_ray_"
+_ours: dict[Path, IO] = {}  # the temporary directory of this process's Ray, and its lock
 
 
-def start(**options: Any) -> None:
+def start(**options: Any) -> Path:
     """`ray.init` of a new Ray that listens on the loopback interface only; `options` are its other arguments.
 
     Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is told not to be a cluster, which it
     asks when it is imported (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
+
+    Returns:
+        its temporary directory, which `stop` removes, or, if this process is killed, the next `start` on this machine.
     """
     import ray
     from ray._private import ray_constants
 
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
+        parent = Path("/tmp")
+    for left in parent.glob(f"{PREFIX}*"):
+        _remove_unless_in_use(left)
+    making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
+    lock, directory = _lock(making), parent / making.name.removeprefix(".")
+    making.rename(directory)
+    _ours[directory] = lock
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory), **options)
+    return directory
+
+
+def stop() -> None:
+    """End this process's Ray, if there is one; returns when its processes and its temporary directory are gone."""
+    import psutil
+    import ray
+
+    processes = psutil.Process().children(recursive=True) if _ours else []
+    ray.shutdown()
+    psutil.wait_procs(processes, timeout=10)
+    while _ours:
+        directory, lock = _ours.popitem()
+        shutil.rmtree(directory, ignore_errors=True)
+        lock.close()
+
+
+def _lock(directory: Path) -> IO:
+    lock = open(directory / "lock", "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def _remove_unless_in_use(directory: Path) -> None:
+    try:
+        with _lock(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+    except OSError:  # held by a living process, or another user's
+        pass

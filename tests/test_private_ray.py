@@ -1,4 +1,8 @@
-"""A Ray of ours listens where nobody else can reach it."""
+"""A Ray of ours listens where nobody else can reach it, and leaves nothing behind."""
+
+import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -9,9 +13,8 @@ from mindspeed_qerl import private_ray
 
 @pytest.fixture
 def started():
-    private_ray.start(num_cpus=1)
-    yield
-    ray.shutdown()
+    yield private_ray.start(num_cpus=1)
+    private_ray.stop()
 
 
 def test_every_port_is_on_the_loopback_interface(started):
@@ -23,3 +26,26 @@ def test_every_port_is_on_the_loopback_interface(started):
     sockets = [connection for pid in pids for connection in psutil.Process(pid).net_connections() if connection.status == psutil.CONN_LISTEN]
     assert len(sockets) > 4, "the head, the raylet and the worker listen"
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} <= {"127.0.0.1", "::1"}
+
+
+def test_nothing_is_left_in_the_temporary_directory():
+    directory = private_ray.start(num_cpus=1)
+    assert list(directory.glob("session_*/logs"))
+    private_ray.stop()
+    assert not directory.exists()
+
+
+def test_what_a_killed_process_left_goes_with_the_next_start(started):
+    child = subprocess.Popen([sys.executable, "-c", "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    left = started.parent / child.stdout.readline().strip().rpartition("/")[2]
+    processes = psutil.Process(child.pid).children(recursive=True)
+    private_ray.stop()
+    private_ray.start(num_cpus=1)
+    assert left.exists(), "it is in use"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    private_ray.stop()
+    private_ray.start(num_cpus=1)
+    assert not left.exists()

@@ -1,8 +1,8 @@
 """Export the LoRA adapters of a training run for Hugging Face tools.
 
-Reads the checkpoints of the MindSpeed-RL engine (`checkpoints` in the run directory), of any tensor, pipeline and expert
-parallel layout; the files of all nodes must be in one directory. Needs torch and safetensors, and neither an NPU nor Megatron.
-Writes to --output:
+Reads the checkpoints of either engine (`checkpoints` in the run directory), of any tensor, pipeline and expert parallel layout;
+of the MindSpeed-RL engine's, the files of all nodes must be in one directory. Needs torch and safetensors, and neither an NPU
+nor Megatron. Writes to --output:
 
 without --merged  adapter_model.safetensors and adapter_config.json, for PEFT and vLLM (--enable-lora)
 with --merged     the whole model with W + (alpha / r) B A, with the base model's configuration and tokenizer; takes
@@ -13,8 +13,10 @@ An adapter that does not fit the base model stops the export, and nothing is wri
 
 import argparse
 import sys
+from pathlib import Path
 
-from mindspeed_qerl.lora.checkpoint import load_adapters
+from mindspeed_qerl.local import checkpoint as local
+from mindspeed_qerl.lora import checkpoint as upstream
 from mindspeed_qerl.lora.export import save_merged, save_peft
 
 
@@ -35,7 +37,8 @@ def main() -> int:
     parser.add_argument("--merged", action="store_true", help="write a whole model instead of an adapter")
     args = parser.parse_args()
     try:
-        adapters = load_adapters(args.checkpoint, args.iteration)
+        of_local_engine = any(Path(args.checkpoint).glob(f"iter_*/{local.STATE}"))
+        adapters = (local if of_local_engine else upstream).load_adapters(Path(args.checkpoint), args.iteration)
         (save_merged if args.merged else save_peft)(adapters, args.base, args.output)
     except (ValueError, OSError) as error:
         print(f"export_adapter: {error}", file=sys.stderr)

@@ -63,7 +63,7 @@ def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progres
             _call(upstream, settings, run)
     finally:
         _keep_worker_logs(ray_logs, logs)
-        ray.shutdown()
+        private_ray.stop()
 
 
 def _keep_worker_logs(ray_logs: Path, logs: Path) -> None:

@@ -1,13 +1,12 @@
 """All-to-all and all-gather through memory that the ranks of one machine share, in the place of gloo's, for experts' tokens.
 
 gloo sends an all-to-all of n ranks as n (n - 1) messages over TCP and passes an all-gather around a ring. With more ranks than cores the time goes
-into waking threads (benchmarks/exchange.py). Here a rank writes its part into a file that all have mapped, and reads the others' when they have
-written theirs; whoever waits lets others run.
+into waking threads (benchmarks/exchange.py). Here a rank writes its part into memory that all have mapped, tells the first rank, and reads the
+others' parts when that one says that all are there.
 """
 
 import mmap
 import os
-import platform
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +25,7 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup):
         self.rank, self.size, self.turn = dist.get_rank(group), dist.get_world_size(group), 0
-        length = PAGE * (1 + self.size) + 2 * self.size * ROOM
+        length = self.size * (PAGE + 2 * ROOM)
         file = [None]
         if self.rank == 0:
             descriptor = os.memfd_create("exchange")  # no name in any directory: it goes with the last process that has mapped it
@@ -35,28 +34,40 @@ class Exchange:
         dist.broadcast_object_list(file, group=group, group_src=0)
         with open(file[0], "r+b") as mapped:
             memory = np.frombuffer(mmap.mmap(mapped.fileno(), length), dtype=np.uint8)
+        self.ends = memory[: PAGE * self.size].view(np.int64).reshape(self.size, 2, -1)[:, :, : self.size + 1]
+        self.slots = torch.from_numpy(memory[PAGE * self.size :]).view(self.size, 2, ROOM)
+        self.inbox, own = os.pipe()
+        pipes = [None] * self.size
+        dist.all_gather_object(pipes, f"/proc/{os.getpid()}/fd/{own}", group=group)
+        self.outboxes = [os.open(pipe, os.O_WRONLY) for pipe in (pipes[1:] if self.rank == 0 else pipes[:1])]
         dist.barrier(group)
+        os.close(own)
         if self.rank == 0:
             os.close(descriptor)
-        self.begun = memory[: self.size * 8].view(np.int64)
-        self.ends = memory[PAGE : PAGE * (1 + self.size)].view(np.int64).reshape(self.size, 2, -1)[:, :, : self.size + 1]
-        self.slots = torch.from_numpy(memory[PAGE * (1 + self.size) :]).view(self.size, 2, ROOM)
 
     def swap(self, part: torch.Tensor, ends: Sequence[int]) -> list[tuple[torch.Tensor, list[int]]] | None:
         """Show `part` (bytes) and `ends` (size + 1 numbers, the last one len(part)) to all ranks; returns those of all ranks in their order, to
         be read before the next call, or None if the part of one of them has no room."""
-        turn = self.turn = self.turn + 1
-        half = turn % 2
+        half = self.turn = 1 - self.turn
         if len(part) <= ROOM:
             self.slots[self.rank, half, : len(part)].copy_(part)
         self.ends[self.rank, half] = ends
-        self.begun[self.rank] = turn
-        while self.begun.min() < turn:
-            os.sched_yield()
+        self._wait_for_all()
         ends = self.ends[:, half].tolist()
         if any(of_rank[-1] > ROOM for of_rank in ends):
             return None
         return [(self.slots[rank, half, : of_rank[-1]], of_rank) for rank, of_rank in enumerate(ends)]
+
+
+    def _wait_for_all(self) -> None:
+        """Returns when all ranks have called it; what one wrote before, all see after."""
+        missing = self.size - 1 if self.rank == 0 else 0
+        while missing:
+            missing -= len(os.read(self.inbox, missing))
+        for outbox in self.outboxes:
+            os.write(outbox, b"!")
+        if self.rank:
+            os.read(self.inbox, 1)
 
 
 _mailboxes: dict[dist.ProcessGroup, Exchange] = {}
@@ -65,10 +76,9 @@ _gloo_all_to_all, _gloo_all_gather = dist.all_to_all_single, dist.all_gather_int
 
 def install() -> None:
     """Let torch.distributed.all_to_all_single and megatron-core's all-gather go this way, in this process."""
-    if platform.machine() == "x86_64":  # others may show a rank's turn before what it wrote
-        from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import mappings
 
-        dist.all_to_all_single, mappings.dist_all_gather_func = all_to_all_single, all_gather_into_tensor
+    dist.all_to_all_single, mappings.dist_all_gather_func = all_to_all_single, all_gather_into_tensor
 
 
 def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int] | None = None,

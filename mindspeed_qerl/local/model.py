@@ -9,7 +9,7 @@ from torch import nn
 from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.layout.shapes import ModelShape, read_shape
-from mindspeed_qerl.local.weights import Checkpoint, Mapping, load_weights, mappings
+from mindspeed_qerl.local.weights import Checkpoint, Mapping, check_tensors, load_weights, mappings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILT = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -17,12 +17,16 @@ BUILT = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": Fa
 
 def read_hf_config(directory: str | Path):
     """transformers' config of a model directory; ConfigError if there is none, or it asks for something that is not built here."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if not (Path(directory) / "config.json").is_file():
         raise ConfigError(f"model directory {directory} has no config.json")
     read_shape(directory)  # refuses other families
-    config = AutoConfig.from_pretrained(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise ConfigError(f"{directory}/config.json cannot be used: {' '.join(str(error).split())}") from error
     asked = {key: getattr(config, key, only) for key, only in BUILT.items()}
     asked["rope_type"] = config.rope_parameters.get("rope_type", "default")
     for key, value in asked.items():
@@ -147,8 +151,9 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     ).to(dtype)
     if recompute_layers and first:  # a layer that is computed again passes a gradient on only to an input that asks for one
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    table = mappings(shape, layers, experts, first, last)
-    load_weights(model, table, Checkpoint(model_dir), tp_rank, layout.tp)
+    table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
+    check_tensors(checkpoint, shape, config.dtype, (name for mapping in table for name in mapping.hf))
+    load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return RankModel(model, table, layers, experts)
 
 

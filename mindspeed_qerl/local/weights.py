@@ -131,6 +131,15 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`; ConfigError if the checkpoint lacks it."""
+        return self._file_of(name).get_tensor(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor called `name`, which is not read; ConfigError if the checkpoint lacks it."""
+        from safetensors.torch import _getdtype
+
+        return _getdtype(self._file_of(name).get_slice(name).get_dtype())
+
+    def _file_of(self, name: str):
         from safetensors import safe_open
 
         if name not in self.files:
@@ -138,7 +147,49 @@ class Checkpoint:
         file = self.files[name]
         if file not in self._open:  # an index of thousands of experts takes longer to read than a tensor
             self._open[file] = safe_open(self.directory / file, "pt")
-        return self._open[file].get_tensor(name)
+        return self._open[file]
+
+
+def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype | None, tensors: Iterable[str] = ()) -> None:
+    """Whether `checkpoint` is of the model that its config.json describes.
+
+    Args:
+        dtype: what config.json says the tensors are; None if it does not say. tensors: names whose content is looked at (their dtype is).
+
+    Raises:
+        ConfigError: a tensor is missing, is more than config.json calls for, has another dtype, is an output layer of its own beside a tied
+            embedding, or holds other rotary frequencies.
+    """
+    directory, called_for = checkpoint.directory, {
+        name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)) for name in mapping.hf}
+    if missing := sorted(called_for - set(checkpoint.files)):
+        tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
+        raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are missing). Fetch the whole "
+                          f"model{tied}")
+    for name in sorted(set(checkpoint.files) - called_for):
+        if name == "lm_head.weight" and shape.tie_word_embeddings:
+            if not torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
+                raise ConfigError(f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight differs from "
+                                  "model.embed_tokens.weight: set it to false")
+        elif name.endswith("rotary_emb.inv_freq"):
+            expected = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+            found = checkpoint.read(name).float()
+            if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
+                raise ConfigError(f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and head_dim = {shape.head_dim} in "
+                                  "config.json give: one of them is of another model")
+        else:
+            raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of another model (more layers or "
+                              "experts, a bias?)")
+    for name in tensors:
+        found = checkpoint.dtype(name)
+        if not found.is_floating_point or found.itemsize < 2:
+            raise ConfigError(f"{directory}: {name} is {_name(found)}; give the model in bfloat16, float16 or float32, not quantised")
+        if dtype is not None and found != dtype:
+            raise ConfigError(f"{directory}: {name} is {_name(found)} and config.json says {_name(dtype)}: one of them is of another model")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @torch.no_grad()

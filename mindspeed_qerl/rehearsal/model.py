@@ -18,7 +18,7 @@ from typing import Any
 from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.layout.shapes import ModelShape
 
-VERSION = 3  # raised when what is made changes
+VERSION = 4  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
 EXPERT_WIDTH = 32  # the multiple that its experts take
 VOCABULARY = 4096  # enough for prompts about as long as with the real tokenizer
@@ -106,7 +106,12 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
         numbers = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) in common]
         last = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=False)[-1]
         direction = torch.nn.functional.normalize(torch.randn(shape.hidden_size), dim=0)
-        model.get_input_embeddings().weight[[*numbers, last]] += 4 * direction
+        embedding = model.get_input_embeddings().weight
+        embedding[last] += 4 * direction
+        embedding[numbers] += 8 * direction  # where output and embedding are one: more than the last token, which is likest to itself
+        for name, weight in model.named_parameters():  # many layers of random additions would drown it
+            if "o_proj" in name or "down_proj" in name:
+                weight /= shape.num_hidden_layers
         if not shape.tie_word_embeddings:
             model.get_output_embeddings().weight[numbers] += direction
     return model

@@ -1,5 +1,7 @@
 """The Megatron model of each family in each kind of layout, against transformers and against one rank."""
 
+import json
+import shutil
 import zlib
 
 import numpy as np
@@ -10,11 +12,13 @@ import torch.multiprocessing as mp
 from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.layout.shapes import read_shape
+from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.engine import data_rank
 from mindspeed_qerl.local.model import stage_layers
 from mindspeed_qerl.local.settings import check
-from mindspeed_qerl.local.weights import COLUMN, GATED, ROW, Checkpoint, mappings, merge_qkv, split_qkv
+from mindspeed_qerl.local.weights import COLUMN, GATED, ROW, Checkpoint, check_tensors, mappings, merge_qkv, split_qkv
+from mindspeed_qerl.lora.export import save_merged, save_peft
 
 from .conftest import FAMILIES, make_model, raw_config
 
@@ -34,7 +38,7 @@ CASES = [(layout, family) for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.ite
          if (family in MOE) or (ep == 1)
          if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it sequence parallel anyway
 RECOMPUTE = {"megatron_training__recompute_granularity": "full", "megatron_training__recompute_method": "block"}
-STEPS = 3
+STEPS, SAVED = 5, 3  # iterations, and the one after which a checkpoint is made
 
 
 def random_batch(count=8, vocab=96):
@@ -69,7 +73,10 @@ def train_rank(rank, configs, folder):
         whole = {mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
                  for mapping, layer in trainer._owned()}
         result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair for part, gradient in zip("AB", pair)}
-        result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - 1)]
+        result["metrics"] += [trainer.train([shard]) for _ in range(SAVED - 1)]
+        trainer.save(f"{folder}/{family}_saved")
+        result["saved_logprobs"] = trainer.logprobs(shard)
+        result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - SAVED)]
         result["adapters"] = {name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)}
         result["merged"] = {name: weight for part in range(len(trainer.parts)) for name, weight in trainer.merged_weights(part).items()}
         result["factors"] = trainer.adapter_factors()
@@ -80,6 +87,29 @@ def train_rank(rank, configs, folder):
         parallel_state.destroy_model_parallel()
 
 
+def resume_rank(rank, config, saved, folder):
+    """The iterations after a checkpoint, by ranks that know of nothing else."""
+    from mindspeed_qerl.local.rank import TrainRank
+
+    torch.set_num_threads(1)
+    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    batch = random_batch()
+    shard = batch.rows(deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)])
+    trainer.restore(saved, SAVED, SAVED)
+    torch.save({"metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)], "factors": trainer.adapter_factors()},
+               f"{folder}/{rank}.pt")
+
+
+def layout_config(layout, model_dir, data_dir):
+    ranks, tp, pp, ep, sequence, recompute = LAYOUTS[layout]
+    again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
+    return check(raw_config(
+        model_dir, data_dir, **again, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
+        megatron_training__sequence_parallel=sequence, actor_config__tensor_model_parallel_size=tp,
+        actor_config__pipeline_model_parallel_size=pp, actor_config__expert_model_parallel_size=ep,
+        actor_config__micro_batch_size=2, actor_config__lr=1e-3, actor_config__clip_grad=0.05))
+
+
 @pytest.fixture(scope="module")
 def results(model_dirs, data_dir, tmp_path_factory):
     """{(layout, family): [result of each rank]} of the same work in each layout, made when first asked for."""
@@ -87,26 +117,23 @@ def results(model_dirs, data_dir, tmp_path_factory):
 
     def of(layout, family):
         if (layout, family) not in made:
-            ranks, tp, pp, ep, sequence, recompute = LAYOUTS[layout]
-            folder = tmp_path_factory.mktemp("ranks")
+            ranks, folder = LAYOUTS[layout][0], tmp_path_factory.mktemp("ranks")
             families = [f for name, f in CASES if name == layout]
-            again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
-            configs = {f: check(raw_config(
-                model_dirs[f], data_dir, **again, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
-                megatron_training__sequence_parallel=sequence, actor_config__tensor_model_parallel_size=tp,
-                actor_config__pipeline_model_parallel_size=pp, actor_config__expert_model_parallel_size=ep,
-                actor_config__micro_batch_size=2, actor_config__lr=1e-3, actor_config__clip_grad=0.05)) for f in families}
+            configs = {f: layout_config(layout, model_dirs[f], data_dir) for f in families}
             mp.spawn(train_rank, (configs, str(folder)), nprocs=ranks)
             for f in families:
-                made[layout, f] = [torch.load(folder / f"{f}{rank}.pt", weights_only=False) for rank in range(ranks)]
+                made[layout, f] = [torch.load(folder / f"{f}{rank}.pt", weights_only=False) | {"saved": folder / f"{f}_saved"}
+                                   for rank in range(ranks)]
         return made[layout, family]
     return of
 
 
-def transformers_logprobs(directory, batch):
+def transformers_logprobs(model, batch):
+    """By a model or the one in a directory."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if not isinstance(model, torch.nn.Module):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         tokens = torch.from_numpy(batch.tokens)
         mask = torch.arange(tokens.shape[1]) < torch.from_numpy(batch.lengths).unsqueeze(1)
@@ -179,6 +206,45 @@ def test_ranks_train_like_one(results, layout, family):
     assert one["metrics"][-1]["loss/kl"] > 0
 
 
+@pytest.mark.parametrize("before, after, family", [
+    ("EP 2", "EP 2", "qwen3_moe"), (ONE, "TP 2, EP 2", "qwen2_moe"), ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"), ("TP 2", "PP 2", "qwen2")])
+def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data_dir, tmp_path, before, after, family):
+    unbroken, ranks = results(before, family), LAYOUTS[after][0]
+    config = layout_config(after, model_dirs[family], data_dir)
+    mp.spawn(resume_rank, (config, str(unbroken[0]["saved"]), str(tmp_path)), nprocs=ranks)
+    resumed = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    keys = ("loss/policy", "loss/kl", "loss/total", "grad_norm", "lr", "mismatch/k3")
+    exactly = 0 if before == after else 1e-4
+    for one, other in zip(unbroken[0]["metrics"][SAVED:], resumed[0]["metrics"], strict=True):
+        assert [other[key] for key in keys] == pytest.approx([one[key] for key in keys], rel=exactly, abs=exactly)
+    factors, expected = ({name: (b, a) for result in of for name, (_, b, a) in result["factors"].items()} for of in (resumed, unbroken))
+    assert factors.keys() == expected.keys()
+    for name, pair in factors.items():
+        for found, wanted in zip(pair, expected[name]):
+            np.testing.assert_allclose(found, wanted, rtol=exactly, atol=exactly)
+
+
+@pytest.mark.parametrize("layout, family", [("TP 2, PP 2, EP 2", "qwen3_moe"), ("TP 2, EP 2", "qwen2_moe"), ("TP 2", "qwen3"), ("PP 2", "qwen2")])
+def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, data_dir, tmp_path, layout, family):
+    """PEFT on transformers, the merged model in transformers, and Megatron's ranks give the same logprobs."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ranks, base, batch = results(layout, family), model_dirs[family], random_batch()
+    config = layout_config(layout, base, data_dir)
+    describe = checkpoint.describe(config.shape, config.lora_r, config.lora_alpha, config.lora_targets)
+    checkpoint.save(tmp_path / "checkpoints", SAVED, describe, lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True), 1)
+    adapters = checkpoint.load_adapters(tmp_path / "checkpoints")
+    save_peft(adapters, base, tmp_path / "adapter")
+    save_merged(adapters, base, tmp_path / "merged")
+    merged = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32), batch)
+    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter")
+    megatron = assembled(ranks, "saved_logprobs", batch)
+    assert np.abs(merged * batch.mask - megatron).max() < 1e-5
+    assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
+    assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2  # they are not the base model
+
+
 @pytest.mark.parametrize("layout, family", CASES)
 def test_every_adapter_learned_and_is_counted_once(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
@@ -222,6 +288,81 @@ def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
     assert names == set(Checkpoint(model_dirs[family]).files)
     once = [name for mapping in mappings(shape, range(2), range(shape.num_experts)) for name in mapping.hf]
     assert sorted(once) == sorted(names)
+
+
+def load_rank(rank, config, folder):
+    from mindspeed_qerl.local.rank import TrainRank
+
+    torch.set_num_threads(1)
+    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    logprobs = trainer.logprobs(random_batch())
+    torch.save((len(trainer.model.decoder.layers), logprobs), f"{folder}/{rank}.pt")
+
+
+def test_uneven_pipeline_stages(data_dir, tmp_path):
+    model_dir = make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=3)
+    config = check(raw_config(model_dir, data_dir, rl_config__actor_resource__num_npus=2, actor_config__pipeline_model_parallel_size=2,
+                              actor_config__expert_model_parallel_size=1, megatron_training__num_layer_list="1,2"))
+    mp.spawn(load_rank, (config, str(tmp_path)), nprocs=2)
+    (first, _), (second, logprobs) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    batch = random_batch()
+    assert (first, second) == (1, 2)
+    assert np.abs((logprobs - transformers_logprobs(model_dir, batch)) * batch.mask).max() < 1e-5
+
+
+def change_tensors(directory, change):
+    from safetensors.torch import load_file, save_file
+
+    save_file(change(load_file(directory / "model.safetensors")), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(directory, **values):
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("family, tensors, config, message", [
+    ("qwen3_moe", lambda w: {k: v for k, v in w.items() if "experts.3.up_proj" not in k}, {},
+     r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which config\.json calls for \(2 are missing\)"),
+    ("qwen3", None, {"num_hidden_layers": 1}, r"has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not call for"),
+    ("qwen3", None, {"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2\.input_layernorm\.weight'"),
+    ("qwen2", lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] + 1}, {},
+     r"tie_word_embeddings = true, but lm_head\.weight differs from model\.embed_tokens\.weight"),
+    ("qwen3", lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"}, {}, r"no tensor 'lm_head\.weight'.*or set tie_word_embeddings"),
+    ("qwen3", lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()}, {},
+     r"model\.layers\.0\.self_attn\.o_proj\.weight is bfloat16 and config\.json says float32"),
+    ("qwen3", lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()}, {},
+     r"model\.layers\.0\.self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16"),
+    ("qwen3", lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0 ** -(torch.arange(0, 32, 2) / 32)}, {},
+     r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32 in config\.json give"),
+])
+def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(tmp_path, family, tensors, config, message):
+    directory = make_model(family, tmp_path / "model")
+    if tensors:
+        change_tensors(directory, tensors)
+    change_config(directory, **config)
+    shape, names = read_shape(directory), Checkpoint(directory).files
+    with pytest.raises(ConfigError, match=message):
+        check_tensors(Checkpoint(directory), shape, torch.float32, [name for name in names if "inv_freq" not in name and name != "lm_head.weight"])
+
+
+def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
+    for family in FAMILIES:
+        checkpoint = Checkpoint(model_dirs[family])
+        check_tensors(checkpoint, read_shape(model_dirs[family]), torch.float32, checkpoint.files)
+
+
+@pytest.mark.parametrize("config, message", [
+    ({"dtype": "bfloat16"}, r"ConfigError: .*model\.embed_tokens\.weight is float32 and config\.json says bfloat16"),
+    ({"num_hidden_layers": 1}, r"ConfigError: .*config\.json cannot be used: .*`num_hidden_layers` \(1\) must be equal"),
+    ({"intermediate_size": 96}, r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's config\.json calls for \(192, 64\)"),
+])
+def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
+    directory = make_model("qwen3", tmp_path / "model")
+    change_config(directory, **config)
+    asked = check(raw_config(directory, data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1))
+    with pytest.raises(mp.ProcessRaisedException, match=message):
+        mp.spawn(load_rank, (asked, str(tmp_path)), nprocs=1)
 
 
 def test_missing_weights_are_named(tmp_path):

@@ -113,18 +113,58 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_pat
 
 def test_a_run_can_be_repeated(tiny_model, tmp_path):
     """The same config and seed give the same numbers, bit for bit, noise and sampling included; times aside."""
-    recorded = []
+    rows = []
     for repetition in ("first", "second"):
         code, output = finish(start(tiny_model, tmp_path / repetition, "megatron_training.train_iters=2", "aqn.num_stages=2",
                                     "rl_config.verifier_function=[gsm8k]", "rl_config.n_samples_per_prompt=32", "eval.n_problems=4"))
         assert code == 0, output
         run = only_run(tmp_path / repetition)
         assert "post_attention_layernorm" in output and len(run.facts()["aqn_layers"]) == 2
-        recorded.append([{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
-                         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
-                         for row in read_jsonl(file)])
-    assert recorded[0] == recorded[1]
-    assert recorded[0][1]["aqn/sigma"] > 0
+        rows.append(recorded(run))
+    assert rows[0] == rows[1]
+    assert rows[0][1]["aqn/sigma"] > 0
+
+
+def recorded(run):
+    """Everything that a run writes step by step, times aside."""
+    return [{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
+            for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file) for row in read_jsonl(file)]
+
+
+SAVING = ("megatron_training.train_iters=4", "+megatron_training.save_interval=2", "aqn.num_stages=2", "rl_config.verifier_function=[gsm8k]",
+          "rl_config.n_samples_per_prompt=32", "eval.n_problems=4", "eval.every=2", "actor_config.lr=1e-3")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path):
+    """run.resume=auto; then another layout is refused nothing, another learning rate by name, and what is damaged by file."""
+    code, output = finish(start(tiny_model, tmp_path / "unbroken", *SAVING))
+    assert code == 0, output
+    unbroken = only_run(tmp_path / "unbroken")
+    assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000002", "iter_0000004"]
+    process = start(tiny_model, tmp_path / "killed", *SAVING)
+    until(process, "step      3/4")
+    children = descendants(process)
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    assert_gone(children)
+    killed = only_run(tmp_path / "killed")
+
+    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, "run.resume=auto", "actor_config.lr=2e-3"))
+    assert "no run of this config stopped with a checkpoint; a new one begins" in output
+    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, f"run.resume={killed.path}", "actor_config.lr=2e-3"))
+    assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
+    shard = next((killed.checkpoints_dir / "iter_0000002").glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, f"run.resume={killed.path}"))
+    assert code == 2 and f"{shard.name} has {len(content) - 1:,} bytes and had {len(content):,}" in output and "Traceback" not in output
+    shard.write_bytes(content)
+
+    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, "run.resume=auto"))
+    assert code == 0 and f"goes on with {killed.path}" in output and "Goes on after step 2" in output
+    assert recorded(killed) == recorded(unbroken)
+    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] == [3]
+    assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize("name", ["rank 1", "rollout engine"])

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.config import CONFIGS, ConfigError, Reader, compose
-from mindspeed_qerl.layout.plan import read_plan
+from mindspeed_qerl.gsm8k.dataset import read_converted
+from mindspeed_qerl.layout.plan import Layout, read_plan
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.shapes import read_shape
+from mindspeed_qerl.layout.shapes import SHAPES, read_shape
 from mindspeed_qerl.local import settings as local
 from mindspeed_qerl.rehearsal import prepare
-from mindspeed_qerl.rehearsal.model import narrow
+from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,27 @@ def test_a_narrow_model_divides_as_the_real_one(composed):
     shape = narrow(plan.shape, plan.layout)
     assert shape.num_hidden_layers == 48 and shape.head_dim == 32 and shape.vocab_size % 4 == 0
     assert shape.hidden_size < 100 and shape.moe_intermediate_size == 32
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen25_1_5b"])
+def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
+    """Else no answer is ever right, no reward differs, and no gradient reaches an adapter: 48 layers drown what the embedding says."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shape = narrow(SHAPES[name], Layout(world=1))
+    if shape.moe:
+        shape = replace(shape, num_experts=4, num_experts_per_tok=2)
+    rows = read_converted(data / "gsm8k" / "train_chat.parquet")
+    directory = make_model(shape, rows, tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert model.config.num_hidden_layers == shape.num_hidden_layers >= 28
+    prompts = tokenizer.apply_chat_template([row["messages"] for row in rows[:8]], add_generation_prompt=True, padding=True,
+                                            padding_side="left", return_tensors="pt", return_dict=True)
+    torch.manual_seed(0)
+    tokens = model.generate(**prompts, do_sample=True, max_new_tokens=4, num_return_sequences=4)[:, prompts["input_ids"].shape[1]:]
+    answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    assert sum(any(character.isdigit() for character in answer) for answer in answers) > len(answers) / 2, answers
 
 
 def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
