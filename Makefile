@@ -1,5 +1,6 @@
 # make quickstart   install everything into .venv, make the small model, train it, draw the curves
-# make test         the whole test suite
+# make test         the test suite
+# make test-full    the test suite, more layouts, and runs that are killed at random moments
 # make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/emulation.md)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -17,7 +18,7 @@ MODEL := models/tiny_qwen3_moe
 UPSTREAM_VENV := .venv-upstream
 UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
 
-.PHONY: quickstart upstream-env test-upstream test install install-dev model train lint lock clean
+.PHONY: quickstart upstream-env test-upstream test test-full install install-dev model train lint lock clean
 
 quickstart: install model train
 
@@ -29,6 +30,10 @@ train: install
 
 test: install-dev lint
 	$(PY) -m pytest
+# All layouts, and twenty runs that are killed and gone on with. Three quarters of an hour on 2 cores.
+test-full: install-dev lint
+	$(PY) -m pytest -m "full or not full"
+	$(PY) tests/local/kill_and_resume.py --kills 20
 # The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/emulation.md names the checkouts in DIR). An hour on 2 cores.
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation

@@ -51,9 +51,11 @@ def compose(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_config_name(name: str) -> None:
-    """ConfigError with the list of configs if `name` is none of them; Hydra would only show where it looked."""
-    if not (CONFIGS / f"{name.removesuffix('.yaml')}.yaml").is_file():
-        raise ConfigError(unknown("config name", name, (path.stem for path in CONFIGS.glob("*.yaml"))))
+    """ConfigError with the list of configs if `name` is none of them; Hydra would only show where it looked. The files in folders of
+    configs/ are parts of configs."""
+    known = {path.stem for path in CONFIGS.glob("*.yaml")}
+    if name.removesuffix(".yaml") not in known:
+        raise ConfigError(unknown("config name", name, known))
 
 
 def unknown(kind: str, value: object, known: Iterable[str]) -> str:

@@ -152,9 +152,80 @@ def test_variants_and_overrides(machine):
     for arguments, said in ((["--dryrun"], "unknown option --dryrun"), (["aqn"], "neither an option nor an override"),
                             (["--config-name", "grpo_qwen3_30b_a3b_16npu"], "did you mean 'grpo_qwen3_30b_a3b_gsm8k_16npu'"),
                             (["actor_config.lrr=1"], "actor_config.lrr"), (["--config-name", "grpo_tiny_moe_cpu"], "are for configs of NPUs")):
-        wrong = launch(machine, script, *arguments)
-        assert wrong.returncode == 2 and said in wrong.stderr, (arguments, wrong.stderr)
-    assert recorded(machine) == ""
+        assert said in refused(machine, script, *arguments)
+
+
+def refused(machine: dict, script: Path, *arguments: str) -> str:
+    """What a launcher says that stops before it does or shows anything, without a word of bash's or Python's own."""
+    result = launch(machine, script, *arguments)
+    assert result.returncode == 2 and result.stdout == "" and recorded(machine) == "", (arguments, result)
+    assert not re.search(r"Traceback|unbound variable|launch\.sh: line", result.stderr), result.stderr
+    return result.stderr
+
+
+ONE_NODE, TWO_NODES = FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh", FOLDER / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
+
+
+@pytest.mark.parametrize(("script", "name", "value", "rule"), [
+    *((ONE_NODE, "RAY_PORT", value, "a whole number from 1024 to 65534") for value in ("08080", "abc", "99999", "-1", "1023", "65535", "9" * 20, "a[0]")),
+    *((ONE_NODE, "NODE_TIMEOUT", value, "a whole number from 1 to 999999") for value in ("abc", "-5", "0", "1.5")),
+    *((ONE_NODE, "NODES", value, "a whole number from 1 to") for value in ("0", "-1", "two")),
+    *((ONE_NODE, "NODE_RANK", value, "be 0: this is a launch on one node") for value in ("5", "x")),
+    *((TWO_NODES, "NODE_RANK", value, "a whole number from 0 to 1") for value in ("7", "2", "-1", "x")),
+])
+def test_variables_that_cannot_be(script, name, value, rule, machine):
+    said = refused({**machine, "NODE_ADDR": "10.0.0.2", "MASTER_ADDR": "10.0.0.1", name: value}, script, "--dry-run")
+    assert said.startswith(f"launch: {name}={value} must be") and rule in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("port", ["1024", "65534"])
+def test_ports_that_can_be(port, machine):
+    result = launch({**machine, "RAY_PORT": port}, ONE_NODE, "--dry-run")
+    assert result.returncode == 0 and f"--port={port} --ray-client-server-port={int(port) + 1}" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(("override", "rule"), [
+    *((f"rl_config.actor_resource.num_npus={value}", f"rl_config.actor_resource.num_npus = {shown} must be a whole number of at least 1")
+      for value, shown in (("-8", -8), ("0", 0), ("abc", "'abc'"), ("true", True))),
+    ("rl_config=null", "rl_config.actor_resource.num_npus = None must be a whole number of at least 1"),
+    ("rl_config.num_cpus_for_local_task=abc", "rl_config.num_cpus_for_local_task = 'abc' must be a whole number"),
+    ("megatron_training.data_path=null", "megatron_training.data_path = None must be a path"),
+    ("megatron_training.tokenizer_name_or_path=null", "megatron_training.tokenizer_name_or_path = None must be a path"),
+    ("gsm8k=null", "gsm8k.train_file = None must be a path"),
+    ("actor_config.load=5", "actor_config.load = 5 must be a path"),
+    ("engine=foo", "unknown engine 'foo'"),
+    ("engine=local", "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local rehearsal.enabled=true"),
+])
+def test_configs_that_cannot_be_launched(override, rule, machine):
+    said = refused(machine, ONE_NODE, "--dry-run", override)
+    assert said.startswith("error: ") and rule in said and len(said.splitlines()) == 1
+
+
+def test_npus_that_nodes_cannot_share(machine):
+    said = refused({**machine, "NODE_ADDR": "10.0.0.1"}, TWO_NODES, "--dry-run", "rl_config.actor_resource.num_npus=15")
+    assert "num_npus = 15 cannot be shared equally by 2 nodes" in said
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_a_layout_that_cannot_exist_stops_first(options, machine):
+    said = refused(machine, ONE_NODE, *options, "actor_config.tensor_model_parallel_size=3")
+    assert "tools/plan_layout.py says:" in said and "32 attention heads cannot be divided by TP 3" in said
+
+
+def test_base_weights_are_not_converted_into_the_folder_of_another_layout(machine, tmp_path):
+    machine["MODELS"] = str(tmp_path)
+    tp4 = ["--dry-run", "megatron_training.sequence_parallel=true", "actor_config.tensor_model_parallel_size=4",
+           "actor_config.expert_model_parallel_size=4", "generate_config.infer_tensor_parallel_size=4", "generate_config.infer_expert_parallel_size=4"]
+    said = refused(machine, ONE_NODE, *tp4)
+    own = f"actor_config.load={tmp_path}/Qwen3-30B-A3B-tp4-pp1-ep4"
+    assert "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said and said.rstrip().endswith(f"set {own}")
+    for load in (own, "actor_config.load=any/name"):
+        result = launch(machine, ONE_NODE, *tp4, load)
+        assert result.returncode == 0 and load.partition("=")[2] in next(words for words in commands(result) if words[0] == "env")[-1], result.stderr
+    base = tmp_path / "Qwen3-30B-A3B-tp1-pp1-ep16"
+    base.mkdir()
+    (base / "latest_checkpointed_iteration.txt").touch()
+    assert launch(machine, ONE_NODE, *tp4).returncode == 0, "nothing to convert; the preflight looks at what is there"
 
 
 def test_from_any_directory(machine, tmp_path):

@@ -6,18 +6,25 @@ NPU must hold. Nothing is started, no NPU and no model weights are needed. Memor
 
 import argparse
 import json
+import math
+import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mindspeed_qerl.config import ConfigError, compose, unknown
+from mindspeed_qerl.config import OWN_SECTIONS, ConfigError, Reader, check_names, compose, unknown
 from mindspeed_qerl.layout import planner, show
-from mindspeed_qerl.layout.memory import Settings, read_settings
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan, read_plan, shape_of_model
+from mindspeed_qerl.layout.memory import Memory, Settings, read_settings
+from mindspeed_qerl.layout.plan import MAX_RANKS, Batch, Layout, Plan, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.layout.shapes import SHAPES, ModelShape, read_shape
+from mindspeed_qerl.train import ENGINES
 
 PICTURES = (".png", ".pdf", ".svg")
+NODE = 16  # NPUs of a node that nobody described
+MOST_GB = 10 ** 6
 PLOTTED = 5  # layouts that a picture has room for
 EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists; 2 wrong arguments
 
@@ -33,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face model")
     parser.add_argument("--ranks", type=int, help="NPUs: dies, a 910C has two")
-    parser.add_argument("--ranks-per-node", type=int, default=16, help="NPUs of one node (default: 16)")
+    parser.add_argument("--ranks-per-node", type=int, help=f"NPUs of one node (default: {NODE})")
     parser.add_argument("--check", metavar="KEY=SIZE,...", help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
                         "out are 1, inference sizes left out are chosen, and so is the batch")
     parser.add_argument("--config-name", metavar="NAME", help="judge a config of configs/, with the overrides that follow")
@@ -50,17 +57,19 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     try:
         check_arguments(args)
+        width = args.ranks_per_node or NODE
         if args.config_name:
             raw = compose(args.config_name, args.overrides)
-            plan = read_plan(raw, shape_of_model(raw), args.ranks_per_node)
+            check_config(raw)
+            plan = read_plan(raw, shape_of_model(raw), width)
             return judge(args, plan, replace(read_settings(raw), memory_gb=args.memory_gb), planner.CHANGEABLE)
         shape = read_shape(args.model)
         if args.check is not None:
             sizes = checked_sizes(args)
             typed = [name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")]
-            plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=args.ranks_per_node, **sizes), sizes)
+            plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
             return judge(args, plan, None, typed)
-        return list_layouts(args, shape)
+        return list_layouts(args, shape, width)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,17 +77,40 @@ def main() -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """ConfigError for options that contradict each other or are out of range."""
-    if args.config_name and (args.model or args.ranks or args.check is not None):
+    for name, most in (("ranks", MAX_RANKS), ("ranks_per_node", None), ("top", None)):
+        given = getattr(args, name)
+        if given is not None and (given < 1 or most and given > most):
+            raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1" + (f" and at most {most:,}" if most else ""))
+    if not math.isfinite(args.memory_gb) or not 0 < args.memory_gb <= MOST_GB:
+        raise ConfigError(f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}")
+    if args.config_name and (args.model is not None or args.ranks is not None or args.check is not None):
         raise ConfigError("--config-name has its own model, ranks and layout; change them with overrides such as "
                           "rl_config.actor_resource.num_npus=12")
-    if not args.config_name and (args.overrides or not args.model or not args.ranks):
+    if not args.config_name and (args.overrides or not args.model or args.ranks is None):
         raise ConfigError(f"{args.overrides[0]!r} is an override of a config: give --config-name" if args.overrides
                           else "--model and --ranks are needed, or --config-name; see --help")
-    for name in ("ranks", "ranks_per_node", "top", "memory_gb"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
-    if args.plot and (args.plot.suffix not in PICTURES or not args.plot.parent.is_dir()):
-        raise ConfigError(f"--plot {args.plot} must be a file in an existing folder and end in {', '.join(PICTURES)}")
+    if args.plot and (args.plot.suffix.lower() not in PICTURES or not args.plot.parent.is_dir() or args.plot.is_dir()):
+        raise ConfigError(f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end in {', '.join(PICTURES)}")
+
+
+def check_config(raw: Mapping[str, Any]) -> None:
+    """ConfigError for an engine, a model, a section or a key that nobody knows: it would be left out of the judgement without a word."""
+    reader = Reader(raw)
+    check_names(reader)
+    for section in OWN_SECTIONS:
+        reader.own(section)
+    if str(raw.get("engine")) not in ENGINES:
+        reader.fault(unknown("engine", raw.get("engine"), ENGINES))
+    models = raw.get("model") or {}
+    if not isinstance(models, Mapping) or not all(isinstance(sizes, Mapping) for sizes in models.values()):
+        reader.fault(f"section model = {models!r} must be a mapping of names to sizes")
+    else:
+        named = {section: (raw.get(section) or {}).get("model") for section in ("megatron_training", "actor_config")}
+        for section, name in named.items():
+            if name is not None and str(name) not in models:
+                reader.fault(f"{section}.model: " + unknown("model", name, models))
+    if reader.faults:
+        raise ConfigError("\n".join(reader.faults))
 
 
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -88,8 +120,10 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
         key, _, size = part.partition("=")
         if key not in planner.CHANGEABLE:
             raise ConfigError(unknown("key in --check:", key, planner.CHANGEABLE))
-        if not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"--check {key}={size}: the size must be a whole number of at least 1")
+        if key in sizes:
+            raise ConfigError(f"--check {args.check}: {key} is given twice, leave one out")
+        if not size.isdecimal() or len(size) > 9 or not 1 <= int(size) <= MAX_RANKS:
+            raise ConfigError(f"--check {key}={size}: the size must be a whole number of at least 1 and at most {MAX_RANKS:,}")
         sizes[key] = int(size)
     return sizes
 
@@ -102,6 +136,7 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
     changes = [planner.changes(plan, other, typed, batch=bool(args.config_name)) for other in near]
     if not faults:
         _, settings, memory = planner.with_memory(plan, settings, args.memory_gb)
+    draw(args, {} if faults else {show.label(plan): memory}, f"{plan.shape.name} on {plan.layout.world} ranks")
     if args.json:
         print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
                           "broken": [vars(fault) for fault in faults], "memory": None if faults else show.memory_dict(memory),
@@ -110,13 +145,13 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
     else:
         console = show.console()
         console.print(show.model_line(plan.shape), highlight=False)
-        console.print(show.layout_line(plan), highlight=False)
+        console.print(show.layout_line(plan, assumed=args.ranks_per_node is None), highlight=False)
         if faults:
             console.print(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken", highlight=False)
             console.print(show.faults_table(faults))
             console.print("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.", highlight=False)
             for other, change in zip(near, changes):
-                console.print(f"  {', '.join(change)}\n    {show.layout_line(other)}; {show.batch_line(other)}", highlight=False)
+                console.print(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}", highlight=False)
         else:
             chosen = "" if args.config_name else " (the number of prompts nearest to 64 that divides)"
             console.print(show.batch_line(plan) + chosen, highlight=False)
@@ -124,42 +159,50 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
             show.print_memory(console, memory)
             for reason in planner.reasons(plan, memory):
                 console.print(f"- {reason}", highlight=False)
-    if args.plot and not faults:
-        show.plot_memory({show.label(plan): memory}, f"{plan.shape.name} on {plan.layout.world} ranks", args.plot)
     return 1 if faults else 0
 
 
-def list_layouts(args: argparse.Namespace, shape: ModelShape) -> int:
+def draw(args: argparse.Namespace, bars: Mapping[str, Memory], title: str) -> None:
+    """The picture that --plot asks for; without a legal layout a sentence that there is none. ConfigError if it cannot be written."""
+    if args.plot and not bars:
+        print(f"--plot {args.plot}: no picture was written, for want of a legal layout", file=sys.stderr)
+    elif args.plot:
+        try:
+            show.plot_memory(bars, title, args.plot)
+        except OSError as error:
+            raise ConfigError(f"--plot {args.plot} cannot be written: {error.strerror or error}") from error
+
+
+def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
     """List the layouts that exist; if there is none, say what refuses them."""
-    ranked = planner.legal_layouts(shape, args.ranks, args.ranks_per_node, memory_gb=args.memory_gb)
+    ranked = planner.legal_layouts(shape, args.ranks, width, memory_gb=args.memory_gb)
     best = ranked[:args.top]
-    why = [] if ranked else planner.why_none(shape, args.ranks, args.ranks_per_node)
-    others = [] if ranked else planner.other_worlds(shape, args.ranks, args.ranks_per_node)
+    why = [] if ranked else planner.why_none(shape, args.ranks, width)
+    others = [] if ranked else planner.other_worlds(shape, args.ranks, width)
+    fitting, where = sum(entry.memory.fits for entry in ranked), show.nodes(args.ranks, width, args.ranks_per_node is None)
+    draw(args, {show.label(entry.plan): entry.memory for entry in best[:PLOTTED]}, f"{shape.name} on {args.ranks} ranks")
     if args.json:
-        print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "existing": len(ranked),
+        print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked), "fitting": fitting,
                           "layouts": [show.ranked_dict(entry) for entry in best],
                           "refused": [{"message": message, "candidates": number} for message, number in why], "other_ranks": others}, indent=1))
     else:
         console = show.console()
         console.print(show.model_line(shape), highlight=False)
         if ranked:
-            fitting = sum(entry.memory.fits for entry in ranked)
-            console.print(f"{args.ranks} ranks, {min(args.ranks, args.ranks_per_node)} a node: {len(ranked)} training layouts are legal, {fitting} "
-                          f"fit into {args.memory_gb:g} GB. The best {len(best)}, each with its best inference layout.", highlight=False)
-            console.print(show.layouts_table(best))
-            console.print(show.LEGEND, highlight=False, style="dim")
+            order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
+            console.print(f"{args.ranks} ranks, {where}. {len(ranked)} training layouts are legal, {fitting or '[bold red]none[/]'} "
+                          f"fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} GB. {order}, each with its best inference layout.", highlight=False)
+            show.print_layouts(console, best)
         else:
-            console.print(f"[bold red]No layout exists[/] for {args.ranks} ranks, {min(args.ranks, args.ranks_per_node)} a node. What refuses every "
+            console.print(f"[bold red]No layout exists[/] for {args.ranks} ranks, {where}. What refuses every "
                           "division of them by TP, PP and EP:", highlight=False)
             for message, number in why[:8]:
                 console.print(f"  {message}", highlight=False)
             if others:
                 console.print(f"Layouts exist for {' and for '.join(map(str, others))} ranks.", highlight=False)
-    if args.plot and best:
-        show.plot_memory({show.label(entry.plan): entry.memory for entry in best[:PLOTTED]},
-                         f"{shape.name} on {args.ranks} ranks", args.plot)
     return 0 if ranked else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main())

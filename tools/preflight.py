@@ -12,10 +12,12 @@ import shlex
 import sys
 from dataclasses import asdict
 
-from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.config import ConfigError, compose
 from mindspeed_qerl.preflight import FAILED, headline, preflight, print_table
+from mindspeed_qerl.preflight.case import Case, check_engine
+from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight.npus import Seen
 
 WIDTH = 110  # columns, where the output is no terminal
 
@@ -42,8 +44,9 @@ def main() -> int:
     name = args.config_name.removesuffix(".yaml")
     try:
         raw = compose(name, args.overrides)
+        check_engine(raw)
         if args.print_conversion:
-            print(shlex.join(conversion_command(raw)))
+            print(shlex.join(conversion(Case(raw, name, args.nodes, args.own_ray, Seen()))))
             return 0
     except ConfigError as error:
         parser.error(str(error))

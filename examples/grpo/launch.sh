@@ -35,6 +35,14 @@ run() {
     $dry_run || "$@"
 }
 
+# The variable $1 must be a whole number from $2 to $3; $4 is why, or the way out.
+check_number() {
+    local value=${!1}
+    if [[ ! $value =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((value < $2 || value > $3)); then
+        fail "$1=$value must be a whole number from $2 to $3, without leading zeros: $4" 2
+    fi
+}
+
 listens() {  # address port
     (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null
 }
@@ -61,6 +69,16 @@ case ${TRUST_REMOTE_CODE:-false} in
     *) fail "TRUST_REMOTE_CODE=$TRUST_REMOTE_CODE must be true or false" 2 ;;
 esac
 
+NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} RAY_PORT=${RAY_PORT:-6380} NODE_TIMEOUT=${NODE_TIMEOUT:-600}
+check_number NODES 1 9999 "on how many nodes the launcher is started; leave it out for the launcher's own number"
+if ((NODES == 1)); then
+    [[ $NODE_RANK == 0 ]] || fail "NODE_RANK=$NODE_RANK must be 0: this is a launch on one node, leave NODE_RANK out" 2
+else
+    check_number NODE_RANK 0 $((NODES - 1)) "which of the $NODES nodes this is, 0 for the first"
+fi
+check_number RAY_PORT 1024 65534 "Ray takes it and the next port"
+check_number NODE_TIMEOUT 1 999999 "the seconds to wait for all NPUs"
+
 for name in MODELS DATA MINDSPEED_LLM; do  # from where the script was called
     [[ -z ${!name:-} ]] || printf -v "$name" '%s' "$(realpath -m "${!name}")"
 done
@@ -69,7 +87,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ -z ${MODELS:-} ]] || export MODELS
 [[ -z ${DATA:-} ]] || export DATA
 
-NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} RAY_PORT=${RAY_PORT:-6380}
 if ((NODES == 1)); then
     NODE_ADDR=127.0.0.1 MASTER_ADDR=127.0.0.1
 elif ((NODE_RANK == 0)); then
@@ -79,11 +96,10 @@ else
     [[ -n ${NODE_ADDR:-} && -n ${MASTER_ADDR:-} ]] || fail "set MASTER_ADDR to node 0's address and NODE_ADDR to this node's" 2
 fi
 
-# What the config asks for, as assignments to these.
+# What the config asks for, as assignments to these; stops here if it cannot be launched, such as for a layout that cannot exist.
 npus='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=()
-facts=$(python examples/grpo/facts.py --config-name "$CONFIG" ${overrides[@]+"${overrides[@]}"}) || exit
+facts=$(python examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" ${overrides[@]+"${overrides[@]}"}) || exit
 eval "$facts"
-((npus % NODES == 0)) || fail "$CONFIG asks for $npus NPUs, which $NODES nodes cannot share equally" 2
 npus_here=$((npus / NODES))
 
 # ---------------------------------------------------------------------------------------------------------------------------- environment
@@ -244,7 +260,7 @@ else
         exit
     fi
     run export "RAY_ADDRESS=$NODE_ADDR:$RAY_PORT"
-    run python examples/grpo/wait_for_npus.py --nodes "$NODES" --npus "$npus" --timeout "${NODE_TIMEOUT:-600}" --ray-process "${ray:-PID}" || {
+    run python examples/grpo/wait_for_npus.py --nodes "$NODES" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
         (($? != 3)) || cat "$scratch/ray.log" >&2
         exit 1
     }

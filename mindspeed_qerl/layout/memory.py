@@ -61,6 +61,7 @@ class Memory:
     capacity: int  # bytes of a rank
     kv_cache: int  # bytes, 0 if nothing is left
     kv_token: int  # bytes of one token's keys and values
+    kv_missing: int  # bytes that vLLM lacks for one answer of full length
     answers_at_once: int  # full-length answers that the KV cache holds, of one vLLM replica
     answers_needed: int  # that one vLLM replica has to generate in an iteration
     stage: int  # the pipeline stage whose ranks are fullest
@@ -78,6 +79,11 @@ class Memory:
     def tight(self) -> bool:
         """Fits, but only just: what never met an NPU is not good to the last tenth."""
         return self.fits and self.peak > TIGHT * self.capacity
+
+    @property
+    def excess(self) -> int:
+        """Bytes by which the worst moment is over, 0 if it fits."""
+        return max(self.kv_missing, *(self.total(moment) - self.capacity for moment in MOMENTS), 0)
 
     @property
     def fits(self) -> bool:
@@ -101,14 +107,14 @@ def read_settings(raw: Mapping[str, Any]) -> Settings:
     def generate(key: str, default: Any, kind: type, low: float | None = None, high: float | None = None) -> Any:
         return reader.upstream("generate_config", key, default, (kind,), low=low, high=high)
 
-    given = arguments.get("recompute_num_layers")
+    given, targets = arguments.get("recompute_num_layers"), arguments.get("lora_target_modules") or []
     settings = Settings(
         gpu_memory_utilization=generate("gpu_memory_utilization", 0.5, float, 0.0, 1.0), max_num_seqs=generate("max_num_seqs", 1, int, 1),
         **{key: generate(key, False, bool) for key in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")},
         distributed_optimizer=bool(arguments.get("use_distributed_optimizer")), recompute=arguments.get("recompute_granularity") == "full",
         recompute_num_layers=None if given is None else reader.value("recompute_num_layers", given, 1, int, 1, None),
         lora_r=reader.value("lora_r", arguments.get("lora_r", 8), 8, int, 1, None),
-        lora_targets=tuple(arguments.get("lora_target_modules") or ()),
+        lora_targets=tuple(reader.value("lora_target_modules", targets, [], list, None, None)),
         hccl_buffer_mib=reader.upstream("rl_config", "hccl_buffersize", 256, (int,), low=1))
     if reader.faults:
         raise ConfigError("\n".join(reader.faults))
@@ -233,7 +239,8 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
     asleep = (*frozen, *(() if settings.offload_train_param else trained), *awake)
 
     used = (*runtime, *asleep, *vllm, _profiled(plan, settings))
-    kv_cache = max(0, int(settings.gpu_memory_utilization * settings.memory_gb * GB) - sum(part.bytes for part in used))
+    left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - sum(part.bytes for part in used)
+    kv_cache = max(0, left)
     kv_token = 2 * plan.shape.num_hidden_layers * plan.shape.num_key_value_heads * plan.shape.head_dim * BF16 // plan.layout.infer_tp
     at_once, needed = kv_cache // (kv_token * plan.batch.max_model_len), plan.batch.answers // plan.layout.infer_dp
     cache = Part("KV cache", kv_cache, f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: {at_once} answers of "
@@ -243,7 +250,8 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
                  "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan)),
                  "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
                  "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
-        capacity=int(settings.memory_gb * GB), kv_cache=kv_cache, kv_token=kv_token, answers_at_once=at_once, answers_needed=needed, stage=stage)
+        capacity=int(settings.memory_gb * GB), kv_cache=kv_cache, kv_token=kv_token, kv_missing=max(0, kv_token * plan.batch.max_model_len - left),
+        answers_at_once=at_once, answers_needed=needed, stage=stage)
 
 
 def _runtime(plan: Plan, settings: Settings) -> tuple[Part, ...]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.config import ConfigError, Reader
-from mindspeed_qerl.layout.shapes import ModelShape, read_shape
+from mindspeed_qerl.layout.shapes import LARGEST, ModelShape, read_shape
 
+MAX_RANKS = 100_000  # more are a slip of the keys, and take minutes to judge
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
 
 
@@ -116,31 +117,38 @@ def shape_of_config(raw: Mapping[str, Any]) -> ModelShape:
     """The shape that Megatron is told, for when the model's own directory is not there yet.
 
     Raises:
-        ConfigError: a size is missing or no whole number.
+        ConfigError: a size is missing or impossible.
     """
     arguments, reader = arguments_of(raw), Reader(raw)
 
-    def size(key: str, default: int | None = None) -> int:
+    def size(key: str, default: int | None = None, low: int = 1) -> int:
         if arguments.get(key) is None and default is None:
             reader.fault(f"{key} of the model is missing: neither its config.json nor the section model says it")
-        return default or 1 if arguments.get(key) is None else reader.value(key, arguments[key], 1, int, 0, None)
+        value = default if arguments.get(key) is None else arguments[key]
+        return 1 if value is None else reader.value(key, value, 1, int, low, LARGEST)
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    experts, expert_width = size("num_experts", 0) if arguments.get("num_experts") else 0, arguments.get("moe_ffn_hidden_size") or 0
+    experts = size("num_experts", 0, low=0)
+    top, expert_width = (size("moe_router_topk", 2), size("moe_ffn_hidden_size")) if experts else (0, 0)
+    if top > experts and not reader.faults:
+        reader.fault(f"moe_router_topk = {top} must be at most num_experts = {experts}")
+    if hidden < heads and arguments.get("kv_channels") is None:
+        reader.fault(f"hidden_size = {hidden} must be at least num_attention_heads = {heads}, or kv_channels must say how wide a head is")
+    theta = 10000.0 if arguments.get("rotary_base") is None else reader.value("rotary_base", arguments["rotary_base"], 10000.0, float, 1, 1e30)
     qk_norm = bool(arguments.get("qk_layernorm"))
     shape = ModelShape(
         name=str(arguments.get("model")), model_type=("qwen3" if qk_norm else "qwen2") + ("_moe" if experts else ""),
         num_hidden_layers=size("num_layers"), hidden_size=hidden, num_attention_heads=heads,
         num_key_value_heads=size("num_query_groups", heads) if arguments.get("group_query_attention") else heads,
-        head_dim=size("kv_channels", hidden // max(heads, 1)), intermediate_size=0 if experts else size("ffn_hidden_size"),
-        vocab_size=size("padded_vocab_size"), rope_theta=float(arguments.get("rotary_base") or 10000),
+        head_dim=size("kv_channels", max(hidden // heads, 1)), intermediate_size=0 if experts else size("ffn_hidden_size"),
+        vocab_size=size("padded_vocab_size"), rope_theta=float(theta),
         tie_word_embeddings=not arguments.get("untie_embeddings_and_output_weights"),
         max_position_embeddings=size("max_position_embeddings", 32768), num_experts=experts,
-        num_experts_per_tok=size("moe_router_topk", 2) if experts else 0, moe_intermediate_size=expert_width if experts else 0,
-        shared_expert_intermediate_size=(arguments.get("n_shared_experts") or 0) * expert_width if experts else 0,
+        num_experts_per_tok=top, moe_intermediate_size=expert_width,
+        shared_expert_intermediate_size=size("n_shared_experts", 0, low=0) * expert_width if experts else 0,
         norm_topk_prob=bool(arguments.get("norm_topk_prob")))
     if reader.faults:
-        raise ConfigError("\n".join(reader.faults))
+        raise ConfigError("\n".join(dict.fromkeys(reader.faults)))
     return shape
 
 
@@ -153,7 +161,7 @@ def shape_of_model(raw: Mapping[str, Any]) -> ModelShape:
 def layer_list(value: Any, reader: Reader) -> tuple[int, ...]:
     """num_layer_list, "14,14", as numbers; () for none; a fault for anything else."""
     parts = str(value or "").split(",") if value else []
-    if all(part.strip().isdigit() for part in parts):
+    if all(part.strip().isdecimal() for part in parts):
         return tuple(map(int, parts))
     reader.fault(f"num_layer_list = {value!r} must be whole numbers with commas between them, such as 14,14")
     return ()
@@ -173,6 +181,8 @@ def read_plan(raw: Mapping[str, Any], shape: ModelShape, ranks_per_node: int = 1
     arguments, reader = arguments_of(raw), Reader(raw)
     actor, training = raw.get("actor_config") or {}, raw.get("megatron_training") or {}
     resource = (raw.get("rl_config") or {}).get("actor_resource") or {}
+    if not isinstance(resource, Mapping):
+        raise ConfigError(f"rl_config.actor_resource = {resource!r} must be a mapping with num_npus")
 
     def megatron(key: str, default: Any = None, kind: type = int, low: int | None = 1) -> Any:
         value = arguments.get(key)
@@ -187,7 +197,7 @@ def read_plan(raw: Mapping[str, Any], shape: ModelShape, ranks_per_node: int = 1
     def generate(key: str, default: Any, kind: type = int) -> Any:
         return reader.upstream("generate_config", key, default, (kind,), low=1 if kind is int else None)
 
-    world = reader.value("rl_config.actor_resource.num_npus", resource.get("num_npus"), 1, int, 1, None)
+    world = reader.value("rl_config.actor_resource.num_npus", resource.get("num_npus"), 1, int, 1, MAX_RANKS)
     virtual = arguments.get("num_layers_per_virtual_pipeline_stage")
     padded = arguments.get("padded_vocab_size")
     layout = Layout(

@@ -6,7 +6,7 @@ Candidates are every division of the ranks by TP, PP, EP and infer TP, EP (CP 1:
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from math import lcm, log2
+from math import isqrt, lcm, log2
 
 from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan
@@ -41,7 +41,7 @@ def fit_batch(plan: Plan) -> Plan:
     it, batch = plan.layout, plan.batch
     step = lcm(max(it.dp, 1), max(it.infer_dp, 1), it.nodes)
     prompts = _nearest_multiple(batch.global_batch_size, step)
-    minis = [size for size in range(step, prompts + 1, step) if prompts % size == 0]
+    minis = [step * divisor for divisor in _divisors(prompts // step)]
     fitted = replace(batch, global_batch_size=prompts, mini_batch_size=min(minis, key=lambda size: (abs(size - batch.mini_batch_size), size)))
     fitted = replace(plan, batch=fitted)
     return fitted if not broken(fitted) else replace(fitted, batch=replace(fitted.batch, dispatch={}, micro_batch_size=1))
@@ -86,7 +86,8 @@ def _nearest_multiple(number: int, step: int) -> int:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _keeps(plan: Plan, rules: tuple[Rule, ...]) -> bool:
@@ -125,7 +126,7 @@ def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, batch
         settings: of the memory estimate; None = the project's, with the gpu_memory_utilization that each layout needs,
             on ranks of `memory_gb`.
 
-    Order: what fits into memory; groups inside a node; the share of an update that a rank waits for its pipeline (in steps of 5 %);
+    Order: what fits into memory, else what is least over; groups inside a node; the share of an update that a rank waits for its pipeline (in steps of 5 %);
     fewest collectives that a layer waits for (TP: 2 all-gathers and 2 reduce-scatters, experts: 2 all-to-alls); the least memory on the
     fullest rank.
     """
@@ -184,7 +185,7 @@ def rollout_key(plan: Plan, settings: Settings, memory: Memory) -> tuple:
     it = plan.layout
     moves = it.infer_tp * it.infer_ep // (it.tp * it.ep) if plan.shape.moe else 1
     short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
-    return (not memory.fits, len(groups_across_nodes(plan)[1]), layer_collectives(plan)[1], round(short, 1), moves, settings.gpu_memory_utilization,
+    return (memory.excess, len(groups_across_nodes(plan)[1]), layer_collectives(plan)[1], round(short, 1), moves, settings.gpu_memory_utilization,
             it.infer_tp * it.infer_ep)
 
 

@@ -1,7 +1,9 @@
 """Shapes of the models: what layouts and memory follow from. Field names are those of a Hugging Face config.json."""
 
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 from mindspeed_qerl.config import ConfigError, unknown
 
 DENSE, MOE = ("qwen2", "qwen3"), ("qwen2_moe", "qwen3_moe")
+LARGEST = 10 ** 9  # of any one size
+NOT_MODELLED = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {})}  # key -> what changes nothing
 
 
 @dataclass(frozen=True)
@@ -64,45 +68,79 @@ def read_shape(source: str | Path) -> ModelShape:
     """The shape of a known model's name, of a Hugging Face model directory, or of a config.json.
 
     Raises:
-        ConfigError: no such name or file, no JSON object, an unsupported model_type, or a missing size.
+        ConfigError: no such name or file, no JSON object, an unsupported model_type, a size that is missing or impossible, or a key that
+            makes another model of it.
     """
     if str(source) in SHAPES:
         return SHAPES[str(source)]
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{source} has no config.json: not the directory of a Hugging Face model")
+    elif not path.is_file():
         raise ConfigError(unknown("model", str(source), SHAPES) + ", or the directory of a Hugging Face model")
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path} holds no JSON object")
-    return shape_of(config, path.parent.name)
+    return shape_of(config, Path(os.path.abspath(path.parent)).name or str(path))
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape in the keys of a config.json; ConfigError names a model_type that is not supported or a size that is missing."""
+    """The shape in the keys of a config.json; ConfigError names a model_type that is not supported, a value that is missing or impossible,
+    or a key that is not modelled."""
     kind = config.get("model_type")
     if kind not in DENSE + MOE:
         raise ConfigError(f"{name}: " + unknown("model_type", kind, DENSE + MOE))
-    moe = kind in MOE
-    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
-              *(["num_experts_per_tok", "moe_intermediate_size"] if moe else ["intermediate_size"])]
-    values = {key: config.get(key) for key in needed}
-    if moe:
-        values["num_experts"] = config.get("num_experts") or config.get("num_local_experts")  # transformers 5 writes the second
-        values["shared_expert_intermediate_size"] = config.get("shared_expert_intermediate_size", 0)
-        values["norm_topk_prob"] = bool(config.get("norm_topk_prob", False))
-    for key, value in values.items():
-        if isinstance(value, bool) == (key != "norm_topk_prob") or not isinstance(value, int):
-            raise ConfigError(f"{name}: {key} = {value!r} in config.json must be a whole number")
-    heads = values["num_attention_heads"]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 writes the first
+    for key, harmless in NOT_MODELLED.items():
+        if config.get(key) not in harmless:
+            raise ConfigError(f"{name}: {key} = {config[key]!r} in config.json is not modelled here: layouts and memory would be another model's")
+
+    def fault(key: str, value: Any, rule: str) -> ConfigError:
+        return ConfigError(f"{name}: {key} = {value!r} in config.json must be {rule}")
+
+    def size(key: str, value: Any, low: int = 1) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= LARGEST:
+            raise fault(key, value, f"a whole number of at least {low} and at most {LARGEST:,}")
+        return value
+
+    def truth(key: str) -> bool:
+        if not isinstance(config.get(key, False), bool):
+            raise fault(key, config[key], "true or false")
+        return config.get(key, False)
+
+    sizes = {key: size(key, config.get(key)) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")}
+    if kind in MOE:
+        experts = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # transformers 5 writes the second
+        sizes["num_experts"] = size("num_experts", config.get(experts))
+        sizes |= {key: size(key, config.get(key)) for key in ("num_experts_per_tok", "moe_intermediate_size")}
+        sizes["shared_expert_intermediate_size"] = size("shared_expert_intermediate_size", config.get("shared_expert_intermediate_size", 0), low=0)
+        if sizes["num_experts_per_tok"] > sizes["num_experts"]:
+            raise fault("num_experts_per_tok", sizes["num_experts_per_tok"], f"at most num_experts = {sizes['num_experts']}")
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    derived = hidden // heads if config.get("head_dim") is None else config["head_dim"]
     return ModelShape(
-        name=name, model_type=kind, **{"intermediate_size": 0, **values},
-        num_key_value_heads=config.get("num_key_value_heads", heads),
-        head_dim=config.get("head_dim") or values["hidden_size"] // heads,
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=config.get("max_position_embeddings", 32768))
+        name=name, model_type=kind, **sizes, intermediate_size=0 if kind in MOE else size("intermediate_size", config.get("intermediate_size")),
+        num_key_value_heads=size("num_key_value_heads", config.get("num_key_value_heads", heads)), head_dim=size("head_dim", derived),
+        rope_theta=_rope_theta(config, fault), tie_word_embeddings=truth("tie_word_embeddings"),
+        max_position_embeddings=size("max_position_embeddings", config.get("max_position_embeddings", 32768)),
+        norm_topk_prob=kind in MOE and truth("norm_topk_prob"))
+
+
+def _rope_theta(config: Mapping[str, Any], fault: Callable[[str, Any, str], ConfigError]) -> float:
+    """rope_theta of its own, or the one in rope_parameters (transformers 5) or rope_scaling; 10000 if none says it."""
+    theta = config.get("rope_theta")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if rope is not None and not isinstance(rope, Mapping):
+            raise fault(key, rope, "an object or null")
+        theta = (rope or {}).get("rope_theta") if theta is None else theta
+    theta = 10000.0 if theta is None else theta
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not (0 < theta < 1e30 and math.isfinite(theta)):
+        raise fault("rope_theta", theta, "a finite number above 0")
+    return float(theta)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
-from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.plan import Layout, Plan
 from mindspeed_qerl.layout.planner import Ranked, idle_share, layer_collectives
 from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Broken, citation, statement
 from mindspeed_qerl.layout.shapes import ModelShape
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 COLORS = ("#999999", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00", "#009E73")  # Okabe and Ito's, one for each of KINDS
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
+COLLECTIVES = "colls: collectives that a layer waits for. "
 LEGEND = ("vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that divides. train, sync, rollout: GB of the fullest rank in the forward "
           "and backward passes, in the weight sync, and in the rollout with its KV cache. util: gpu_memory_utilization. waits: share of an update "
-          f"lost to the pipeline. colls: collectives that a layer waits for. KV for n of m: full-length answers at once that the KV cache holds, of those "
+          f"lost to the pipeline. {COLLECTIVES}KV for n of m: full-length answers at once that the KV cache holds, of those "
           f"that are needed. {DISCLAIMER}")
-WIDE = 100  # columns; below, sums stand under the table
+WIDE = 100  # columns; below, sums and notes stand under their table
 
 
 def console() -> "Console":
@@ -45,12 +46,23 @@ def model_line(shape: ModelShape) -> str:
             f"{shape.num_key_value_heads} KV heads{experts}")
 
 
-def layout_line(plan: Plan) -> str:
-    """The layout in one line."""
+def sizes_line(plan: Plan) -> str:
+    """The sizes of the layout."""
     it, moe = plan.layout, plan.shape.moe
     sizes = [("TP", it.tp), ("PP", it.pp), *([("CP", it.cp)] if it.cp > 1 else []), *([("EP", it.ep)] if moe else []), ("DP", it.dp)]
-    return (f"{it.world} ranks: {', '.join(f'{name} {size}' for name, size in sizes)}; vLLM TP {it.infer_tp}"
-            + (f" x EP {it.infer_ep}" if moe else ""))
+    return f"{', '.join(f'{name} {size}' for name, size in sizes)}; vLLM TP {it.infer_tp}" + (f" x EP {it.infer_ep}" if moe else "")
+
+
+def layout_line(plan: Plan, assumed: bool = False) -> str:
+    """The layout and its nodes in one line; with `assumed`, nobody said how wide a node is, and the line says how to."""
+    return f"{plan.layout.world} ranks: {sizes_line(plan)}; {nodes(plan.layout.world, plan.layout.ranks_per_node, assumed)}"
+
+
+def nodes(world: int, ranks_per_node: int, assumed: bool = False) -> str:
+    """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the option that says so."""
+    it = Layout(world, ranks_per_node=ranks_per_node)
+    two = f"; for two: --ranks-per-node {world // 2}" if assumed and it.nodes == 1 and world % 2 == 0 else ""
+    return f"{it.nodes} node{'s' if it.nodes > 1 else ''} of {it.node_width}{two}"
 
 
 def batch_line(plan: Plan) -> str:
@@ -60,16 +72,30 @@ def batch_line(plan: Plan) -> str:
             "rank")
 
 
-def layouts_table(ranked: Sequence[Ranked]) -> "Table":
-    """The ranked layouts, one a line; LEGEND says what the columns are."""
+def print_layouts(console: "Console", ranked: Sequence[Ranked]) -> None:
+    """The ranked layouts and what the columns are; where the terminal is narrow, without the collectives and with the notes under the table."""
+    wide = console.width >= WIDE
+    console.print(layouts_table(ranked, wide))
+    places: dict[str, list[str]] = {}
+    for number, entry in enumerate(ranked, 1):
+        for note in _note(entry):
+            places.setdefault(note, []).append(str(number))
+    for note, numbers in places.items() if not wide else ():
+        console.print(f"{', '.join(numbers)}: {note}", highlight=False)
+    console.print(LEGEND if wide else LEGEND.replace(COLLECTIVES, ""), highlight=False, style="dim")
+
+
+def layouts_table(ranked: Sequence[Ranked], wide: bool) -> "Table":
+    """The ranked layouts, one a line; `wide` with collectives and notes."""
     from rich import box
     from rich.table import Table
 
     moe = ranked[0].plan.shape.moe
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for name in ("#", "TP", "PP", *(["EP"] if moe else []), "DP", "vLLM", "batch", "train", "sync", "rollout", "util", "waits", "colls"):
+    for name in ("#", "TP", "PP", *(["EP"] if moe else []), "DP", "vLLM", "batch", "train", "sync", "rollout", "util", "waits", *(["colls"] if wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
+    if wide:
+        table.add_column("note", overflow="fold")
     for number, entry in enumerate(ranked, 1):
         it, memory = entry.plan.layout, entry.memory
         gigabytes = [f"{size / GB:.0f}" for size in (max(memory.total("update"), memory.total("log-probs")), memory.total("weight sync"),
@@ -77,7 +103,7 @@ def layouts_table(ranked: Sequence[Ranked]) -> "Table":
         table.add_row(str(number), *map(str, [it.tp, it.pp, *([it.ep] if moe else []), it.dp]),
                       f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp), str(entry.plan.batch.global_batch_size), *gigabytes,
                       f"{entry.settings.gpu_memory_utilization:g}", f"{idle_share(entry.plan):.0%}" if it.pp > 1 else "",
-                      str(layer_collectives(entry.plan)[0]), "; ".join(_note(entry)),
+                      *([str(layer_collectives(entry.plan)[0]), "; ".join(_note(entry))] if wide else []),
                       style="red" if not memory.fits else "yellow" if memory.tight else None)
     return table
 
@@ -86,7 +112,7 @@ def _note(entry: Ranked) -> list[str]:
     """What the columns do not say."""
     memory = entry.memory
     if not memory.fits:
-        return ["does not fit"]
+        return [f"does not fit: {memory.excess / GB:.1f} GB over"]
     short = [f"KV for {memory.answers_at_once} of {memory.answers_needed}"] if memory.answers_at_once < memory.answers_needed else []
     return [*(["tight"] if memory.tight else []), *short, *(reason for reason in entry.reasons if reason.startswith("across nodes"))]
 
@@ -138,7 +164,7 @@ def faults_table(faults: Iterable[Broken]) -> "Table":
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
     it = plan.layout
-    return {**{name: getattr(it, name) for name in ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp", "infer_tp", "infer_ep", "infer_dp",
+    return {**{name: getattr(it, name) for name in ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp", "infer_tp", "infer_ep", "infer_dp", "nodes",
                                                     "sequence_parallel", "enable_expert_parallel")},
             "num_layer_list": list(it.num_layer_list), "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"}}
 

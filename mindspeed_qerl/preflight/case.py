@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.config import ConfigError, unknown
 from mindspeed_qerl.layout.plan import Plan, arguments_of, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.train import ENGINES
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from mindspeed_qerl.preflight.npus import Seen
 
 PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
+
+
+def check_engine(raw: Mapping[str, Any]) -> None:
+    """ConfigError if the config's engine is none."""
+    if raw.get("engine") not in tuple(ENGINES):
+        raise ConfigError(unknown("engine", raw.get("engine"), ENGINES))
 
 
 @dataclass(frozen=True)

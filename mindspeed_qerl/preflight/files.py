@@ -1,5 +1,6 @@
 """The files that a run reads: training and test data, and the base weights in Megatron's format."""
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -9,6 +10,8 @@ from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
 from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.layout.plan import read_plan, shape_of_model
+from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
 
@@ -92,6 +95,33 @@ def _converted(name: str, file: str) -> Iterator[Check]:
     yield Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with messages, question, answer and solution")
 
 
+def conversion(case: Case) -> list[str]:
+    """The command that converts the base weights, as words.
+
+    Raises:
+        ConfigError: the layout breaks a rule, `load` is named after another one, or there is no such command.
+    """
+    for key in ("tokenizer_name_or_path", "load"):
+        value = case.arguments.get(key)
+        if value is not None and not isinstance(value, str) or key != "load" and not value:
+            section = "actor_config" if key == "load" else "megatron_training"
+            raise ConfigError(f"{section}.{key} = {value!r} must be a path")
+    if not case.arguments.get("load"):
+        return conversion_command(case.raw)  # says so
+    plan = read_plan(case.raw, shape_of_model(case.raw), ranks_per_node=case.npus_here)
+    rules = [rule.message for rule in broken(plan)]
+    if rules:
+        raise ConfigError("no conversion for a layout that cannot exist: " + "; ".join(rules) +
+                          f". The nearest that can: python tools/plan_layout.py --config-name {case.name}, with the same overrides")
+    load, it = case.arguments["load"], plan.layout
+    named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
+    if named and any(size and int(size) != wanted for size, wanted in zip(named.groups(), (it.tp, it.pp, it.ep))):
+        own = f"{load[:named.start()]}-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if named[3] else "")
+        raise ConfigError(f"actor_config.load = {load} is named after another layout than the config's TP {it.tp} PP {it.pp} EP {it.ep}, and a "
+                          f"folder holds the weights of one: set actor_config.load={own}")
+    return conversion_command(case.raw)
+
+
 def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of this layout."""
     if not case.upstream or case.rehearsed:
@@ -108,9 +138,9 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     wanted = f"TP {tp} PP {pp} EP {ep}"
     expected = {rank_folder(*rank, pp=pp, ep=ep) for rank in product(range(tp), range(pp), range(ep))}
     try:
-        mend = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion_command(case.raw))})"
+        mend = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
-        mend = str(error)
+        mend = str(error) if case.legal else "First a layout that can exist, above; the base weights are converted for it"
     try:
         written = (Path(load) / TRACKER).read_text().strip()
     except OSError:

@@ -55,8 +55,10 @@ def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
+    for left in root.glob(".*.making-*"):
+        if not Path("/proc", left.name.rpartition("-")[2]).exists():  # its process was killed
+            shutil.rmtree(left, ignore_errors=True)
     making = root / f".{directory.name}.making-{os.getpid()}"
-    shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     try:
         rows = list(rows)

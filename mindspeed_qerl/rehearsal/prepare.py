@@ -4,6 +4,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mindspeed_qerl.gsm8k.verifier import VERIFIERS
 from mindspeed_qerl.layout.plan import Plan, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.shapes import ModelShape
+from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 
 
@@ -33,6 +35,7 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: what is wrong with `raw` itself, every fault found: a layout that cannot exist, a misspelt name, missing data.
     """
+    raw = {section: {} if values is None else values for section, values in raw.items()}
     reader = Reader(raw)
     settings: RehearsalConfig = reader.own("rehearsal")
     plan = plan_to_rehearse(raw, reader)
@@ -44,6 +47,9 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         reader.fault(f"megatron_training.lora_target_modules: {error}")
     check_aqn(reader, reader.upstream("megatron_training", "train_iters", 1, low=1, required=True))
+    reader.upstream("rl_config", "max_prompt_length", 512, low=1)
+    reader.upstream("generate_config", "max_num_batched_tokens", 0)
+    reader.upstream("generate_config", "sampling_config", {}, (dict,))
     check_names(reader)
     for name in ("steps", "layers", "max_tokens", "eval_problems"):
         if (value := getattr(settings, name)) is not None and value < 1:
@@ -55,14 +61,27 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
     if reader.faults:
         raise ConfigError("\n".join(reader.faults))
     shape = narrow(plan.shape, plan.layout, settings.layers)
-    rows = read_converted(gsm8k.train_file)
-    directory = make_model(shape, rows, Path(settings.models))
-    config = _adapted(raw, settings, shape, directory)
     if raw["engine"] == "local":
-        config["generate_config"]["dtype"] = "float32"
-    else:
+        _check_for_local_engine(raw, settings, shape)
+    try:
+        rows = read_converted(gsm8k.train_file)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"gsm8k.train_file: {error}") from error
+    try:
+        directory = make_model(shape, rows, Path(settings.models))
+    except OSError as error:
+        raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: {error}") from error
+    config = _adapted(raw, settings, shape, directory)
+    if raw["engine"] != "local":
         _adapt_for_upstream(config, shape, _packed_data(rows, directory))
     return config
+
+
+def _check_for_local_engine(raw: Mapping[str, Any], settings: RehearsalConfig, shape: ModelShape) -> None:
+    """ConfigError for what the local engine would refuse once the model is made; of the model it reads config.json alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
+        check(_adapted(raw, settings, shape, Path(folder)))
 
 
 def plan_to_rehearse(raw: Mapping[str, Any], reader: Reader) -> Plan | None:
@@ -87,7 +106,9 @@ def _adapted(raw: Mapping[str, Any], settings: RehearsalConfig, shape: ModelShap
         if section.get("num_layer_list") and settings.layers:
             del section["num_layer_list"]
     rollout.update(max_model_len=longest, max_num_batched_tokens=max(longest, rollout.get("max_num_batched_tokens", 0)),
-                   sampling_config={**rollout.get("sampling_config", {}), "max_tokens": settings.max_tokens})
+                   sampling_config={**(rollout.get("sampling_config") or {}), "max_tokens": settings.max_tokens})
+    if raw["engine"] == "local":
+        rollout["dtype"] = "float32"
     config["eval"] = {**config.get("eval", {}), "every": settings.steps, "n_problems": settings.eval_problems}
     run = config.setdefault("run", {})
     run["root"] = str(Path(run.get("root", "runs")) / "rehearsals")

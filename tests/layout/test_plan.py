@@ -102,6 +102,20 @@ def test_a_model_without_sizes_is_named(raw):
         shape_of_config(raw)
 
 
+@pytest.mark.parametrize("key, value, message", [
+    ("num_attention_heads", 0, "num_attention_heads = 0 must be at least 1"), ("hidden_size", -8, "hidden_size = -8 must be at least 1"),
+    ("num_layers", 4.0, "num_layers = 4.0 must be int"), ("padded_vocab_size", 10 ** 10, "padded_vocab_size = 10000000000 must be at least 1 and at most"),
+    ("moe_router_topk", 300, "moe_router_topk = 300 must be at most num_experts = 128"), ("moe_ffn_hidden_size", None, "moe_ffn_hidden_size of the model is missing"),
+    ("n_shared_experts", "4", "n_shared_experts = '4' must be int"), ("rotary_base", "big", "rotary_base = 'big' must be float"),
+    ("kv_channels", 0, "kv_channels = 0 must be at least 1"),
+])
+def test_an_impossible_size_in_the_section_model(raw, key, value, message):
+    raw["model"]["qwen3_30b_a3b"][key] = value
+    with pytest.raises(ConfigError) as refused:
+        shape_of_config(raw)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
 def test_shape_from_a_config_json(tmp_path):
     """As transformers writes it, and the same numbers as the table's."""
     written = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -112,9 +126,45 @@ def test_shape_from_a_config_json(tmp_path):
     assert {**vars(shape), "name": ""} == {**vars(SHAPES["qwen3_30b_a3b"]), "name": ""}
     with pytest.raises(ConfigError, match="unknown model 'qwen3_30b_a3', did you mean 'qwen3_30b_a3b'"):
         read_shape("qwen3_30b_a3")
-    (tmp_path / "config.json").write_text(json.dumps({**written, "hidden_size": "big"}))
-    with pytest.raises(ConfigError, match="hidden_size = 'big' in config.json must be a whole number"):
+
+
+WRITTEN = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+           "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+@pytest.mark.parametrize("changed, message", [
+    *[({key: value}, f"{key} = {value!r} in config.json must be a whole number of at least 1")
+      for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts", "num_experts_per_tok",
+                  "moe_intermediate_size") for value in (0, -4, 4.0, "4", True, 1e30, 10 ** 9 + 1)],
+    *[({key: None}, f"{key} = None in config.json must be a whole number") for key in ("num_hidden_layers", "num_key_value_heads", "num_experts")],
+    *[({"head_dim": value}, f"head_dim = {value!r} in config.json must be a whole number") for value in ("128", 0, -1)],
+    ({"hidden_size": 3}, "head_dim = 0 in config.json must be a whole number"),
+    ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x' in config.json must be a whole number"),
+    ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size = -1 in config.json must be a whole number of at least 0"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 in config.json must be at most num_experts = 8"),
+    ({"model_type": "qwen3", "intermediate_size": 0}, "intermediate_size = 0 in config.json must be a whole number of at least 1"),
+    *[({"rope_theta": value}, f"rope_theta = {value!r} in config.json must be a finite number above 0") for value in ("big", 0, -1.0, True, float("nan"))],
+    ({"rope_scaling": [1]}, "rope_scaling = [1] in config.json must be an object or null"),
+    ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta = 'big' in config.json must be a finite number"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' in config.json must be true or false"),
+    *[({key: value}, f"{key} = {value!r} in config.json is not modelled here") for key, value in (
+        ("mlp_only_layers", [0]), ("decoder_sparse_step", 2), ("quantization_config", {"quant_method": "fp8"}))],
+])
+def test_a_config_json_that_cannot_be(tmp_path, changed, message):
+    (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, **changed}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_shape(tmp_path)
+
+
+def test_what_a_config_json_may_leave_out(tmp_path, monkeypatch):
+    """The name is the folder's, whatever it is called on the way; head_dim and rope_theta may be null, theta may be in rope_parameters."""
+    (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, "head_dim": None, "rope_parameters": {"rope_theta": 5e5}, "quantization_config": None}))
+    monkeypatch.chdir(tmp_path)
+    shape = read_shape(".")
+    assert (shape.name, shape.head_dim, shape.rope_theta, shape.num_key_value_heads) == (tmp_path.name, 16, 5e5, 2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty has no config.json"):
+        read_shape("empty")
 
 
 def test_no_torch_is_imported():

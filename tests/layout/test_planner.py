@@ -1,5 +1,6 @@
 """The ranking, the layouts near an illegal one, and the command line that shows them."""
 
+import io
 import json
 import os
 import subprocess
@@ -191,15 +192,83 @@ def test_no_layout_is_explained():
     (["--model", "qwen3_30b", "--ranks", "16"], "unknown model 'qwen3_30b', did you mean"),
     (["--model", "qwen3_30b_a3b"], "--model and --ranks are needed"),
     (["--ranks", "sixteen"], "invalid int value"),
-    (["--model", "qwen3_30b_a3b", "--ranks", "-4"], "--ranks -4 must be above 0"),
+    (["--model", "qwen3_30b_a3b", "--ranks", "-4"], "--ranks -4 must be at least 1"),
+    (["--model", "qwen3_30b_a3b", "--ranks", "0"], "--ranks 0 must be at least 1"),
+    (["--model", "qwen3_30b_a3b", "--ranks", "1000000007"], "--ranks 1000000007 must be at least 1 and at most 100,000"),
+    (["--model", "qwen3_30b_a3b", "--ranks", "16", "--check", "tp=4,tp=2"], "--check tp=4,tp=2: tp is given twice"),
+    *[(["--model", "qwen3_30b_a3b", "--ranks", "16", f"--memory-gb={size}"], f"--memory-gb {size} must be finite and above 0")
+      for size in ("nan", "inf", "0", "-1", "1e+300")],
+    (["--model", "tests", "--ranks", "16"], "tests has no config.json"),
     (["--model", "qwen3_30b_a3b", "--ranks", "16", "actor_config.lr=1"], "is an override of a config"),
     (["--config-name", "grpo_qwen3"], "unknown config name 'grpo_qwen3'"),
     (["--config-name", "grpo_qwen3_30b_a3b_gsm8k_16npu", "--ranks", "12"], "rl_config.actor_resource.num_npus=12"),
     (["--model", "qwen3_30b_a3b", "--ranks", "16", "--plot", "nowhere/x.png"], "must be a file in an existing folder"),
+    *[(["--config-name", "grpo_qwen3_30b_a3b_gsm8k_16npu", override], message) for override, message in (
+        ("+actor_config.tensor_model_paralel_size=4", "unknown key in actor_config: 'tensor_model_paralel_size', did you mean"),
+        ("++foo.bar=1", "unknown section 'foo'"), ("+run.nme=x", "unknown key in run: 'nme', did you mean 'name'"),
+        ("engine=locl", "unknown engine 'locl', did you mean 'local'"), ("megatron_training.model=nope", "megatron_training.model: unknown model 'nope'"),
+        ("model.qwen3_30b_a3b=3", "must be a mapping of names to sizes"), ("megatron_training.lora_target_modules=3", "lora_target_modules = 3 must be list"),
+        ("rl_config.actor_resource.num_npus=1000000007", "num_npus = 1000000007 must be at least 1 and at most 100000"))],
 ])
 def test_a_wrong_command_line(arguments, message):
     result = run(*arguments)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_pictures(tmp_path):
+    """A folder is refused before anything is computed, capitals are an ending too, and without a legal layout it says that there is none."""
+    (tmp_path / "folder.png").mkdir()
+    for target in (tmp_path, tmp_path / "folder.png"):
+        refused = run("--model", "qwen3_30b_a3b", "--ranks", "16", "--plot", str(target))
+        assert refused.returncode == 2 and f"--plot {target} must be a file" in refused.stderr and not refused.stdout
+    assert run("--model", "qwen25_7b", "--ranks", "2", "--plot", str(tmp_path / "X.PNG")).returncode == 0
+    assert (tmp_path / "X.PNG").read_bytes().startswith(b"\x89PNG")
+    illegal = run("--model", "qwen3_30b_a3b", "--ranks", "12", "--check", "tp=3", "--json", "--plot", str(tmp_path / "no.png"))
+    assert illegal.returncode == 1 and "no picture was written" in illegal.stderr and not (tmp_path / "no.png").exists()
+    assert json.loads(illegal.stdout)["legal"] is False
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ([], "1 node of 16; for two: --ranks-per-node 8"), (["--ranks-per-node", "8"], "; 2 nodes of 8\n"), (["--ranks-per-node", "16"], "; 1 node of 16\n")])
+def test_the_nodes_that_were_assumed_are_said(arguments, said):
+    result = run("--config-name", "grpo_qwen3_30b_a3b_gsm8k_2x8npu", *arguments)
+    assert result.returncode == 0 and said in result.stdout
+
+
+def test_a_reader_that_stops_reading():
+    with subprocess.Popen([sys.executable, str(ROOT / "tools" / "plan_layout.py"), "--model", "qwen3_30b_a3b", "--ranks", "16", "--top", "500", "--json"],
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_when_nothing_fits_the_nearest_to_fitting_is_first():
+    ranked = legal_layouts(QWEN3, 8, memory_gb=24)
+    over = [entry.memory.excess for entry in ranked]
+    assert over == sorted(over) and over[0] > 0 and not any(entry.memory.fits for entry in ranked)
+    assert over[0] == max(entry.memory.total("weight sync") for entry in ranked[:1]) - 24 * 10 ** 9
+    result = run("--model", "qwen3_30b_a3b", "--ranks", "8", "--memory-gb", "24", "--top", "1")
+    assert result.returncode == 0 and "none fits into 24 GB. The 1 nearest to it" in " ".join(result.stdout.split()) and "does not fit: 11.5 GB over" in result.stdout
+
+
+@pytest.mark.parametrize("memory_gb, tp", [*product((16, 24, 40, 64), (1, 2, 4))])
+def test_no_excess_is_to_fit(memory_gb, tp):
+    """excess is 0 exactly where there is no fault; a KV cache that is too small for one answer is a fault as well."""
+    for ranked in legal_layouts(replace(DENSE, num_key_value_heads=4 * tp, num_attention_heads=28 * tp), 8, memory_gb=memory_gb):
+        assert (ranked.memory.excess == 0) == (not ranked.memory.faults) == ranked.memory.fits
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_notes_are_never_lost(width):
+    """Below 100 columns they stand under the table; no number is cut off."""
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO())
+    show.print_layouts(console, [*legal_layouts(QWEN3, 12)[:2], *legal_layouts(QWEN3, 8, memory_gb=24)[:1]])
+    text = console.file.getvalue()
+    assert "tight" in text and "does not fit: 11.5 GB over" in text and "…" not in text
+    assert ("1, 2: tight\n3: does not fit" in text) == (width < 100) == ("colls" not in text)
+    assert max(map(len, text.splitlines())) <= width
 
 
 # ---- docs/layouts.md ----

@@ -37,6 +37,8 @@ LAYOUTS = {  # name: (ranks, tensor, pipeline, expert parallel size, sequence pa
 CASES = [(layout, family) for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.items() for family in FAMILIES
          if (family in MOE) or (ep == 1)
          if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it sequence parallel anyway
+IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2")  # `make test-full`; the others hold what they hold
+PARAMETERS = [pytest.param(*case, marks=[pytest.mark.full] if case[0] in IN_FULL else []) for case in CASES]
 RECOMPUTE = {"megatron_training__recompute_granularity": "full", "megatron_training__recompute_method": "block"}
 STEPS, SAVED = 5, 3  # iterations, and the one after which a checkpoint is made
 
@@ -150,14 +152,14 @@ def assembled(ranks, key, batch):
     return whole * batch.mask
 
 
-@pytest.mark.parametrize("layout, family", CASES)
+@pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_logprobs_are_those_of_transformers(results, model_dirs, layout, family):
     batch = random_batch()
     difference = assembled(results(layout, family), "logprobs", batch) - transformers_logprobs(model_dirs[family], batch) * batch.mask
     assert np.abs(difference).max() < 1e-5
 
 
-@pytest.mark.parametrize("layout, family", CASES)
+@pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_merged_weights_give_transformers_the_trained_policy(results, model_dirs, tmp_path, layout, family):
     from safetensors.torch import load_file, save_file
 
@@ -174,13 +176,13 @@ def test_merged_weights_give_transformers_the_trained_policy(results, model_dirs
     assert np.abs(trained - transformers_logprobs(model_dir, batch) * batch.mask).max() > 1e-2  # it did learn something
 
 
-@pytest.mark.parametrize("layout, family", CASES)
+@pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_reference_logprobs_are_the_base_models_after_training(results, layout, family):
     for result in results(layout, family):
         np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
 
 
-@pytest.mark.parametrize("layout, family", [("EP 2", "qwen3_moe"), ("TP 2", "qwen3"), ("TP 2, EP 2", "qwen2_moe")])
+@pytest.mark.parametrize("layout, family", [("EP 2", "qwen3_moe"), ("TP 2, sequence parallel", "qwen3"), ("TP 2, PP 2, EP 2", "qwen2_moe")])
 def test_merged_weight_is_base_plus_scaled_product(results, model_dirs, layout, family):
     checkpoint, seen = Checkpoint(model_dirs[family]), 0
     for result in results(layout, family):
@@ -191,7 +193,7 @@ def test_merged_weight_is_base_plus_scaled_product(results, model_dirs, layout, 
     assert seen == sum(name.endswith("_proj.weight") for name in checkpoint.files)
 
 
-@pytest.mark.parametrize("layout, family", [case for case in CASES if case[0] != ONE])
+@pytest.mark.parametrize("layout, family", [case for case in PARAMETERS if case.values[0] != ONE])
 def test_ranks_train_like_one(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
     gradients = {name: gradient for result in ranks for name, gradient in result["gradients"].items()}
@@ -207,7 +209,7 @@ def test_ranks_train_like_one(results, layout, family):
 
 
 @pytest.mark.parametrize("before, after, family", [
-    ("EP 2", "EP 2", "qwen3_moe"), (ONE, "TP 2, EP 2", "qwen2_moe"), ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"), ("TP 2", "PP 2", "qwen2")])
+    ("EP 2", "EP 2", "qwen3_moe"), (ONE, "TP 2, EP 2", "qwen2_moe"), ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"), ("TP 2, sequence parallel", "PP 2", "qwen2")])
 def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data_dir, tmp_path, before, after, family):
     unbroken, ranks = results(before, family), LAYOUTS[after][0]
     config = layout_config(after, model_dirs[family], data_dir)
@@ -224,7 +226,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data
             np.testing.assert_allclose(found, wanted, rtol=exactly, atol=exactly)
 
 
-@pytest.mark.parametrize("layout, family", [("TP 2, PP 2, EP 2", "qwen3_moe"), ("TP 2, EP 2", "qwen2_moe"), ("TP 2", "qwen3"), ("PP 2", "qwen2")])
+@pytest.mark.parametrize("layout, family", [("TP 2, PP 2, EP 2", "qwen3_moe"), ("EP 2", "qwen2_moe"), ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")])
 def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, data_dir, tmp_path, layout, family):
     """PEFT on transformers, the merged model in transformers, and Megatron's ranks give the same logprobs."""
     from peft import PeftModel
@@ -245,7 +247,7 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
     assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2  # they are not the base model
 
 
-@pytest.mark.parametrize("layout, family", CASES)
+@pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_every_adapter_learned_and_is_counted_once(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
     mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(family, 2)  # each expert, shared ones too, in each of two layers

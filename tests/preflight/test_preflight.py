@@ -743,6 +743,35 @@ def test_exit_status(ready, tool, tmp_path, capsys):
     assert "did you mean" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("arguments", "said"), [
+    ((NAME, "engine=foo"), r"unknown engine 'foo'.* Known: local, mindspeed_rl"),
+    ((NAME, "engine=null"), r"unknown engine None.* Known: local, mindspeed_rl"),
+    (("model/qwen3_30b_a3b",), r"unknown config name 'model/qwen3_30b_a3b'.* Known: .*grpo_tiny_moe_cpu"),
+    (("../configs/grpo_tiny_moe_cpu",), r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'\? Known: "),
+    ((NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"), "32 attention heads cannot be divided by TP 3; .*plan_layout.py"),
+    ((NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"), "actor_config.tensor_model_parallel_size = 'abc' must be"),
+    ((NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"), "tokenizer_name_or_path = None must be a path"),
+    ((NAME, "actor_config.load=null", "--print-conversion"), "actor_config.load is not set"),
+    ((NAME, "actor_config.expert_model_parallel_size=8", "--print-conversion"),
+     r"tp1-pp1-ep16 is named after another layout than the config's TP 1 PP 1 EP 8.*: set actor_config.load=\S+/Qwen3-30B-A3B-tp1-pp1-ep8$"),
+])
+def test_what_is_refused_before_anything_is_checked(ready, tool, capsys, arguments, said):
+    with pytest.raises(SystemExit) as refused:
+        tool(Box(), "--config-name", *arguments)
+    told = capsys.readouterr()
+    assert refused.value.code == 2 and told.out == "" and re.search(said, told.err, re.MULTILINE), told.err
+
+
+def test_print_conversion(ready, tool, capsys):
+    assert tool(Box(), "--config-name", NAME, "--print-conversion") == 0
+    assert shlex.split(capsys.readouterr().out) == conversion_command(ready)
+
+
+def test_an_illegal_layout_gets_no_conversion_command(ready):
+    ready["actor_config"] |= {"tensor_model_parallel_size": 3, "load": "not/converted"}
+    assert "convert_ckpt" not in look(ready, Box())["base weights"].mend
+
+
 def test_the_table(ready, tool, capsys):
     assert tool(Box(acl=15), "--config-name", NAME) == 1
     output = capsys.readouterr().out

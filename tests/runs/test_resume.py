@@ -19,7 +19,8 @@ def stopped(new_run):
             writer.log_rollouts(step, [{"response": f"{step}"}, {"response": f"{step}, too"}])
         writer.log_eval(5, {"accuracy": 0.5})
     run.fail("out of memory")
-    return run
+    run.lock.close()  # as when its process ends
+    return RunDirectory.open(run.path)
 
 
 def resumed_config(run, **changes):
@@ -59,3 +60,42 @@ def test_a_finished_run_is_refused(stopped):
     stopped.finish()
     with pytest.raises(ValueError, match="is finished after 5 steps: there is nothing to resume"):
         RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=[])
+
+
+def test_keys_that_may_change(stopped):
+    changed = resumed_config(stopped, aqn={"sigma_start": 0.1})
+    run = RunDirectory.reopen(stopped.path, config=changed, command=[], may_change=["aqn.sigma_start"])
+    assert run.config()["aqn"] == {"sigma_start": 0.1}
+    assert "sigma_start: 0.05" in (run.path / "config.before.yaml").read_text()
+
+
+def test_a_run_that_is_being_written_is_left_alone(new_run):
+    running = new_run(**CONFIG)
+    with pytest.raises(ValueError, match="is being written by another process"):
+        RunDirectory.reopen(running.path, config=resumed_config(running), command=[])
+
+
+def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
+    def stopped_with_checkpoint(name="iter_0000003", **config):
+        run = new_run(**{**CONFIG, **config})
+        (run.checkpoints_dir / name).mkdir(parents=True)
+        return run
+
+    def found(*may_change):
+        run = RunDirectory.unfinished(parent, config=CONFIG, may_change=may_change)
+        return run and run.path
+
+    first = stopped_with_checkpoint()
+    parent = first.path.parent
+    assert found() == first.path
+    newer = stopped_with_checkpoint()
+    newer._write_status({**newer.status(), "started": "2999-01-01T00:00:00+00:00"})
+    assert found() == newer.path
+    newer.finish()
+    other = stopped_with_checkpoint(aqn={"sigma_start": 0.1})
+    other._write_status({**other.status(), "started": "2999-01-01T00:00:00+00:00"})
+    stopped_with_checkpoint("iter_0000003.making")
+    assert found() == first.path
+    assert found("aqn.sigma_start") == other.path
+    first.finish()
+    assert found() is None
