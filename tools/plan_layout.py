@@ -6,7 +6,6 @@ NPU must hold. Nothing is started, no NPU and no model weights are needed. Memor
 
 import argparse
 import json
-import math
 import signal
 import sys
 from collections.abc import Mapping
@@ -81,7 +80,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given is not None and (given < 1 or most and given > most):
             raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1" + (f" and at most {most:,}" if most else ""))
-    if not math.isfinite(args.memory_gb) or not 0 < args.memory_gb <= MOST_GB:
+    if not 0 < args.memory_gb <= MOST_GB:
         raise ConfigError(f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}")
     if args.config_name and (args.model is not None or args.ranks is not None or args.check is not None):
         raise ConfigError("--config-name has its own model, ranks and layout; change them with overrides such as "

@@ -191,7 +191,7 @@ def rollout_key(plan: Plan, settings: Settings, memory: Memory) -> tuple:
 
 def training_key(plan: Plan, memory: Memory) -> tuple:
     """Order of the layouts."""
-    return (not memory.fits, sum(map(len, groups_across_nodes(plan))), int(idle_share(plan) / 0.05), layer_collectives(plan)[0], memory.peak)
+    return (memory.excess, sum(map(len, groups_across_nodes(plan))), int(idle_share(plan) / 0.05), layer_collectives(plan)[0], memory.peak)
 
 
 def reasons(plan: Plan, memory: Memory) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Shapes of the models: what layouts and memory follow from. Field names are those of a Hugging Face config.json."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,6 +140,6 @@ def _rope_theta(config: Mapping[str, Any], fault: Callable[[str, Any, str], Conf
             raise fault(key, rope, "an object or null")
         theta = (rope or {}).get("rope_theta") if theta is None else theta
     theta = 10000.0 if theta is None else theta
-    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not (0 < theta < 1e30 and math.isfinite(theta)):
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not 0 < theta < 1e30:
         raise fault("rope_theta", theta, "a finite number above 0")
     return float(theta)
