@@ -31,5 +31,6 @@ if __name__ == "__main__":
         if name := config_name(sys.argv[1:]):
             check_config_name(name)
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     main()

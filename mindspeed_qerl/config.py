@@ -46,7 +46,7 @@ def compose(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
     try:
         with initialize_config_dir(str(CONFIGS), version_base=None):
             return OmegaConf.to_container(compose(name.removesuffix(".yaml"), list(overrides)), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own, for a group set to a value
         raise ConfigError(f"{name} with {' '.join(overrides)}: {error}") from error
 
 
@@ -62,7 +62,7 @@ def unknown(kind: str, value: object, known: Iterable[str]) -> str:
     """One sentence for an unknown name, with the nearest known one and the list."""
     known = sorted(known)
     near = difflib.get_close_matches(str(value), known, n=1)
-    return f"unknown {kind} {value!r}" + (f", did you mean {near[0]!r}?" if near else "") + f" Known: {', '.join(known)}"
+    return f"unknown {kind} {value!r}" + (f", did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(known)}"
 
 
 def check_lora_targets(targets: Iterable[str] | None) -> tuple[str, ...]:

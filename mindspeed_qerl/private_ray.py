@@ -23,7 +23,9 @@ def start(**options: Any) -> Path:
     import ray
     from ray._private import ray_constants
 
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # Its agents outlive a killed process by the last one's seconds, not by 60.
+    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0", RAY_BACKEND_LOG_LEVEL="fatal",
+                      RAY_gcs_rpc_server_reconnect_timeout_s="5")
     ray_constants.ENABLE_RAY_CLUSTER = False
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long

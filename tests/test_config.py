@@ -130,7 +130,7 @@ def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw)
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"model_type": "llama"}, "unknown model_type 'llama' Known: qwen2"),
+    ({"model_type": "llama"}, "unknown model_type 'llama'. Known: qwen2"),
     ({"num_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
     ({"num_experts": None, "num_local_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
     ({"num_experts": "8"}, "num_experts = '8' in config.json must be a whole number"),

@@ -69,8 +69,7 @@ class LocalEngine:
     def __enter__(self) -> Self:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_BACKEND_LOG_LEVEL="fatal", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-                          RAY_gcs_rpc_server_reconnect_timeout_s="5")  # Ray's agents outlive a killed driver by this, not by 60 s
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         config = self.config
         logs = Path(self.run) / "logs"
         logs.mkdir(exist_ok=True)  # they go on in a run that goes on
