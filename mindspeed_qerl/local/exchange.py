@@ -58,16 +58,21 @@ class Exchange:
             return None
         return [(self.slots[rank, half, : of_rank[-1]], of_rank) for rank, of_rank in enumerate(ends)]
 
-
     def _wait_for_all(self) -> None:
         """Returns when all ranks have called it; what one wrote before, all see after."""
-        missing = self.size - 1 if self.rank == 0 else 0
-        while missing:
-            missing -= len(os.read(self.inbox, missing))
+        if self.rank == 0:
+            self._receive(self.size - 1)
         for outbox in self.outboxes:
             os.write(outbox, b"!")
         if self.rank:
-            os.read(self.inbox, 1)
+            self._receive(1)
+
+    def _receive(self, missing: int) -> None:
+        while missing:
+            received = os.read(self.inbox, missing)
+            if not received:  # nobody is left who could write
+                raise RuntimeError("the first rank of this process group has ended" if self.rank else "all other ranks of this group have ended")
+            missing -= len(received)
 
 
 _mailboxes: dict[dist.ProcessGroup, Exchange] = {}
