@@ -79,10 +79,10 @@ class LocalEngine:
         scratch = private_ray.start(num_cpus=world + 1)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
         cores = len(os.sched_getaffinity(0))
-        # Ranks and rollouts take turns: threads that wait by spinning would hold the cores of those whose turn it is.
         cache = Path(default_cache_dir())  # what torch has compiled stays where it always is; other temporary files go with the run
         cache.mkdir(parents=True, exist_ok=True)
         (scratch / cache.name).symlink_to(cache)
+        # Ranks and rollouts take turns: threads that wait by spinning would hold the cores of those whose turn it is.
         threads = {name: {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE", "TMPDIR": str(scratch)}
                    for name, count in (("rank", max(1, cores // world)), ("rollout", cores))}
         self.ranks = [
