@@ -1,11 +1,12 @@
 """A Ray of one run's own on this machine, that nobody else can reach, and that leaves nothing behind."""
 
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import IO, Any
+
+from mindspeed_qerl.locks import hold
 
 PREFIX = "qerl_ray_"
 _ours: dict[Path, IO] = {}  # the temporary directory of this process's Ray, and its lock
@@ -33,7 +34,7 @@ def start(**options: Any) -> Path:
     for left in parent.glob(f"{PREFIX}*"):
         _remove_unless_in_use(left)
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
-    lock, directory = _lock(making), parent / making.name.removeprefix(".")
+    lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
     _ours[directory] = lock
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory), **options)
@@ -54,15 +55,9 @@ def stop() -> None:
         lock.close()
 
 
-def _lock(directory: Path) -> IO:
-    lock = open(directory / "lock", "w")  # noqa: SIM115
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
-
-
 def _remove_unless_in_use(directory: Path) -> None:
     try:
-        with _lock(directory):
+        with hold(directory):
             shutil.rmtree(directory, ignore_errors=True)
     except OSError:  # held by a living process, or another user's
         pass

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import mindspeed_qerl
+from mindspeed_qerl.locks import hold
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RunDirectory:
         started = _now()
         try:
             path = _make_new(Path(root) / name, f"{started:%Y-%m-%d_%H-%M-%S}_seed{seed}")
-            run = cls(path, _lock(path))
+            run = cls(path, _hold(path))
             run._write_status(
                 {"state": "running", "step": 0, "reason": None, "started": started.isoformat(timespec="seconds"),
                  "ended": None, "seed": seed}
@@ -87,7 +87,7 @@ class RunDirectory:
         Raises FileNotFoundError when `path` is no run directory, ValueError when the run is finished, its config differs, or another process
         is writing it.
         """
-        run = cls(cls.open(path).path, _lock(Path(path)))
+        run = cls(cls.open(path).path, _hold(Path(path)))
         status, before = run.status(), run.config()
         if status["state"] == "finished":
             raise ValueError(f"{run.path} is finished after {status['step']} steps: there is nothing to resume")
@@ -260,14 +260,11 @@ def _git(source: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _lock(path: Path) -> IO:
-    """A file in the run directory that one living process can hold; the kernel takes it from a process that dies."""
-    lock = open(path / "lock", "w")  # noqa: SIM115
+def _hold(path: Path) -> IO:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(path)
     except BlockingIOError as error:
         raise ValueError(f"{path} is being written by another process: stop that one first, or wait for it") from error
-    return lock
 
 
 def _differences(before: Any, after: Any, name: str = "") -> dict[str, str]:
