@@ -36,6 +36,17 @@ def rank_of(rank, rendezvous):
             exchange.all_gather_into_tensor(ours, part, group=some)
             exchange._gloo_all_gather(gloos, part, group=some)
             assert torch.equal(ours, gloos)
+    mailbox = exchange._mailbox(dist.group.WORLD)
+    ends = [0] * RANKS + [8]
+    shown = mailbox.swap(torch.full((8,), rank, dtype=torch.uint8), ends)
+    if rank == 0:  # writes its next part while the others have not read this one
+        wait_for_all, mailbox._wait_for_all = mailbox._wait_for_all, lambda: (dist.barrier(), wait_for_all())
+        mailbox.swap(torch.full((8,), 99, dtype=torch.uint8), ends)
+        mailbox._wait_for_all = wait_for_all
+    else:
+        dist.barrier()
+        assert [part.tolist() for part, _ in shown] == [[other] * 8 for other in range(RANKS)]
+        mailbox.swap(torch.full((8,), 99, dtype=torch.uint8), ends)
     rows = [exchange.ROOM // 4 + 1 if rank == 2 else 1, 0, 0, 0]  # one rank's part has no room: all of them take the other way
     theirs = [exchange.ROOM // 4 + 1 if other == 2 else 1 for other in range(RANKS)] if rank == 0 else [0] * RANKS
     sent, ours = torch.full((sum(rows),), float(rank)), torch.zeros(sum(theirs))
