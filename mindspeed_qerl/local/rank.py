@@ -29,17 +29,22 @@ class TrainRank:
     def __init__(self, config: RunConfig, rank: int, rendezvous: str):
         """rendezvous: init_method of torch.distributed, for example file:///some/new/file."""
         os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
-        from mindspeed_qerl.emulation import cuda_on_cpu
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        if self.device.type == "cpu":
+            from mindspeed_qerl.emulation import cuda_on_cpu
 
-        cuda_on_cpu.install()
-        exchange.install()
+            cuda_on_cpu.install()
+            exchange.install()
+        else:
+            torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         from mindspeed_qerl.local.model import DTYPES, build_model
 
         layout = config.layout
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=layout.world)
+        backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu adds hccl
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=layout.world)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
             expert_model_parallel_size=layout.tp * layout.ep if config.shape.moe else 1, expert_tensor_parallel_size=1)
@@ -56,6 +61,7 @@ class TrainRank:
         self.table = {mapping.megatron: mapping for mapping in part.table}
         apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, part.layers.start, part.experts.start,
                    self.tp_rank, self.tp_size)
+        self.model.to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
         self.scheduler = OptimizerParamScheduler(
@@ -91,8 +97,8 @@ class TrainRank:
         def forward_step(iterator, model):
             rows, micro = next(iterator)
             length = micro.tokens.shape[1]
-            tokens = torch.from_numpy(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # sequence parallel ranks share it
-            logits = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+            tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # sequence parallel ranks share it
+            logits = model(tokens, torch.arange(tokens.shape[1], device=self.device).expand_as(tokens), None)
 
             def finish(logits, non_loss_data=False):
                 logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
@@ -100,7 +106,7 @@ class TrainRank:
                 if forward_only:
                     return outcome(rows, micro, logprobs)
                 loss, result = outcome(rows, micro, logprobs)
-                return loss, torch.zeros((), dtype=torch.int), result
+                return loss, torch.zeros((), dtype=torch.int, device=self.device), result
             return logits, finish
 
         starts = range(0, len(shard), size)
@@ -116,7 +122,7 @@ class TrainRank:
         result = np.zeros(shard.mask.shape, dtype=np.float32)
 
         def keep(rows, micro, logprobs):
-            result[rows, : logprobs.shape[1]] = logprobs.numpy()
+            result[rows, : logprobs.shape[1]] = logprobs.cpu().numpy()
 
         size = self.config.ref_forward_micro_batch_size if reference else self.config.actor_forward_micro_batch_size
         with adapters_disabled(self.model) if reference else contextlib.nullcontext():
@@ -143,11 +149,11 @@ class TrainRank:
         return {**metrics, "time/logprobs": forward_seconds, "time/update": seconds - forward_seconds}
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
-        totals = torch.zeros(7, dtype=torch.float64)
-        largest = torch.zeros(1, dtype=torch.float64)
+        totals = torch.zeros(7, dtype=torch.float64, device=self.device)
+        largest = torch.zeros(1, dtype=torch.float64, device=self.device)
         grad_norms = []
         for shard in shards:
-            tokens = torch.tensor(float(shard.mask.sum()))
+            tokens = torch.tensor(float(shard.mask.sum()), device=self.device)
             dist.all_reduce(tokens, group=self.data_group)
             self.optimizer.zero_grad(set_to_none=False)
             totals += sum(self._run(shard, self.config.micro_batch_size, partial(self._loss, float(tokens), largest)))
@@ -175,19 +181,22 @@ class TrainRank:
     def _loss(self, mini_batch_tokens: float, largest: torch.Tensor, rows: np.ndarray, micro: Batch,
               logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of one micro-batch, and its sums (policy, kl, clipped, tokens, k1, k3, |dp|)."""
-        mask = torch.from_numpy(micro.mask)
-        old = logprobs.detach() if micro.old_logprobs is None else torch.from_numpy(micro.old_logprobs)
-        reference = None if micro.reference_logprobs is None else torch.from_numpy(micro.reference_logprobs)
-        terms = grpo_loss(logprobs, old, torch.from_numpy(micro.advantages), mask, self.config.clip_low, self.config.clip_high,
+        mask = self._tensor(micro.mask)
+        old = logprobs.detach() if micro.old_logprobs is None else self._tensor(micro.old_logprobs)
+        reference = None if micro.reference_logprobs is None else self._tensor(micro.reference_logprobs)
+        terms = grpo_loss(logprobs, old, self._tensor(micro.advantages), mask, self.config.clip_low, self.config.clip_high,
                           reference)
-        sampled, trained = torch.from_numpy(micro.rollout_logprobs)[mask].double(), old[mask].double()
+        sampled, trained = self._tensor(micro.rollout_logprobs)[mask].double(), old[mask].double()
         difference = (sampled.exp() - trained.exp()).abs()
         if difference.numel():
             largest.copy_(torch.maximum(largest, difference.max().reshape(1)))
         sums = torch.tensor([terms.policy.item(), terms.kl.item(), terms.clipped_tokens.item(), float(mask.sum()),
                              (sampled - trained).sum().item(), low_variance_kl(sampled, trained).sum().item(),
-                             difference.sum().item()], dtype=torch.float64)
+                             difference.sum().item()], dtype=torch.float64, device=self.device)
         return (terms.policy + self.config.kl_coefficient * terms.kl) / mini_batch_tokens, sums
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _reduce_and_clip(self) -> float:
         """Sum gradients over the ranks that share a parameter, clip by the global norm; returns the norm before clipping.
@@ -208,7 +217,7 @@ class TrainRank:
                     parameter.grad.copy_(part.view_as(parameter))
         # An expert is on one rank of each tensor parallel group; of dense layers, rank 0 answers for the factor that all have whole.
         counted = [p for p in self.parameters if self._owns(p) and (p.tensor_model_parallel or self.tp_rank == 0 or not p.allreduce)]
-        square = sum((p.grad.double().square().sum() for p in counted), torch.zeros((), dtype=torch.float64))
+        square = sum((p.grad.double().square().sum() for p in counted), torch.zeros((), dtype=torch.float64, device=self.device))
         dist.all_reduce(square)
         norm = math.sqrt(square.item())
         if not math.isfinite(norm):
@@ -253,7 +262,7 @@ class TrainRank:
         for mapping, layer in self.parts[part] if part < len(self.parts) else ():
             weight = self._whole(layer.merged_weight().float(), mapping.shared)
             if weight is not None:
-                merged.update((name, part.contiguous().numpy()) for name, part in zip(mapping.hf, mapping.split(weight)))
+                merged.update((name, part.contiguous().cpu().numpy()) for name, part in zip(mapping.hf, mapping.split(weight)))
         return merged
 
     def _whole_factors(self, mapping: Mapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor) -> tuple | None:
@@ -271,7 +280,7 @@ class TrainRank:
             if whole := self._whole_factors(mapping, layer, layer.lora_A, layer.scaling * layer.lora_B):
                 a, b = whole
                 target = mapping.megatron.split(".")[-2]
-                factors.update((name, (target, part.contiguous().numpy(), a.numpy())) for name, part in zip(mapping.hf, mapping.split(b)))
+                factors.update((name, (target, part.contiguous().cpu().numpy(), a.cpu().numpy())) for name, part in zip(mapping.hf, mapping.split(b)))
         return factors
 
     @torch.no_grad()
@@ -303,7 +312,7 @@ class TrainRank:
                     values = [mapping.shared.shard(value, self.tp_rank, self.tp_size) for value in values]
                 parameter.copy_(values[0])
                 self.optimizer.state[parameter] = {"step": torch.tensor(float(updates)),
-                                                   **{moment: value.clone() for moment, value in zip(MOMENTS, values[1:])}}
+                                                   **{moment: value.to(self.device, copy=True) for moment, value in zip(MOMENTS, values[1:])}}
         self.scheduler.step(iteration)
 
 

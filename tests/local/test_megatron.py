@@ -50,8 +50,23 @@ def random_batch(count=8, vocab=96):
     return build_batch(prompts, answers, [(-2 - rng.random(len(a))).tolist() for a in answers], rng.normal(size=count))
 
 
+def exported(trainer):
+    """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones on the first rank of a tensor parallel group."""
+    parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in trainer.model.named_parameters()}
+    whole = {name: trainer._whole(parameters[name].detach(), mapping.shared) for name, mapping in trainer.table.items()}
+    return {hf: part.clone() for name, value in whole.items() if value is not None
+            for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))}
+
+
+def train_step(trainer, shard, squares):
+    """One iteration; the squared norm of the adapters that this rank answers for is put behind `squares`."""
+    metrics = trainer.train([shard])
+    squares.append(sum(float(np.square(part.astype(np.float64)).sum()) for _, *pair in trainer.adapter_factors().values() for part in pair))
+    return metrics
+
+
 def train_rank(rank, configs, folder):
-    """What the tests compare: logprobs, three iterations, gradients, merged weights. Runs in a process of its own, family by family."""
+    """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of its own, family by family."""
     from megatron.core import parallel_state
 
     from mindspeed_qerl.local.rank import TrainRank
@@ -64,21 +79,21 @@ def train_rank(rank, configs, folder):
         rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
         shard = batch.rows(rows)
         result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "report": trainer.describe()[0],
-                  "logprobs": trainer.logprobs(shard)}
+                  "logprobs": trainer.logprobs(shard), "exported": exported(trainer), "adapter_squares": []}
         for name, layer in lora_layers(trainer.model):  # B away from zero, so that A has a gradient as well; the same in each layout
             mapping = trainer.table[name + ".weight"]
             generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora_r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
             layer.lora_B.data.copy_(mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b)
-        result["metrics"] = [trainer.train([shard])]
+        result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
         whole = {mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
                  for mapping, layer in trainer._owned()}
         result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair for part, gradient in zip("AB", pair)}
-        result["metrics"] += [trainer.train([shard]) for _ in range(SAVED - 1)]
+        result["metrics"] += [train_step(trainer, shard, result["adapter_squares"]) for _ in range(SAVED - 1)]
         trainer.save(f"{folder}/{family}_saved")
         result["saved_logprobs"] = trainer.logprobs(shard)
-        result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - SAVED)]
+        result["metrics"] += [train_step(trainer, shard, result["adapter_squares"]) for _ in range(STEPS - SAVED)]
         result["adapters"] = {name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)}
         result["merged"] = {name: weight for part in range(len(trainer.parts)) for name, weight in trainer.merged_weights(part).items()}
         result["factors"] = trainer.adapter_factors()
@@ -160,6 +175,18 @@ def test_logprobs_are_those_of_transformers(results, model_dirs, layout, family)
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
+def test_from_hugging_face_to_megatron_and_back_is_bit_identical(results, model_dirs, layout, family):
+    from safetensors.torch import load_file
+
+    base, seen = load_file(model_dirs[family] / "model.safetensors"), set()
+    for result in results(layout, family):
+        for name, tensor in result["exported"].items():
+            assert torch.equal(tensor, base[name]), name
+            seen.add(name)
+    assert seen == set(base)
+
+
+@pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_merged_weights_give_transformers_the_trained_policy(results, model_dirs, tmp_path, layout, family):
     from safetensors.torch import load_file, save_file
 
@@ -204,6 +231,8 @@ def test_ranks_train_like_one(results, layout, family):
         for result in ranks:
             for key in ("loss/policy", "loss/kl", "loss/total", "grad_norm", "mismatch/k3", "mismatch/max_abs_prob_diff"):
                 assert result["metrics"][step][key] == pytest.approx(one["metrics"][step][key], rel=1e-4, abs=1e-4), key
+    norms, expected = (np.sqrt(np.sum([result["adapter_squares"] for result in of], axis=0)) for of in (ranks, (one,)))
+    np.testing.assert_allclose(norms, expected, rtol=1e-4)
     assert one["metrics"][0]["grad_norm"] > 0.05  # so clipping was at work
     assert one["metrics"][-1]["loss/kl"] > 0
 
