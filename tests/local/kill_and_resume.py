@@ -10,6 +10,7 @@ one's metrics, evaluations and answers, and left no process and no file in the t
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,8 @@ FIXED = ("torchinductor_",)  # a cache, kept from run to run
 def command(model: Path, runs: Path, *overrides: str) -> list[str]:
     return [sys.executable, "cli/train_grpo.py", f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
             "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2", "rl_config.n_samples_per_prompt=16",
-            "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01", "actor_config.lr=1e-3", "megatron_training.train_iters=6",
-            "megatron_training.save_interval=2", "eval.every=3", "eval.n_problems=4", "aqn.num_stages=3", "run.tensorboard=false", *overrides]
+            "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01", "actor_config.lr=1e-3", "megatron_training.train_iters=24",
+            "megatron_training.save_interval=3", "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3", "run.tensorboard=false", *overrides]
 
 
 def recorded(run: RunDirectory) -> list[dict]:
@@ -53,11 +54,20 @@ def run_to_end(model: Path, runs: Path, *overrides: str) -> float:
 
 
 def kill_somewhere(model: Path, runs: Path, seconds: float, draw: random.Random) -> tuple[str, list[psutil.Process]]:
-    """Start a run, kill one of its processes within `seconds`; returns what was hit, and all processes that there were, ended or not."""
+    """Start a run, kill one of its processes within `seconds`; returns what was hit, and all processes that there were, ended or not.
+    A run that has finished by then does not count: another is started, and another moment drawn."""
+    while True:
+        what, there = _kill_once(model, runs, draw.uniform(1, seconds), draw)
+        if not any(run.status()["state"] == "finished" for run in all_runs(runs)):
+            return what, there
+        shutil.rmtree(runs)
+
+
+def _kill_once(model: Path, runs: Path, moment: float, draw: random.Random) -> tuple[str, list[psutil.Process]]:
     process = subprocess.Popen(command(model, runs), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        process.wait(timeout=draw.uniform(1, seconds))
-        return "nothing, it had ended", []
+        process.wait(timeout=moment)
+        return "nothing", []
     except subprocess.TimeoutExpired:
         pass
     driver = psutil.Process(process.pid)
