@@ -7,13 +7,13 @@ a `Reader`, which names every fault at once.
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.aqn.targets import check_targets
+from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.upstream_keys import GENERATE_KEYS, MEGATRON_KEYS, RL_KEYS
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -87,12 +87,34 @@ class AQNConfig:
     num_stages: int = 10
     targets: Any = "auto"
     exclude: tuple[str, ...] = ()
+    restart_every: Any = None  # null, "epoch" (of the training data), or steps; `check_aqn` turns an epoch into steps
+    multipliers: Any = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
+    multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
     seed: int | None = None
 
     def noise_schedule(self, total_steps: int) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range."""
         return NoiseSchedule(kind=self.schedule, sigma_start=self.sigma_start, sigma_end=self.sigma_end, num_stages=self.num_stages,
-                             total_steps=total_steps)
+                             total_steps=total_steps, restart_every=self.restart_every)
+
+    def all_multipliers(self) -> list[tuple[str, float]]:
+        """Those of the config and of the file, as `NoiseInjector` takes them; ValueError if one is wrong, OSError if there is no such file."""
+        import yaml
+
+        given = self.multipliers or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"multipliers must be a mapping of layers or targets to numbers, such as {{0-11: 2.0}}, not {given!r}")
+        multipliers = check_multipliers(given)
+        if self.multipliers_file:
+            profile = yaml.safe_load(Path(self.multipliers_file).read_text(encoding="utf-8"))
+            if not isinstance(profile, Mapping):
+                raise ConfigError(f"multipliers_file = {self.multipliers_file!r} must hold a mapping of layers to numbers, such as 0: 1.5")
+            multipliers += check_multipliers(profile)
+        return multipliers
+
+    @property
+    def data_files(self) -> dict[str, str]:
+        return {"aqn_multipliers": self.multipliers_file} if self.enabled and self.multipliers_file else {}
 
 
 @dataclass(frozen=True)
@@ -166,10 +188,14 @@ class Reader:
                 raise ConfigError(f"section {section} must be a mapping, not {raw[section]!r}")
         self.raw = raw
         self.faults: list[str] = []
+        self.warnings: list[str] = []
         self.honoured: set[tuple[str, str]] = set()
 
     def fault(self, text: str) -> None:
         self.faults.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     def upstream(self, section: str, key: str, default: Any = None, kind: type | tuple = (int,), *, low: float | None = None,
                  high: float | None = None, required: bool = False) -> Any:
@@ -260,16 +286,34 @@ def check_verifiers(reader: Reader, known: Iterable[str]) -> tuple[tuple[str, fl
     return tuple(zip(names, weights))
 
 
-def check_aqn(reader: Reader, train_iters: int) -> AQNConfig:
+BF16_LEAST_SIGMA = 9e-4  # below it bfloat16 keeps less than half of the noise on weights of 1 (tests/aqn/test_aqn_injector.py)
+
+
+def check_aqn(reader: Reader, train_iters: int, rows: Callable[[], int]) -> AQNConfig:
+    """The section aqn; faults for what cannot be, a warning for stages that bfloat16 cannot hold.
+
+    Args:
+        rows: how many rows the training data has; asked only if the schedule restarts each epoch.
+    """
     aqn = reader.own("aqn")
     if aqn.enabled:
         try:
-            aqn.noise_schedule(train_iters)
+            if aqn.restart_every == "epoch":
+                aqn = replace(aqn, restart_every=math.ceil(rows() / reader.upstream("megatron_training", "global_batch_size", 1, low=1)))
+            schedule = aqn.noise_schedule(train_iters)
+            aqn.all_multipliers()
             check_targets(aqn.exclude)
             if not check_targets(aqn.targets):
                 raise ValueError("targets is empty; to run without noise, use aqn=off")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             reader.fault(f"aqn: {error}")
+        else:
+            sigmas = schedule.sigmas()
+            small = [step for step, sigma in enumerate(sigmas, 1) if 0 < sigma < BF16_LEAST_SIGMA]
+            if small and reader.upstream("generate_config", "dtype", "bfloat16", (str,)) == "bfloat16":
+                reader.warn(f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps (first in step {small[0]}), where "
+                            "bfloat16 rounds most of it away on norm weights near 1; aqn/measured_std will say what is left "
+                            "(docs/aqn.md). Raise aqn.sigma_end to keep it")
     return aqn
 
 

@@ -70,8 +70,12 @@ def run(raw: dict[str, Any], name: str) -> int:
     try:
         with metrics, Progress(config.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
+            for warning in config.warnings:
+                progress.message(f"Warning: {warning}")
             if config.ignored_keys and not rehearsed:  # a rehearsal's report names them
                 progress.message(f"Warning: the {raw['engine']} engine does not use {', '.join(config.ignored_keys)}")
+            if config.aqn.restart_every:
+                directory.record(aqn_restart_every=config.aqn.restart_every)
             engine.train(config, directory, metrics, progress)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130)

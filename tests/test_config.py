@@ -43,7 +43,42 @@ def test_the_quickstart_says_what_it_does(raw):
     assert config.ignored_keys == ()
 
 
+def test_noise_that_restarts_each_epoch_counts_the_steps_of_the_training_data(raw, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("{}\n" * 100)
+    put(raw, "gsm8k.train_file", str(file))
+    put(raw, "aqn.restart_every", "epoch")
+    assert check(raw).aqn.restart_every == 4  # 100 questions, 32 a step
+    sigmas = check(raw).aqn.noise_schedule(40).sigmas()
+    assert sigmas == sigmas[:4] * 10 and sigmas[0] == 0 < sigmas[3] < sigmas[1]
+
+
+def test_a_measured_profile_multiplies_what_the_config_says(raw, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text('{"0": 1.5, "1": 0.5}')
+    put(raw, "aqn.multipliers", {"post_attention@0": 2})
+    put(raw, "aqn.multipliers_file", str(file))
+    config = check(raw)
+    assert config.aqn.all_multipliers() == [("post_attention@0", 2.0), ("0", 1.5), ("1", 0.5)]
+    assert config.data_files["aqn_multipliers"] == str(file)  # so its hash is in the run directory
+    put(raw, "aqn.enabled", False)
+    assert "aqn_multipliers" not in check(raw).data_files
+
+
+def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
+    assert check(raw).warnings == ()  # float32 holds it
+    put(raw, "generate_config.dtype", "bfloat16")
+    (warning,) = check(raw).warnings
+    assert "sigma is below 0.0009 in 8 of 40 steps (first in step 33)" in warning  # 0.00089 and 0.0005, the last two of ten stages
+    put(raw, "aqn.sigma_end", 0.001)
+    assert check(raw).warnings == ()
+
+
 @pytest.mark.parametrize("key, value, message", [
+    ("aqn.restart_every", "epochs", "restart_every must be an integer >= 1, not 'epochs'"),
+    ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
+    ("aqn.multipliers", [2, 3], "multipliers must be a mapping of layers or targets to numbers"),
+    ("aqn.multipliers_file", "/nowhere/profile.json", "No such file or directory: '/nowhere/profile.json'"),
     ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
     ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
     ("rl_config.n_sample_per_prompt", 4, "did you mean 'n_samples_per_prompt'"),

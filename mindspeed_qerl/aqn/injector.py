@@ -2,15 +2,16 @@
 
 import hashlib
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.aqn.targets import NormTarget, select_targets
+from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ class NoiseReport:
     Attributes:
         step, stage: where the schedule stood.
         sigma: the nominal standard deviation, 0.0 in stage 0.
-        layers: number of norms matched, in stage 0 too.
+        layers: number of norms that get noise, in stage 0 too.
         names: their module names.
+        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these norms, as they lie in the
-            model, i.e. after rounding to its dtype. Far below sigma when BF16 swallows the noise.
+            model, i.e. after rounding to its dtype. Far below expected_std when BF16 swallows the noise.
         changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
     """
 
@@ -34,6 +36,7 @@ class NoiseReport:
     sigma: float
     layers: int
     names: tuple[str, ...]
+    expected_std: float
     measured_std: float
     changed_fraction: float
 
@@ -42,6 +45,7 @@ class NoiseReport:
             "aqn/sigma": self.sigma,
             "aqn/stage": self.stage,
             "aqn/layers": self.layers,
+            "aqn/expected_std": self.expected_std,
             "aqn/measured_std": self.measured_std,
             "aqn/changed_fraction": self.changed_fraction,
         }
@@ -69,6 +73,7 @@ class NoiseInjector:
         model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
         schedule: sigma by step.
         targets, exclude: see `select_targets`, whose ValueErrors this raises.
+        multipliers: (selector, factor) pairs, see `multipliers_of`, whose ValueErrors this raises; norms with factor 0 get no noise.
         seed: the run's seed; another seed draws another noise.
     """
 
@@ -78,16 +83,24 @@ class NoiseInjector:
         schedule: NoiseSchedule,
         targets: str | Sequence[str] = "auto",
         exclude: str | Sequence[str] = (),
+        multipliers: Iterable[tuple[str, float]] = (),
         *,
         seed: int,
     ):
         self.schedule = schedule
-        self.targets = select_targets(model, targets, exclude)
+        selected = select_targets(model, targets, exclude)
+        scaled = [(target, factor) for target, factor in zip(selected, multipliers_of(selected, multipliers)) if factor]
+        if not scaled:
+            raise ValueError(f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use aqn=off")
+        self.targets, self.multipliers = zip(*scaled)
+        sizes = [target.module.weight.numel() for target in self.targets]
+        self.scale = math.sqrt(sum(size * factor**2 for size, factor in zip(sizes, self.multipliers)) / sum(sizes))
         self.seed = seed
         self._step: int | None = None  # of the last apply(), None after remove()
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []  # (target, clean, noisy), copies on the CPU
         roles = ", ".join(f"{count} {role}" for role, count in Counter(target.role for target in self.targets).items())
-        names = ", ".join(target.name for target in self.targets)
+        names = ", ".join(target.name if factor == 1 else f"{target.name} (x {factor:g})"
+                          for target, factor in zip(self.targets, self.multipliers))
         logger.info("AQN targets %d RMSNorm layers (%s): %s", len(self.targets), roles, names)
         if schedule.stage(schedule.total_steps - 1) == 0:
             logger.warning(
@@ -98,7 +111,7 @@ class NoiseInjector:
     def apply(self, step: int) -> NoiseReport:
         """Adds the noise of `step` to the clean weights (what was on before is removed first) and reports it.
 
-        Per weight: float32 noise on the CPU, times sigma, added in float32, rounded once to the weight's dtype.
+        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in float32, rounded once to the weight's dtype.
 
         Raises:
             ValueError: step is no integer >= 0.
@@ -117,6 +130,7 @@ class NoiseInjector:
             sigma=sigma,
             layers=len(self.targets),
             names=tuple(target.name for target in self.targets),
+            expected_std=self.scale * sigma,
             measured_std=measured_std,
             changed_fraction=changed_fraction,
         )
@@ -124,9 +138,10 @@ class NoiseInjector:
             logger.info("AQN step %d, stage %d: noise off", step, report.stage)
         else:
             logger.log(
-                logging.WARNING if measured_std < sigma / 2 else logging.INFO,
-                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g, %.4g%% changed",
-                step, report.stage, report.layers, sigma, measured_std, 100 * changed_fraction,
+                logging.WARNING if measured_std < report.expected_std / 2 else logging.INFO,
+                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g%s, %.4g%% changed",
+                step, report.stage, report.layers, sigma, measured_std,
+                f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else "", 100 * changed_fraction,
             )
         return report
 
@@ -167,10 +182,10 @@ class NoiseInjector:
         self._step = step
         if sigma == 0:
             return
-        for target in self.targets:
+        for target, factor in zip(self.targets, self.multipliers):
             weight = target.module.weight
             clean = weight.detach().to("cpu", copy=True)
-            noise = sigma * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+            noise = sigma * factor * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
             noisy = (clean + noise).to(clean.dtype)  # BF16/FP16 + float32 is a float32 sum
             self._applied.append((target, clean, noisy))
             weight.copy_(noisy)

@@ -24,6 +24,8 @@ class NoiseSchedule:
         sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the end is a rising schedule.
         num_stages: K, the stage that is off included.
         total_steps: T, the training steps of the run. If T < K some stages are skipped, never the first.
+        restart_every: steps after which the whole schedule begins anew, the stage that is off included (an epoch, say); T is then this
+            number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the rule.
@@ -34,12 +36,15 @@ class NoiseSchedule:
     sigma_end: float = 0.0005
     num_stages: int = 10
     total_steps: int
+    restart_every: int | None = None
 
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
-        for field in ("num_stages", "total_steps"):
+        for field in ("num_stages", "total_steps", "restart_every"):
             value = getattr(self, field)
+            if field == "restart_every" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} must be an integer >= 1, not {value!r}")
         for field in ("sigma_start", "sigma_end"):
@@ -52,13 +57,19 @@ class NoiseSchedule:
             raise ValueError("an exponential schedule never reaches sigma_end = 0; use a small number, or schedule 'linear'")
 
     def stage(self, step: int) -> int:
-        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on stay in the last stage.
+        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on stay in the last stage, if nothing restarts.
 
         QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5 of T=22, K=10 at step 12.
         """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer >= 0, not {step!r}")
+        if self.restart_every:
+            return step % self.restart_every * self.num_stages // self.restart_every
         return min(step * self.num_stages // self.total_steps, self.num_stages - 1)
+
+    def sigmas(self) -> list[float]:
+        """`sigma` of every step of the run."""
+        return [self.sigma(step) for step in range(self.total_steps)]
 
     def sigma(self, step: int) -> float:
         """Standard deviation of the noise at `step`; 0.0 in stage 0."""

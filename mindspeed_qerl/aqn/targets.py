@@ -4,8 +4,10 @@ A norm is found by what it is, not by which library's class it is: any module wi
 bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never matches in vLLM, whose class is its own `RMSNorm`.
 """
 
+import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -54,6 +56,62 @@ def check_targets(spec: str | Sequence[str]) -> list[str]:
                 "or a pattern on module names such as '*.input_layernorm'"
             )
     return items
+
+
+def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float]]:
+    """The multipliers of sigma as (selector, factor); needs no model and no torch.
+
+    A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target ("input", or a pattern on module names), or a
+    target in layers ("post_attention@0-11"). Factors are 0 or more.
+
+    Raises:
+        ValueError: a selector or a factor that is none of these.
+    """
+    checked = []
+    for selector, factor in given.items():
+        target, layers = _parse_selector(str(selector))
+        if target is not None and check_targets(target) == ["auto"]:
+            raise ValueError(f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale aqn.sigma_start and sigma_end instead")
+        if layers is not None and not layers:
+            raise ValueError(f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, such as 0-11")
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
+            raise ValueError(f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}")
+        checked.append((str(selector), float(factor)))
+    return checked
+
+
+def multipliers_of(norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]) -> list[float]:
+    """What sigma is multiplied with for each of `norms`: the product over all selectors that select it.
+
+    Raises:
+        ValueError: a selector that selects none of `norms`.
+    """
+    factors = [1.0] * len(norms)
+    for selector, factor in multipliers:
+        target, layers = _parse_selector(selector)
+        selected = [i for i, norm in enumerate(norms)
+                    if (layers is None or layer_of(norm.name) in layers)
+                    and (target is None or norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target))]
+        if not selected:
+            names = ", ".join(norm.name for norm in norms[:4])
+            raise ValueError(f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get noise: {names}, ... Write a layer "
+                             f"('3'), a range ('0-11'), a target ({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS")
+        for i in selected:
+            factors[i] *= factor
+    return factors
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` -> 3; None for the final norm."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def _parse_selector(selector: str) -> tuple[str | None, range | None]:
+    """(target, layers) of a multiplier's selector, None for what it does not restrict."""
+    if not (found := re.fullmatch(r"(?:(.+)@)?(\d+)(?:-(\d+))?", selector)):
+        return selector, None
+    target, first, last = found.groups()
+    return target, range(int(first), int(last or first) + 1)
 
 
 def select_targets(model: "Module", targets: str | Sequence[str] = "auto", exclude: str | Sequence[str] = ()) -> list[NormTarget]:

@@ -23,7 +23,8 @@ from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, instal
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import Settings, needed_cpus, npu_environment
 from mindspeed_qerl.config import EngineError
-from mindspeed_qerl.gsm8k.task import Task, score_answers
+from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
+from mindspeed_qerl.gsm8k.task import Task
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
@@ -280,9 +281,9 @@ class RunObserver:
         answers = generate(self.task.prompts, settings.samples_per_problem, settings.temperature)
         limit = self.settings.upstream["generate_config"]["sampling_config"]["max_tokens"]
         texts = self.tokenizer.batch_decode([ids for group in answers for ids in group], skip_special_tokens=True)
-        result, scored = score_answers(self.task.rows, texts, settings.samples_per_problem, self._verifier())
         cut = [len(ids) >= limit and self.tokenizer.eos_token_id not in ids for group in answers for ids in group]
-        result |= {"temperature": settings.temperature, "truncated_fraction": sum(cut) / len(cut), "seconds": time.perf_counter() - started}
+        result, scored = evaluate_answers(self.task.rows, texts, cut, settings.samples_per_problem, self._verifier())
+        result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, scored)
         self.progress.evaluated(step, result)
 

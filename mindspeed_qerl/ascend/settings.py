@@ -27,6 +27,7 @@ from mindspeed_qerl.config import (
     check_verifiers,
     unknown,
 )
+from mindspeed_qerl.gsm8k.packed import count_documents
 from mindspeed_qerl.gsm8k.verifier import VERIFIERS
 from mindspeed_qerl.layout.plan import arguments_of, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
@@ -110,6 +111,7 @@ class Settings:
     run: RunSection
     emulate_npu: bool
     data_files: dict[str, str]
+    warnings: tuple[str, ...] = ()
     ignored_keys: tuple[str, ...] = ()  # upstream gets every key
 
     @property
@@ -158,7 +160,6 @@ def check(raw: Mapping[str, Any]) -> Settings:
     if get("megatron_training", "dataset_additional_keys", [], (list,)) != ["labels"]:
         reader.fault("megatron_training.dataset_additional_keys must be [labels]: the verifier reads the gold answers from there")
 
-    aqn = check_aqn(reader, train_iters)
     gsm8k, evaluation, run = (reader.own(section) for section in ("gsm8k", "eval", "run"))
     check_task_sections(reader, gsm8k, evaluation, run, ("test_file",))
     if gsm8k.prompt != "chat":
@@ -169,7 +170,9 @@ def check(raw: Mapping[str, Any]) -> Settings:
         reader.fault("actor_config.save must be left out: checkpoints are kept in the run directory")
     if run.resume and not get("actor_config", "load", None, (str,)):
         reader.fault("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
-    data_files = {"test": gsm8k.test_file, **_packed_files(reader, get("megatron_training", "data_path", "", (str,), required=True))}
+    packed = _packed_files(reader, get("megatron_training", "data_path", "", (str,), required=True))
+    aqn = check_aqn(reader, train_iters, lambda: count_documents(Path(packed["train_input_ids"]).with_suffix(".idx")))
+    data_files = {"test": gsm8k.test_file, **packed, **aqn.data_files}
     emulate = raw.get("emulate_npu", False)
     if not isinstance(emulate, bool):
         reader.fault(f"emulate_npu = {emulate!r} must be true or false")
@@ -191,7 +194,7 @@ def check(raw: Mapping[str, Any]) -> Settings:
     check_names(reader)
     if reader.faults:
         raise ConfigError("\n".join(reader.faults))
-    return Settings(**settings)
+    return Settings(**settings, warnings=tuple(reader.warnings))
 
 
 def _check_model(reader: Reader, model_dir: str, arguments: Mapping[str, Any]) -> bool | str:

@@ -38,7 +38,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         if aqn.enabled:
             rollout.injector = NoiseInjector(
                 rollout.model, aqn.noise_schedule(self.megatron_config.train_iters), aqn.targets, aqn.exclude,
-                seed=self.rl_config.qerl.seed if aqn.seed is None else aqn.seed)
+                aqn.all_multipliers(), seed=self.rl_config.qerl.seed if aqn.seed is None else aqn.seed)
         return rollout
 
     def _build_sharding_manager(self) -> Any:

@@ -83,6 +83,12 @@ def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
     return tokens.tobytes(), header + lengths.tobytes() + (ends - 4 * lengths).tobytes() + documents.tobytes()
 
 
+def count_documents(index: str | Path) -> int:
+    """How many rows the .idx file of an indexed dataset describes."""
+    with open(index, "rb") as file:
+        return struct.unpack("<9sQBQQ", file.read(struct.calcsize("<9sQBQQ")))[3]
+
+
 def load_tokenizer(directory: str | Path):
     """The tokenizer of a model directory; FileNotFoundError if there is none, ValueError if it has no chat template."""
     from transformers import AutoTokenizer

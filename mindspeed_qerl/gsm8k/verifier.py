@@ -48,12 +48,13 @@ _STATED = _MARKUP + _NUMBER
 
 _ANY_NUMBER = re.compile(_NUMBER)
 _HASHES = re.compile("####" + _STATED)
-_FORMS = (
-    _HASHES,
-    re.compile(r"\\boxed\{" + _STATED),
-    re.compile(r"(?i:\banswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
-    re.compile(r"A:(?<!\wA:)" + _STATED),  # the literal first: it is searched for much faster than a word boundary
-)
+_FORMS = {
+    "####": _HASHES,
+    "\\boxed": re.compile(r"\\boxed\{" + _STATED),
+    "answer is": re.compile(r"(?i:\banswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
+    "A:": re.compile(r"A:(?<!\wA:)" + _STATED),  # the literal first: it is searched for much faster than a word boundary
+}
+RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _CONTINUES = re.compile(  # another number stands right behind, or behind an operator or a conjunction
     r"(?: |[*_$%)}\\]{0,8} ?(?:[-+*/×÷^=:;~&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8})[0-9]"
 )
@@ -65,8 +66,13 @@ def extract_answer(text: str, method: str = "flexible") -> str | None:
 
     ValueError for an unknown `method`.
     """
-    value = _extract(text, method)
-    return None if value is None else _canonical(value)
+    return extract_with_rule(text, method)[0]
+
+
+def extract_with_rule(text: str, method: str = "flexible") -> tuple[str | None, str]:
+    """What `extract_answer` returns, and which of `RULES` found it ("none" when it is None)."""
+    value, rule = _extract(text, method)
+    return (None, "none") if value is None else (_canonical(value), rule)
 
 
 def score(response: str, gold: str, method: str = "flexible") -> float:
@@ -74,7 +80,7 @@ def score(response: str, gold: str, method: str = "flexible") -> float:
 
     ValueError for an unknown `method`, and for a `gold` that is not one number.
     """
-    return float(_extract(response, method) == _read_number(gold))
+    return float(_extract(response, method)[0] == _read_number(gold))
 
 
 def score_batch(responses: Sequence[str], golds: Sequence[str], method: str = "flexible") -> list[float]:
@@ -84,10 +90,9 @@ def score_batch(responses: Sequence[str], golds: Sequence[str], method: str = "f
     return [score(response, gold, method) for response, gold in zip(responses, golds)]
 
 
+METHOD_OF_VERIFIER = {"gsm8k": "flexible", "gsm8k_strict": "strict"}
 VERIFIERS: dict[str, Callable[[Sequence[str], Sequence[str]], list[float]]] = {
-    "gsm8k": partial(score_batch, method="flexible"),
-    "gsm8k_strict": partial(score_batch, method="strict"),
-}
+    name: partial(score_batch, method=method) for name, method in METHOD_OF_VERIFIER.items()}
 
 
 def get_verifier(name: str) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
@@ -118,22 +123,22 @@ def _read_number(text: str) -> Fraction:
     return value
 
 
-def _extract(text: str, method: str) -> Fraction | None:
+def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     text = _normalise(text)
     if method == "strict":
         stated = {_stated_value(match) for match in _HASHES.finditer(text)}
-        return stated.pop() if len(stated) == 1 else None
-    for form in _FORMS:
+        return (stated.pop() if len(stated) == 1 else None), "####"
+    for rule, form in _FORMS.items():
         last = _last(form, text)
         if last is not None:
             value = _stated_value(last)
             if value is not None:
-                return value
+                return value, rule
             break  # an equation such as "#### 48+24=72": its result is the last number
     last = _last(_ANY_NUMBER, text)
-    return None if last is None else _value(last)
+    return (None if last is None else _value(last)), "last number"
 
 
 def _normalise(text: str) -> str:

@@ -17,7 +17,8 @@ import torch
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.config import ConfigError
-from mindspeed_qerl.gsm8k.task import Task, score_answers
+from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
+from mindspeed_qerl.gsm8k.task import Task
 from mindspeed_qerl.gsm8k.verifier import get_verifier
 from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.local import checkpoint
@@ -105,7 +106,7 @@ class LocalEngine:
         if not aqn.enabled:
             return None
         return dict(schedule=aqn.noise_schedule(self.config.train_iters), targets=aqn.targets, exclude=aqn.exclude,
-                    seed=self.config.seed if aqn.seed is None else aqn.seed)
+                    multipliers=aqn.all_multipliers(), seed=self.config.seed if aqn.seed is None else aqn.seed)
 
     @contextmanager
     def _timed(self, part: str):
@@ -283,13 +284,10 @@ class LocalEngine:
         self.progress.phase("evaluation")
         n = settings.samples_per_problem
         completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
-        texts = self.tokenizer.batch_decode([a.token_ids for group in completions for a in group], skip_special_tokens=True)
-        result, answers = score_answers(task.rows, texts, n, self.config.verifiers[0][0])
-        result |= {
-            "temperature": settings.temperature,
-            "truncated_fraction": np.mean([a.truncated for group in completions for a in group]),
-            "seconds": time.perf_counter() - started,
-        }
+        completions = [answer for group in completions for answer in group]
+        texts = self.tokenizer.batch_decode([answer.token_ids for answer in completions], skip_special_tokens=True)
+        result, answers = evaluate_answers(task.rows, texts, [answer.truncated for answer in completions], n, self.config.verifiers[0][0])
+        result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, answers)
         self.progress.evaluated(step, result)
 

@@ -27,6 +27,7 @@ from mindspeed_qerl.layout import rules
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan, layer_list
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.shapes import ModelShape, read_shape
+from mindspeed_qerl.runs.directory import count_rows
 from mindspeed_qerl.upstream_keys import SAMPLING_KEYS
 
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
@@ -96,10 +97,11 @@ class RunConfig:
     run: RunSection
     local: LocalConfig
     ignored_keys: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def data_files(self) -> dict[str, str]:
-        return {"train": self.gsm8k.train_file, "test": self.gsm8k.test_file}
+        return {"train": self.gsm8k.train_file, "test": self.gsm8k.test_file, **self.aqn.data_files}
 
 
 def _read_shape(reader: Reader, path: str) -> ModelShape | None:
@@ -205,8 +207,8 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         targets = ()
         reader.fault(f"megatron_training.{error}" if str(error).startswith("lora") else f"megatron_training.lora_target_modules: {error}")
     verifiers = check_verifiers(reader, VERIFIERS)
-    aqn = check_aqn(reader, train_iters)
     gsm8k, evaluation, run, local = (reader.own(section) for section in ("gsm8k", "eval", "run", "local"))
+    aqn = check_aqn(reader, train_iters, lambda: count_rows(Path(gsm8k.train_file)))
     check_task_sections(reader, gsm8k, evaluation, run, ("train_file", "test_file"))
     for name in ("kv_cache_gib", "keep_checkpoints", "sync_buffer_mib"):
         if getattr(local, name) < 1:
@@ -245,4 +247,4 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
     ignored = check_names(reader)
     if reader.faults:
         raise ConfigError("\n".join(reader.faults))
-    return RunConfig(**result, ignored_keys=ignored)
+    return RunConfig(**result, ignored_keys=ignored, warnings=tuple(reader.warnings))

@@ -26,6 +26,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.shapes import ModelShape
 from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.rehearsal.model import make_model, narrow
+from mindspeed_qerl.runs.directory import count_rows
 
 
 def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
         check_lora_targets(reader.upstream("megatron_training", "lora_target_modules", None, (list,)))
     except ConfigError as error:
         reader.fault(f"megatron_training.lora_target_modules: {error}")
-    check_aqn(reader, reader.upstream("megatron_training", "train_iters", 1, low=1, required=True))
+    check_aqn(reader, reader.upstream("megatron_training", "train_iters", 1, low=1, required=True), lambda: count_rows(Path(gsm8k.train_file)))
     reader.upstream("rl_config", "max_prompt_length", 512, low=1)
     reader.upstream("generate_config", "max_num_batched_tokens", 0)
     reader.upstream("generate_config", "sampling_config", {}, (dict,))
@@ -113,7 +114,7 @@ def _adapted(raw: Mapping[str, Any], settings: RehearsalConfig, shape: ModelShap
     run = config.setdefault("run", {})
     run["root"] = str(Path(run.get("root", "runs")) / "rehearsals")
     if config.get("aqn", {}).get("enabled"):  # the first stage has no noise: at least the last step must have some
-        config["aqn"]["num_stages"] = min(config["aqn"].get("num_stages", 10), settings.steps)
+        config["aqn"].update(num_stages=min(config["aqn"].get("num_stages", 10), settings.steps), restart_every=None)
     return config
 
 

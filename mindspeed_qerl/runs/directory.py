@@ -225,10 +225,11 @@ def describe_data_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"data file {path} does not exist or is not a file")
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"path": str(path.absolute()), "sha256": sha256, "bytes": path.stat().st_size, "rows": _count_rows(path)}
+    return {"path": str(path.absolute()), "sha256": sha256, "bytes": path.stat().st_size, "rows": count_rows(path)}
 
 
-def _count_rows(path: Path) -> int | None:
+def count_rows(path: Path) -> int | None:
+    """Rows of a .parquet or .jsonl file; None for other kinds."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 

@@ -8,14 +8,14 @@
     mismatch/k1  mismatch/k3                                KL estimates between rollout and training policy, nats per token
     mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff
     aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, number of noisy layers (absent: AQN off)
+    aqn/expected_std                                        sigma, scaled by multipliers
     aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
     time/rollout  time/reward  time/logprobs  time/update  time/sync
     time/step                                               the whole step, these parts included, without evaluation
     verifier/<name>/mean
 
-`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), accuracy, standard_error, n_problems,
-samples_per_problem, temperature, truncated_fraction, seconds. `eval_answers.jsonl` has one row per evaluation and problem: question,
-answer, responses, scores. `rollouts.jsonl` has one row per sampled response of training.
+`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of gsm8k/evaluation.py, temperature,
+seconds. `eval_answers.jsonl` has one row per evaluation and problem: question, answer, responses, extracted, rules, scores, truncated. `rollouts.jsonl` has one row per sampled response of training.
 
 JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid, visible and not lost:
 `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.

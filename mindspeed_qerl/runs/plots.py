@@ -97,10 +97,10 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
 
 
 def noise(columns: Columns) -> Figure | None:
-    """AQN: nominal sigma beside the measured std of (noisy - clean), above the share of weights that changed at all."""
+    """AQN: nominal standard deviation beside the measured one of (noisy - clean), above the share of weights that changed at all."""
     import numpy as np
 
-    steps, sigma = _finite(columns, "aqn/sigma")
+    steps, sigma = _finite(columns, "aqn/expected_std" if "aqn/expected_std" in columns else "aqn/sigma")
     if not len(steps):
         return None
     changed = _finite(columns, "aqn/changed_fraction")
@@ -121,12 +121,12 @@ def noise(columns: Columns) -> Figure | None:
         measured_steps, measured = _positive(columns, "aqn/measured_std")
         if on.any():
             nominal = np.where(on, sigma, np.nan)
-            axes.step(steps, nominal, where="mid", color="black", linewidth=1.3, zorder=3, label="nominal sigma")
+            axes.step(steps, nominal, where="mid", color="black", linewidth=1.3, zorder=3, label="nominal")
             if on.sum() == 1:  # a line of one point is invisible
                 axes.plot(steps, nominal, "_", color="black", markersize=14, zorder=3)
         if len(measured):
             axes.plot(measured_steps, measured, "o", color=ORANGE, markersize=3 if many else 5,
-                      label="measured std of (noisy - clean)")
+                      label="measured, of (noisy - clean)")
         _log_axis(axes, np.concatenate([sigma[on], measured]), "noise off at every step")
 
     def draw_changed(axes: Axes) -> None:

@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOISE_HEADING = "AQN noise"
-STAGE_HEADER = ("stage", "steps", "nominal sigma", "measured std", "weights changed")
+STAGE_HEADER = ("stage", "steps", "nominal std", "measured std", "weights changed")
 
 
 @dataclass(frozen=True)
 class NoiseStage:
-    """A stretch of steps in one stage of the schedule; sigma, std and fraction are means over it, NaN when not logged."""
+    """A stretch of steps in one stage of the schedule; sigma, stds and fraction are means over it, NaN when not logged. The expected std is
+    sigma, unless multipliers scale it."""
 
     stage: int
     first_step: int
     last_step: int
     sigma: float
+    expected_std: float
     measured_std: float
     changed_fraction: float
 
@@ -126,8 +128,8 @@ def _summarize_noise(rows: list[dict[str, Any]]) -> NoiseSummary | None:
         else:
             stretches.append([row])
 
-    def mean(stretch: list[dict[str, Any]], name: str) -> float:
-        return sum(row.get(name, math.nan) for row in stretch) / len(stretch)
+    def mean(stretch: list[dict[str, Any]], name: str, otherwise: str = "") -> float:
+        return sum(row.get(name, row.get(otherwise, math.nan)) for row in stretch) / len(stretch)
 
     stages = [
         NoiseStage(
@@ -135,6 +137,7 @@ def _summarize_noise(rows: list[dict[str, Any]]) -> NoiseSummary | None:
             first_step=stretch[0]["step"],
             last_step=stretch[-1]["step"],
             sigma=mean(stretch, "aqn/sigma"),
+            expected_std=mean(stretch, "aqn/expected_std", "aqn/sigma"),
             measured_std=mean(stretch, "aqn/measured_std"),
             changed_fraction=mean(stretch, "aqn/changed_fraction"),
         )
@@ -168,10 +171,10 @@ def _warnings(rows: list[dict[str, Any]], rewards: list[float], noise: NoiseSumm
     if noise and not noise.noisy_syncs:
         warnings.append("AQN was on, but no step had any noise: this run is a plain baseline")
     warnings += [
-        f"AQN stage {stage.stage}: the measured std {stage.measured_std:.1e} is far below the nominal sigma {stage.sigma:.1e} "
+        f"AQN stage {stage.stage}: the measured std {stage.measured_std:.1e} is far below the nominal one, {stage.expected_std:.1e} "
         "(small noise is lost when weights are rounded)"
         for stage in (noise.stages if noise else [])
-        if stage.measured_std < 0.8 * stage.sigma
+        if stage.measured_std < 0.8 * stage.expected_std
     ]
     return warnings
 
@@ -230,7 +233,7 @@ def _stage_rows(noise: NoiseSummary) -> list[tuple[str, ...]]:
         (
             str(stage.stage),
             f"{stage.first_step}-{stage.last_step}",
-            f"{stage.sigma:.2e}" if stage.sigma else "off",
+            f"{stage.expected_std:.2e}" if stage.sigma else "off",
             f"{stage.measured_std:.2e}",
             f"{stage.changed_fraction:.1%}",
         )

@@ -20,7 +20,8 @@ def test_group(name, enabled, start, end):
     with initialize_config_dir(str(CONFIGS), version_base=None):
         aqn = OmegaConf.to_container(compose(overrides=[f"+aqn={name}"]))["aqn"]
     assert aqn.pop("enabled") is enabled
-    assert check_targets(aqn.pop("targets")) == ["auto"] and check_targets(aqn.pop("exclude")) == [] and aqn.pop("seed") is None
+    assert check_targets(aqn.pop("targets")) == ["auto"] and check_targets(aqn.pop("exclude")) == []
+    assert [aqn.pop(key) for key in ("seed", "restart_every", "multipliers", "multipliers_file")] == [None] * 4
     schedule = NoiseSchedule(kind=aqn.pop("schedule"), total_steps=100, **aqn)
     assert [schedule.sigma(step) for step in (0, 10, 99)] == pytest.approx([0, start, end])
     assert schedule.num_stages == 10

@@ -10,6 +10,7 @@ from torch import nn
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.config import BF16_LEAST_SIGMA
 
 ON = 1  # a step at which always(sigma) is on
 
@@ -150,8 +151,40 @@ def test_stage_zero_leaves_weights_alone_and_says_so():
     report = injector.apply(0)
     assert torch.equal(bits(weights(model)), clean)
     assert report.to_metrics() == {
-        "aqn/sigma": 0.0, "aqn/stage": 0, "aqn/layers": 4, "aqn/measured_std": 0.0, "aqn/changed_fraction": 0.0
+        "aqn/sigma": 0.0, "aqn/stage": 0, "aqn/layers": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0, "aqn/changed_fraction": 0.0
     }
+
+
+def test_multipliers_scale_the_noise_of_their_norms():
+    model, plain = norms(), norms()
+    before = [module.weight.detach().clone() for module in model]
+    NoiseInjector(plain, always(0.05), "*", seed=3).apply(ON)
+    injector = NoiseInjector(model, always(0.05), "*", multipliers=[("0-1", 2.0), ("1@1-2", 3.0), ("3", 0.0)], seed=3)
+    report = injector.apply(ON)
+    for module, unscaled, clean, factor in zip(model, plain, before, (2, 6, 1, 0)):
+        torch.testing.assert_close(module.weight - clean, factor * (unscaled.weight - clean), rtol=0, atol=1e-6)
+    assert report.names == ("0", "1", "2") and report.layers == 3  # the one that is multiplied with 0 gets none
+    difference = torch.cat([module.weight.double() - clean.double() for module, clean in zip(model, before)][:3])
+    assert report.measured_std == pytest.approx(difference.std(correction=0).item())
+    assert report.expected_std == pytest.approx(0.05 * math.sqrt((4 + 36 + 1) / 3))
+    assert abs(report.measured_std / report.expected_std - 1) < 0.03
+    injector.remove()
+    assert all(torch.equal(module.weight, clean) for module, clean in zip(model, before))
+
+
+def test_multipliers_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"):
+        NoiseInjector(norms(), always(0.05), "*", multipliers=[("7", 2.0)], seed=0)
+    with pytest.raises(ValueError, match="0 for all 4 norms; to run without noise, use aqn=off"):
+        NoiseInjector(norms(), always(0.05), "*", multipliers=[("0-3", 0.0)], seed=0)
+
+
+def test_the_sigma_of_the_config_check_is_where_bf16_keeps_half():
+    """Measured on weights of 1: below config.BF16_LEAST_SIGMA less than half of the nominal std is left, 5% above it more."""
+    for factor, kept in ((0.95, False), (1.05, True)):
+        sigma = factor * BF16_LEAST_SIGMA
+        report = NoiseInjector(norms(256, dtype=torch.bfloat16, value=1.0), always(sigma), "*", seed=0).apply(ON)
+        assert (report.measured_std > sigma / 2) is kept
 
 
 def test_clean_takes_noise_off_and_puts_the_same_back():

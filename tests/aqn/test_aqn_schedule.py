@@ -68,6 +68,15 @@ def test_shapes_of_the_other_kinds():
     assert sigmas("constant") == [0, 3, 3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("epoch", [1, 7, 10, 25, 100])
+def test_a_restarted_schedule_is_that_of_one_epoch_again_and_again(epoch):
+    fields = dict(sigma_start=0.05, sigma_end=5e-4, num_stages=10)
+    one = NoiseSchedule(**fields, total_steps=epoch).sigmas()
+    restarted = NoiseSchedule(**fields, total_steps=60, restart_every=epoch)
+    assert restarted.sigmas() == [one[step % epoch] for step in range(60)]
+    assert restarted.sigma(10_000 * epoch + 3 % epoch) == one[3 % epoch]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -75,6 +84,8 @@ def test_shapes_of_the_other_kinds():
         ({"num_stages": 0}, "num_stages must be an integer >= 1, not 0"),
         ({"num_stages": 2.5}, "num_stages must be an integer"),
         ({"total_steps": 0}, "total_steps must be an integer >= 1, not 0"),
+        ({"restart_every": 0}, "restart_every must be an integer >= 1, not 0"),
+        ({"restart_every": "epoch"}, "restart_every must be an integer >= 1, not 'epoch'"),
         ({"sigma_start": -0.1}, "sigma_start must be a finite number >= 0, not -0.1"),
         ({"sigma_start": 0.0}, "aqn=off"),
         ({"sigma_start": "0.1"}, "sigma_start must be a finite number"),

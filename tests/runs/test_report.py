@@ -185,7 +185,7 @@ def test_results_that_only_look_fine_are_called_out(new_run):
     summary, terminal, _ = report(run)
     assert len(summary.warnings) == 4
     for says in ("loss/total was NaN or infinite, first in step 2", "reward was 0 at every step", "put noise on no layer",
-                 "AQN stage 9: the measured std 2.0e-05 is far below the nominal sigma 5.0e-04"):
+                 "AQN stage 9: the measured std 2.0e-05 is far below the nominal one, 5.0e-04"):
         assert any(says in warning for warning in summary.warnings), says
         assert f"> **Warning:** {next(w for w in summary.warnings if says in w)}" in run.summary_file.read_text()
     assert terminal.count("Warning:") == 4

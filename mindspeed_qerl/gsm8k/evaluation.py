@@ -1,0 +1,85 @@
+"""How good answers are: accuracy with its interval, pass@k, maj@k, and how each answer was found.
+
+One code for the evaluation inside a run and for tools/evaluate_gsm8k.py.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_qerl.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule, get_verifier
+
+Z_95 = 1.959964  # of the standard normal, two-sided
+
+
+def evaluate_answers(rows: Sequence[dict[str, Any]], texts: Sequence[str], truncated: Sequence[bool], n: int,
+                     verifier: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The score of `n` answers to each row, by one of our verifiers.
+
+    Args:
+        rows: with "question" and "answer". texts: the answers, in the order of the rows. truncated: which were cut off at the length limit.
+
+    Returns:
+        numbers: accuracy (pass@1: the mean over all answers), its standard_error over problems (NaN for one problem), interval_low and
+        interval_high (95%, `wilson_interval`), with n > 1 also pass@n and maj@n, n_problems, samples_per_problem, truncated_fraction, and
+        rule/<name> for each of the verifier's RULES: the fraction of answers it found;
+        and per problem its question, answer, responses, and for each response what was extracted, the rule, its score, whether truncated.
+
+    Raises:
+        ValueError: the numbers of rows, texts and flags do not fit; an unknown verifier; a gold answer that is no number.
+    """
+    if not len(rows) * n == len(texts) == len(truncated) or not rows:
+        raise ValueError(f"{len(rows)} problems with {n} answers each need as many texts and flags, not {len(texts)} and {len(truncated)}")
+    scores = np.array(get_verifier(verifier)(texts, [row["answer"] for row in rows for _ in range(n)])).reshape(-1, n)
+    found = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
+    answers = []
+    for i, row in enumerate(rows):
+        part = slice(i * n, (i + 1) * n)
+        extracted, rules = zip(*found[part])
+        answers.append({"question": row["question"], "answer": row["answer"], "responses": list(texts[part]), "extracted": list(extracted),
+                        "rules": list(rules), "scores": scores[i].tolist(), "truncated": [bool(cut) for cut in truncated[part]]})
+    per_problem = scores.mean(1)
+    low, high = wilson_interval(per_problem, n)
+    result = {
+        "accuracy": per_problem.mean(),
+        "standard_error": per_problem.std(ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else math.nan,
+        "interval_low": low,
+        "interval_high": high,
+        "n_problems": len(rows),
+        "samples_per_problem": n,
+        "truncated_fraction": np.mean(truncated),
+    }
+    if n > 1:
+        result |= {f"pass@{n}": scores.max(1).mean(), f"maj@{n}": np.mean([majority_score(a["extracted"], a["scores"]) for a in answers])}
+    counts = Counter(rule for _, rule in found)
+    return result | {f"rule/{rule}": counts[rule] / len(found) for rule in RULES if counts[rule]}, answers
+
+
+def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
+    """95% interval of a mean accuracy over problems: Wilson's score interval (JASA 22, 1927), with the number of independent trials that
+    gives the variance seen between problems.
+
+    With one answer per problem these are the problems themselves. Several answers to one problem count as what they add: between once
+    (they are always alike) and n times (as if they were other problems).
+
+    Args:
+        per_problem: the fraction of right answers of each problem, from `n` answers.
+    """
+    p, variance, problems = per_problem.mean(), per_problem.var(), len(per_problem)
+    trials = min(problems * p * (1 - p) / variance, problems * n) if variance > 0 else problems * n if 0 < p < 1 else problems
+    centre = (p + Z_95**2 / (2 * trials)) / (1 + Z_95**2 / trials)
+    half = Z_95 * math.sqrt(p * (1 - p) / trials + Z_95**2 / (4 * trials**2)) / (1 + Z_95**2 / trials)
+    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+
+
+def majority_score(extracted: Sequence[str | None], scores: Sequence[float]) -> float:
+    """Score of the answer most often extracted (self-consistency, arXiv 2203.11171); the mean over those that tie, 0 without any answer."""
+    votes = Counter(answer for answer in extracted if answer is not None)
+    if not votes:
+        return 0.0
+    score_of = dict(zip(extracted, scores))
+    winners = [score_of[answer] for answer, count in votes.items() if count == max(votes.values())]
+    return sum(winners) / len(winners)
