@@ -55,21 +55,14 @@ def run_to_end(model: Path, runs: Path, *overrides: str) -> float:
 
 def kill_somewhere(model: Path, runs: Path, seconds: float, draw: random.Random) -> tuple[str, list[psutil.Process]]:
     """Start a run, kill one of its processes within `seconds`; returns what was hit, and all processes that there were, ended or not.
-    A run that has finished by then does not count: another is started, and another moment drawn."""
+    A run that has ended by then does not count: another is started, and another moment drawn."""
     while True:
-        what, there = _kill_once(model, runs, draw.uniform(1, seconds), draw)
-        if not any(run.status()["state"] == "finished" for run in all_runs(runs)):
-            return what, there
+        process = subprocess.Popen(command(model, runs), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            process.wait(timeout=draw.uniform(1, seconds))
+        except subprocess.TimeoutExpired:
+            break
         shutil.rmtree(runs)
-
-
-def _kill_once(model: Path, runs: Path, moment: float, draw: random.Random) -> tuple[str, list[psutil.Process]]:
-    process = subprocess.Popen(command(model, runs), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        process.wait(timeout=moment)
-        return "nothing", []
-    except subprocess.TimeoutExpired:
-        pass
     driver = psutil.Process(process.pid)
     there = [driver, *driver.children(recursive=True)]
     victim = draw.choice(there)
@@ -79,9 +72,9 @@ def _kill_once(model: Path, runs: Path, moment: float, draw: random.Random) -> t
     except psutil.NoSuchProcess:
         what = f"{victim.pid}, which had ended"
     try:
-        process.wait(timeout=60)
-    except subprocess.TimeoutExpired:  # one of Ray's processes that nothing depends on: the whole machine goes down instead
-        what += ", which was not missed; then the driver"
+        process.wait(timeout=2 * seconds)
+    except subprocess.TimeoutExpired:
+        what += ", after which nothing went on; then the driver"
         process.send_signal(signal.SIGKILL)
         process.wait()
     return what, there
@@ -110,15 +103,18 @@ def main() -> int:
         for number in range(1, arguments.kills + 1):
             runs = work / f"killed{number}"
             what, processes = kill_somewhere(model, runs, seconds, draw)
-            steps = [run.status()["step"] for run in all_runs(runs)]
-            run_to_end(model, runs, "run.resume=auto")
+            steps = {run.path: run.status()["step"] for run in all_runs(runs)}
+            if any(run.status()["state"] == "finished" for run in all_runs(runs)):
+                how = "one of Ray's, which the run did without"
+            else:
+                run_to_end(model, runs, "run.resume=auto")
+                how = "gone on with" if len(all_runs(runs)) == len(steps) else "begun anew, there was no checkpoint"
             finished = [run for run in all_runs(runs) if run.status()["state"] == "finished"]
             _, alive = psutil.wait_procs(processes, timeout=30)
             faults = ["other numbers"] * (len(finished) != 1 or recorded(finished[0]) != recorded(unbroken))
             faults += [f"alive: {process}" for process in alive]
             faults += [f"left in the temporary directory: {', '.join(sorted(left))}"] if (left := temporary_files() - before) else []
-            how = "gone on with" if len(all_runs(runs)) == len(steps) else "begun anew, there was no checkpoint"
-            print(f"{number:2}. killed after step {max(steps, default=0)}: {what}; {how}: {'; '.join(faults) or 'the same, bit for bit'}", flush=True)
+            print(f"{number:2}. killed {what}; stopped after step {max(steps.values(), default=0)}; {how}: {'; '.join(faults) or 'the same, bit for bit'}", flush=True)
             failures += bool(faults)
     print(f"{arguments.kills - failures} of {arguments.kills} as if nothing had happened")
     return 1 if failures else 0
