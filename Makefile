@@ -71,7 +71,7 @@ $(VENV)/.dev: $(VENV)/.local requirements/dev.txt
 	touch $@
 
 # Needs uv. The packages left out are torch's companions and what vLLM and megatron-core ask for and the local engine never imports.
-UNUSED := torch torchvision torchaudio torchcodec triton nvidia-modelopt pulp scipy nltk flask flask-restful aniso8601 blinker \
+UNUSED := torch torchvision torchaudio torchcodec triton nvidia-modelopt pulp nltk flask flask-restful aniso8601 blinker \
           itsdangerous pytest pytest-cov pytest-mock pytest-random-order coverage iniconfig pluggy
 lock:
 	uv pip compile requirements/local.in --quiet --no-header --no-annotate $(UNUSED:%=--no-emit-package %) -o requirements/local.txt

@@ -26,6 +26,6 @@ setup(
     extras_require={
         "local": ["torch==2.13.0", *names("local.in")],  # `make install` installs the locked list, which leaves out what does not fit
         "dev": names("dev.in"),
-        "ascend": ["hydra-core==1.3.2", "matplotlib", "pandas", "psutil", "pyarrow", "pyyaml", "rich"],  # torch, vLLM and Ray are MindSpeed-RL's own
+        "ascend": ["hydra-core==1.3.2", "matplotlib", "pandas", "psutil", "pyarrow", "pyyaml", "rich", "scipy"],  # torch, vLLM and Ray are MindSpeed-RL's own
     },
 )

@@ -93,7 +93,7 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
         panels.append(draw_reward)
     if scored:
         panels.append(draw_accuracy)
-    return _stack(panels, [*rewards[0], *(row["step"] for row in scored)])
+    return stack(panels, [*rewards[0], *(row["step"] for row in scored)])
 
 
 def noise(columns: Columns) -> Figure | None:
@@ -134,7 +134,7 @@ def noise(columns: Columns) -> Figure | None:
         axes.plot(*changed, "-" if many else "o-", color=GREEN, markersize=3, linewidth=1.2)
         axes.set(title="Weights that the noise changed (the rest: noise lost in rounding)", ylabel="fraction", ylim=(-0.04, 1.06))
 
-    return _stack([draw_sigma, draw_changed] if len(changed[0]) else [draw_sigma], steps, heights=(2, 1))
+    return stack([draw_sigma, draw_changed] if len(changed[0]) else [draw_sigma], steps, heights=(2, 1))
 
 
 def mismatch(columns: Columns) -> Figure | None:
@@ -160,7 +160,7 @@ def mismatch(columns: Columns) -> Figure | None:
 
         return draw
 
-    return _stack(
+    return stack(
         [
             draw
             for draw in (
@@ -202,7 +202,7 @@ def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | Non
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))  # in the order of the stack
 
-    return _stack([draw], steps, panel_height=3.6)
+    return stack([draw], steps, panel_height=3.6)
 
 
 def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -221,7 +221,7 @@ def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str,
     return parts
 
 
-def _stack(
+def stack(
     panels: list[Callable[[Axes], None]], steps: Iterable[float], *, heights: tuple[int, ...] = (), panel_height: float = 2.5
 ) -> Figure | None:
     """One figure with the panels below each other over an axis that holds all `steps`; None without panels."""

@@ -1,0 +1,132 @@
+"""A comparison as text and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_qerl.runs.compare import Comparison, Verdict
+from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, stack
+from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
+MARKERS = "osD^vPX*"
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
+    files[0].write_text(to_markdown(comparison) + "\n![accuracy, difference and reward by step](comparison.png)\n", encoding="utf-8")
+    files[1].write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
+    draw(comparison, files[2])
+    return files
+
+
+def sentence(verdict: Verdict, questions: int) -> str:
+    """A verdict in words."""
+    over = f"{len(verdict.seeds)} seed{'s' * (len(verdict.seeds) != 1)} in common"
+    if verdict.word == "no verdict":
+        return f"**{verdict.group}** beside {verdict.baseline}: no verdict, {over}; it takes {LEAST_SEEDS}"
+    difference = verdict.difference
+    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}**, {_signed(difference)}, p = {difference.p:.2g}, {over}, "
+            f"{questions} questions")
+    if verdict.word != "not distinguishable":
+        return text
+    if difference.mean == 0:
+        return f"{text}. There is no difference at all"
+    if verdict.seeds_needed is None:
+        return f"{text}. To tell a difference of this size from none takes more questions, whatever the number of seeds"
+    more = max(verdict.seeds_needed - len(verdict.seeds), 1)
+    return f"{text}. To tell a difference of this size from none with a power of 80 % would take about {more} more seeds"
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """The comparison as a page."""
+    first, last = comparison.steps[0], comparison.steps[-1]
+    lines = ["# Comparison", "", "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions (of the "
+             + "training reward: over seeds).", "", "## Verdict", ""]
+    lines += [f"- {sentence(verdict, len(comparison.questions))}" for verdict in comparison.verdicts] or [
+        "- one group only: nothing to compare it with"]
+    rows = [[group.name, ", ".join(map(str, group.seeds)), *(_interval(comparison.accuracy[group.name][step]) for step in dict.fromkeys((first, last)))]
+            for group in comparison.groups]
+    lines += ["", "## Groups", "", *_table(["group", "seeds", *(f"accuracy after step {step}" for step in dict.fromkeys((first, last)))], rows)]
+    if len(comparison.groups) > 1:
+        lines += ["", "They differ in:", "", *_table(["group", *comparison.differing], [
+            [group.name, *(json.dumps(group.config.get(key)) for key in comparison.differing)] for group in comparison.groups])]
+    if comparison.left_out:
+        lines += ["", f"## Left out: {len(comparison.left_out)} of {len(comparison.left_out) + sum(len(g.runs) for g in comparison.groups)} runs", "",
+                  *(f"- {run.path}: {'; '.join(run.faults)}" for run in comparison.left_out)]
+    if noted := [run for group in comparison.groups for run in group.runs if run.notes]:
+        lines += ["", "## Notes", "", *(f"- {run.path}: {'; '.join(run.notes)}" for run in noted)]
+    names = [group.name for group in comparison.groups]
+    header = ["step", *names, *(f"{name} - {names[0]}" for name in names[1:])]
+    body = [[str(step), *(_interval(comparison.accuracy[name][step]) for name in names),
+             *(_signed(comparison.difference[name][step]) if step in comparison.difference[name] else "-" for name in names[1:])]
+            for step in comparison.steps]
+    lines += ["", "## Accuracy by step", "", *_table(header, body)]
+    if all(comparison.reward[name] for name in names):
+        shared = sorted(set.intersection(*(set(comparison.reward[name]) for name in names)))
+        shown = [step for step in comparison.steps if step in shared] or shared[-1:]
+        lines += ["", "## Training reward by step", "", *_table(["step", *names], [
+            [str(step), *(_interval(comparison.reward[name][step]) for name in names)] for step in shown])]
+    return "\n".join(lines) + "\n"
+
+
+def draw(comparison: Comparison, file: Path) -> None:
+    """Accuracy, its difference to the baseline, and training reward, by step, with 95 % intervals."""
+    import matplotlib as mpl
+
+    names = [group.name for group in comparison.groups]
+    style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    offset = 0.012 * (comparison.steps[-1] - comparison.steps[0])  # side by side, not on top of each other
+
+    def draw_bars(axes: Axes, estimates: dict[str, dict[int, Estimate]]) -> None:
+        for i, (name, by_step) in enumerate(estimates.items()):
+            values = list(by_step.values())
+            axes.errorbar([step + offset * (i - (len(estimates) - 1) / 2) for step in by_step], [value.mean for value in values],
+                          yerr=[[value.mean - value.low for value in values], [value.high - value.mean for value in values]],
+                          capsize=3, elinewidth=1.2, markersize=4, label=name, **style[name])
+        axes.legend()
+
+    def accuracy(axes: Axes) -> None:
+        draw_bars(axes, comparison.accuracy)
+        axes.set(title="Held-out accuracy (noise off; bars: 95% interval over seeds and questions)", ylabel="accuracy")
+
+    def difference(axes: Axes) -> None:
+        axes.axhline(0, color="black", linewidth=1)
+        draw_bars(axes, comparison.difference)
+        axes.set(title=f"Difference of accuracy to {names[0]}, paired by seed and question", ylabel="difference")
+
+    def reward(axes: Axes) -> None:
+        for name, by_step in comparison.reward.items():
+            values = list(by_step.values())
+            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"], label=name)
+            axes.fill_between(list(by_step), [value.low for value in values], [value.high for value in values],
+                              color=style[name]["color"], alpha=0.15, linewidth=0)
+        limits = [value.mean for by_step in comparison.reward.values() for value in by_step.values()]
+        margin = 0.2 * (max(limits) - min(limits) or 1)
+        axes.set(title="Training reward (shaded: 95% interval over seeds)", ylabel="mean reward",
+                 ylim=(min(limits) - margin, max(limits) + margin))
+        axes.legend()
+
+    panels = [accuracy, *([difference] if any(comparison.difference.values()) else []), *([reward] if all(comparison.reward.values()) else [])]
+    with mpl.rc_context(STYLE):
+        stack(panels, comparison.steps, panel_height=2.8).savefig(file, dpi=130)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    return [f"| {' | '.join(row)} |" for row in (cells[0], ["---"] * len(header), *cells[1:])]
+
+
+def _interval(value: Estimate) -> str:
+    return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
+
+
+def _signed(value: Estimate) -> str:
+    return f"{value.mean:+.3f} [{value.low:+.3f}, {value.high:+.3f}]"

@@ -1,0 +1,233 @@
+"""compare_runs on made-up runs: what is grouped, what is left out, and how often it sees what is there and what is not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.runs.compare import ComparedRun, check_noise, comparable_config, compare, find_runs, read_run
+from mindspeed_qerl.runs.compare_report import sentence, to_markdown, write_comparison
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+
+from .test_statistics import differences
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+AQN = {"enabled": True, "schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10, "targets": "auto", "exclude": [],
+       "restart_every": None, "multipliers": None, "multipliers_file": None, "seed": None}
+
+
+def config_of(aqn=False, seed=1, **changes):
+    return {"engine": "local", "megatron_training": {"seed": seed, "train_iters": STEPS, "save_interval": 5}, "actor_config": {"lr": 2e-4},
+            "aqn": {**AQN, "enabled": aqn}, "run": {"name": f"anything{seed}"}, **changes}
+
+
+def noise_rows(measured=1.0, **fields):
+    schedule = NoiseSchedule(total_steps=STEPS)
+    return [{"aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": sigma, "aqn/measured_std": measured * sigma, **fields}
+            for sigma in schedule.sigmas()]
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """A function that writes a run: `accuracy` of 60 questions before, a little more after."""
+
+    def make(aqn=False, seed=1, accuracy=0.5, noise=None, finished=True, last=STEPS, data=b"data", questions=60, **changes):
+        file = tmp_path / f"{hash(data)}.txt"
+        file.write_bytes(data)
+        run = RunDirectory.create(tmp_path / "runs", "test", config=config_of(aqn, seed, **changes), command=["train"], seed=seed,
+                                  data_files={"train": file})
+        generator = np.random.default_rng([seed, aqn])
+        with MetricsWriter(run, tensorboard=False) as writer:
+            for step in (0, last):
+                right = generator.random((questions, 4)) < accuracy + 0.2 * (step > 0)
+                writer.log_eval(step, {"accuracy": right.mean()}, [
+                    {"question": f"q{i}", "responses": ["?"] * 4, "scores": scores} for i, scores in enumerate(right.astype(float).tolist())])
+            for step, row in enumerate(noise if noise is not None else noise_rows() if aqn else [{}] * STEPS, 1):
+                writer.log(step, {"reward/mean": accuracy + 0.2 * step / STEPS, **row})
+        if finished:
+            run.finish()
+        return run.path
+
+    return make
+
+
+def read_all(*paths):
+    return [read_run(path) for path in paths]
+
+
+def test_runs_are_grouped_by_what_they_differ_in_but_the_seed(make_run):
+    paths = [make_run(aqn, seed) for seed in (1, 2, 3) for aqn in (True, False)]
+    comparison = compare(read_all(*paths))
+    assert [(group.name, group.seeds) for group in comparison.groups] == [("aqn off", [1, 2, 3]), ("aqn on", [1, 2, 3])]
+    assert comparison.differing == ["aqn.enabled"] and comparison.left_out == []
+    assert (comparison.steps, len(comparison.questions)) == ([0, STEPS], 60)
+
+
+def test_groups_are_told_apart_by_every_key_that_matters(make_run):
+    paths = [make_run(True, 1), make_run(True, 1, actor_config={"lr": 1e-4})]
+    assert [group.name for group in compare(read_all(*paths)).groups] == ["actor_config.lr=0.0002", "actor_config.lr=0.0001"]
+    off = comparable_config(config_of(False))
+    assert off["aqn.enabled"] is False and "aqn.sigma_start" not in off  # switched off, so no difference
+    assert not any(key.startswith(("run", "megatron_training.s")) for key in off)
+    assert comparable_config(config_of(True, 1)) == comparable_config(config_of(True, 2))
+
+
+def test_accuracy_is_the_mean_over_seeds_and_questions(make_run):
+    paths = [make_run(False, seed) for seed in (1, 2, 3)]
+    rows = [[json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()] for path in paths]
+    comparison = compare(read_all(*paths))
+    assert comparison.groups[0].name == "all runs"
+    for k, step in enumerate((0, STEPS)):
+        assert comparison.accuracy["all runs"][step].mean == pytest.approx(np.mean([row[k]["accuracy"] for row in rows]))
+    assert comparison.verdicts == [] and "nothing to compare it with" in to_markdown(comparison)
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(finished=False), "it is not finished: running after step 20 of 20"),
+    (dict(last=15), "its last step, 20, was not evaluated"),
+    (dict(noise=[{}] * STEPS), "step 1 logged no sigma, its config's schedule says 0"),
+    (dict(noise=noise_rows(**{"aqn/layers": 0})), "the noise of step 3 reached no norm"),
+    (dict(noise=noise_rows(**{"aqn/sigma": 0.01})), "step 1 logged sigma 0.01, its config's schedule says 0"),
+    (dict(noise=noise_rows(measured=0.3)), "its noise was not as configured: over the run a measured std of"),
+    (dict(noise=noise_rows(measured=0.0)), "its noise was not as configured: over the run a measured std of 0 "),
+    (dict(data=b"other"), "its data differ: train"),
+])
+def test_a_run_that_means_something_else_is_left_out_with_the_reason(make_run, change, reason):
+    good = [make_run(True, seed) for seed in (1, 2)]
+    bad = make_run(True, 4, **change)
+    comparison = compare(read_all(*good, bad))
+    assert [run.path for run in comparison.left_out] == [bad]
+    assert reason in comparison.left_out[0].faults[0]
+    assert all(4 not in group.seeds for group in comparison.groups)
+    assert f"{bad}: {comparison.left_out[0].faults[0]}" in to_markdown(comparison)
+
+
+def test_other_code_is_left_out(make_run):
+    paths = [make_run(False, seed) for seed in (1, 2, 3)]
+    file = paths[1] / "versions.json"
+    versions = json.loads(file.read_text())
+    versions["packages"]["torch"] = "1.0"
+    file.write_text(json.dumps(versions))
+    (other,) = compare(read_all(*paths)).left_out
+    assert other.path == paths[1] and other.faults[0].startswith("its code differs: torch 1.0 where most have 2.")
+
+
+def test_a_repeated_seed_counts_once(make_run):
+    first, second = make_run(False, 1), make_run(False, 1)
+    comparison = compare(read_all(first, second, make_run(False, 2)))
+    assert [run.path for run in comparison.left_out] == [min(first, second)]
+    assert comparison.groups[0].seeds == [1, 2]
+
+
+def test_noise_of_a_run_that_is_off_is_a_fault():
+    assert check_noise([{"step": 3, "aqn/measured_std": 0.1}], {"enabled": False}, STEPS) == (["AQN is off in its config, but step 3 had noise"], [])
+    assert check_noise([{"step": 3}], {}, STEPS) == ([], [])
+
+
+def test_noise_that_never_leaves_stage_0_is_a_plain_baseline():
+    rows = [{"step": step, "aqn/sigma": 0.0, "aqn/layers": 2, "aqn/measured_std": 0.0} for step in range(1, 6)]
+    faults, _ = check_noise(rows, {**AQN, "num_stages": 1}, 5)
+    assert faults == ["AQN is on in its config, but no step had noise: it is a plain baseline"]
+
+
+def test_noise_that_rounding_took_at_the_end_is_a_note():
+    rows = [{"step": step, **row} for step, row in enumerate(noise_rows(), 1)]
+    for row in rows[-4:]:
+        row["aqn/measured_std"] = 0.0
+    assert check_noise(rows, AQN, STEPS) == ([], ["rounding took more than half of the noise in 4 of 18 noisy steps"])
+
+
+def test_a_schedule_that_restarts_and_multipliers_are_checked_as_what_they_are():
+    schedule = NoiseSchedule(total_steps=STEPS, restart_every=10)
+    rows = [{"step": step, "aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": 3 * sigma, "aqn/measured_std": 3 * sigma}
+            for step, sigma in enumerate(schedule.sigmas(), 1)]
+    assert check_noise(rows, {**AQN, "restart_every": "epoch"}, STEPS, restart_every=10) == ([], [])
+    assert "its config's schedule says" in check_noise(rows, AQN, STEPS)[0][0]
+
+
+def test_two_seeds_give_no_verdict(make_run):
+    comparison = compare(read_all(*(make_run(aqn, seed) for seed in (1, 2) for aqn in (True, False))))
+    (verdict,) = comparison.verdicts
+    assert verdict.word == "no verdict" and sentence(verdict, 60).endswith("no verdict, 2 seeds in common; it takes 3")
+
+
+def test_the_baseline_can_be_chosen(make_run):
+    runs = read_all(*(make_run(aqn, seed) for seed in (1, 2, 3) for aqn in (True, False)))
+    assert compare(runs, "on").verdicts[0].baseline == "aqn on"
+    with pytest.raises(ConfigError, match="'aqn' names 2 groups; the groups are: aqn"):
+        compare(runs, "aqn")
+
+
+def test_nothing_to_compare_is_an_error(make_run, tmp_path):
+    with pytest.raises(ConfigError, match="none of 1 runs can be averaged in"):
+        compare(read_all(make_run(finished=False)))
+    with pytest.raises(ConfigError, match="is no run directory and holds none"):
+        find_runs([tmp_path / "nowhere"])
+
+
+def test_other_questions_are_no_ground_for_a_difference(make_run):
+    few = [make_run(True, seed, questions=30) for seed in (1, 2, 3)]
+    comparison = compare(read_all(*few, *(make_run(False, seed) for seed in (1, 2, 3))))
+    assert len(comparison.questions) == 30
+
+
+def synthetic(generator, effect):
+    """Runs of two groups with three seeds each, and their true difference planted, in logits."""
+    values = differences(generator, 3, questions=150, effect=effect, of_seed=0.1, of_question=0.3)
+    questions = [f"q{i}" for i in range(values.shape[1])]
+
+    def run(aqn, seed, scores):
+        return ComparedRun(path=Path(f"{aqn}{seed}"), seed=seed, config={"aqn.enabled": aqn}, scores={10: dict(zip(questions, scores.tolist()))},
+                           rewards={}, data={}, code={}, faults=(), notes=())
+
+    return [run(aqn, seed, 0.5 + values[seed] / 2 * (1 if aqn else -1)) for seed in range(3) for aqn in (True, False)]
+
+
+@pytest.mark.parametrize("effect, least, most", [(0.0, 0, 10), (-1.0, 0, 0), (1.0, 180, 200)])
+def test_how_often_of_200_it_says_better(effect, least, most):
+    generator = np.random.default_rng(0)
+    words = [compare(synthetic(generator, effect)).verdicts[0].word for _ in range(200)]
+    assert least <= words.count("better") <= most
+    if effect == 0:
+        assert words.count("better") + words.count("worse") <= 10  # 5 %
+
+
+def test_several_groups_share_the_5_percent():
+    """Four treatments that do nothing: at least one is called better or worse in at most 5 % of the draws, not in 18 %."""
+    generator, false = np.random.default_rng(0), 0
+    for _ in range(200):
+        runs = synthetic(generator, 0.0)
+        base = [run for run in runs if not run.config["aqn.enabled"]]
+        for number in range(1, 4):
+            for run, other in zip(base, [run for run in synthetic(generator, 0.0) if run.config["aqn.enabled"]]):
+                runs.append(ComparedRun(**{**other.__dict__, "path": Path(f"{number}{other.seed}"), "config": {"aqn.enabled": True, "n": number}}))
+        false += any(verdict.word != "not distinguishable" for verdict in compare(runs).verdicts)
+    assert false <= 16  # the 99 % quantile of 5 %
+
+
+def test_from_the_command_line_to_the_files(make_run, tmp_path):
+    for seed in (1, 2, 3):
+        make_run(True, seed)
+        make_run(False, seed)
+    make_run(True, 4, finished=False)
+    command = [sys.executable, ROOT / "tools/compare_runs.py", tmp_path / "runs", "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"})
+    assert "aqn on beside aqn off: not distinguishable" in done.stdout and "it is not finished" in done.stdout
+    found = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert [group["seeds"] for group in found["groups"]] == [[1, 2, 3], [1, 2, 3]]
+    assert found["verdicts"][0]["difference"]["low"] < found["verdicts"][0]["difference"]["mean"] < found["verdicts"][0]["difference"]["high"]
+    assert (tmp_path / "out/comparison.png").stat().st_size > 20_000
+    refused = subprocess.run([*command[:2], tmp_path / "nowhere"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "holds none" in refused.stderr
+
+
+def test_pictures_of_one_run_and_of_no_reward(make_run, tmp_path):
+    write_comparison(compare(read_all(make_run(False, 1))), tmp_path / "one")
+    write_comparison(compare(synthetic(np.random.default_rng(0), 0.0)), tmp_path / "no_reward")
