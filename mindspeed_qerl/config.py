@@ -118,6 +118,15 @@ class AQNConfig:
 
 
 @dataclass(frozen=True)
+class RolloutCorrection:
+    """What is done about answers that another policy sampled than the one that is trained: "none", or "token_tis", each token's loss times
+    min(p_trained / p_sampled, cap)."""
+
+    method: str = "none"
+    cap: float = 2.0
+
+
+@dataclass(frozen=True)
 class GSM8KConfig:
     """The task: files from tools/convert_gsm8k.py, and how a question becomes a prompt ("chat" or "plain")."""
 
@@ -173,7 +182,7 @@ class RehearsalConfig:
 
 
 OWN_SECTIONS = {"aqn": AQNConfig, "gsm8k": GSM8KConfig, "eval": EvalConfig, "run": RunSection, "local": LocalConfig,
-                "rehearsal": RehearsalConfig}
+                "rehearsal": RehearsalConfig, "rollout_correction": RolloutCorrection}
 UPSTREAM_SECTIONS = {"megatron_training": MEGATRON_KEYS, "actor_config": MEGATRON_KEYS, "rl_config": RL_KEYS,
                      "generate_config": GENERATE_KEYS}
 TOP_LEVEL = {"engine", "emulate_npu", "model", *OWN_SECTIONS, *UPSTREAM_SECTIONS}
@@ -315,6 +324,19 @@ def check_aqn(reader: Reader, train_iters: int, rows: Callable[[], int]) -> AQNC
                             "bfloat16 rounds most of it away on norm weights near 1; aqn/measured_std will say what is left "
                             "(docs/aqn.md). Raise aqn.sigma_end to keep it")
     return aqn
+
+
+CORRECTIONS = ("none", "token_tis")
+
+
+def check_correction(reader: Reader) -> float | None:
+    """The cap of token-level truncated importance sampling, None without it."""
+    correction = reader.own("rollout_correction")
+    if correction.method not in CORRECTIONS:
+        reader.fault("rollout_correction.method: " + unknown("method", correction.method, CORRECTIONS))
+    if correction.cap < 1:
+        reader.fault(f"rollout_correction.cap = {correction.cap} must be at least 1: below it even answers of the policy itself count for less")
+    return correction.cap if correction.method == "token_tis" else None
 
 
 def check_task_sections(reader: Reader, gsm8k: GSM8KConfig, evaluation: EvalConfig, run: RunSection, files: Iterable[str]) -> None:

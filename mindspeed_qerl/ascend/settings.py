@@ -21,6 +21,7 @@ from mindspeed_qerl.config import (
     Reader,
     RunSection,
     check_aqn,
+    check_correction,
     check_lora_targets,
     check_names,
     check_task_sections,
@@ -170,6 +171,8 @@ def check(raw: Mapping[str, Any]) -> Settings:
         reader.fault("actor_config.save must be left out: checkpoints are kept in the run directory")
     if run.resume and not get("actor_config", "load", None, (str,)):
         reader.fault("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
+    if check_correction(reader):
+        reader.fault("rollout_correction.method must be none: MindSpeed-RL keeps no logprobs of the policy that sampled")
     packed = _packed_files(reader, get("megatron_training", "data_path", "", (str,), required=True))
     aqn = check_aqn(reader, train_iters, lambda: count_documents(Path(packed["train_input_ids"]).with_suffix(".idx")))
     data_files = {"test": gsm8k.test_file, **packed, **aqn.data_files}

@@ -48,6 +48,23 @@ def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) ->
     return difference.exp() - 1 - difference
 
 
+def truncated_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
+    """Token-level truncated importance sampling: min(p_trained / p_sampled, cap) for each sampled token.
+
+    The answers were sampled by another policy than the one that is trained (noise, other kernels, other hardware); these weights undo that in
+    expectation, token by token, as far as `cap` lets them ("TIS", Yao et al. 2025, fengyao.notion.site/off-policy-rl; verl's
+    rollout_correction, level token). The part of the bias that comes from tokens sampled before stays.
+
+    Args:
+        old_logprobs, rollout_logprobs: of the policy that is trained, before this update, and of the one that sampled; of equal shape.
+        cap: largest weight.
+
+    Returns:
+        weights of that shape, without a gradient.
+    """
+    return (old_logprobs.detach() - rollout_logprobs).exp().clamp(max=cap)
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """Sums over the valid tokens of one micro-batch; divide by the token count of the whole mini-batch for means."""
@@ -58,7 +75,8 @@ class LossTerms:
 
 
 def grpo_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor,
-              clip_low: float, clip_high: float, reference_logprobs: torch.Tensor | None = None) -> LossTerms:
+              clip_low: float, clip_high: float, reference_logprobs: torch.Tensor | None = None,
+              weights: torch.Tensor | None = None) -> LossTerms:
     """Clipped policy-gradient loss, summed over tokens (DAPO's token-level loss, arXiv 2503.14476, once divided by their number).
 
     Args:
@@ -67,6 +85,7 @@ def grpo_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: to
         mask: [batch, length], 1 on completion tokens.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         reference_logprobs: [batch, length] of the base model, or None for no KL term.
+        weights: [batch, length] of the tokens in the policy term (`truncated_weights`), or None for 1.
     """
     mask = mask.float()
     ratio = (logprobs - old_logprobs).exp()
@@ -74,7 +93,7 @@ def grpo_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: to
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     kl = low_variance_kl(logprobs, reference_logprobs) if reference_logprobs is not None else torch.zeros_like(logprobs)
     return LossTerms(
-        policy=(torch.maximum(unclipped, clipped) * mask).sum(),
+        policy=(torch.maximum(unclipped, clipped) * (mask if weights is None else mask * weights)).sum(),
         kl=(kl * mask).sum(),
         clipped_tokens=((clipped > unclipped) * mask).sum(),
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
-from mindspeed_qerl.local.grpo import grpo_loss, low_variance_kl, token_logprobs
+from mindspeed_qerl.local.grpo import grpo_loss, low_variance_kl, token_logprobs, truncated_weights
 from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.weights import Mapping, Split
 from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
@@ -149,7 +149,7 @@ class TrainRank:
         return {**metrics, "time/logprobs": forward_seconds, "time/update": seconds - forward_seconds}
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
-        totals = torch.zeros(7, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(10, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
         grad_norms = []
         for shard in shards:
@@ -164,7 +164,7 @@ class TrainRank:
         for group in (self.data_group, self.pipeline_group):  # only the last stage has anything to add
             dist.all_reduce(totals, group=group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        policy, kl, clipped, count, k1, k3, difference = totals.tolist()
+        policy, kl, clipped, count, k1, k3, difference, ratio, squared_ratio, truncated = totals.tolist()
         return {
             "loss/policy": policy / count,
             "loss/kl": kl / count,
@@ -176,23 +176,29 @@ class TrainRank:
             "mismatch/k3": k3 / count,
             "mismatch/mean_abs_prob_diff": difference / count,
             "mismatch/max_abs_prob_diff": largest.item(),
+            "mismatch/ratio_mean": ratio / count,
+            "mismatch/effective_sample_size": ratio**2 / (count * squared_ratio),
+            **({"rollout_correction/truncated_fraction": truncated / count} if self.config.correction_cap else {}),
         }
 
     def _loss(self, mini_batch_tokens: float, largest: torch.Tensor, rows: np.ndarray, micro: Batch,
               logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of one micro-batch, and its sums (policy, kl, clipped, tokens, k1, k3, |dp|)."""
+        """The loss of one micro-batch, and its sums (policy, kl, clipped, tokens, k1, k3, |dp|, ratio, ratio^2, truncated)."""
         mask = self._tensor(micro.mask)
         old = logprobs.detach() if micro.old_logprobs is None else self._tensor(micro.old_logprobs)
         reference = None if micro.reference_logprobs is None else self._tensor(micro.reference_logprobs)
+        rollout, cap = self._tensor(micro.rollout_logprobs), self.config.correction_cap
+        weights = truncated_weights(old, rollout, cap) if cap else None
         terms = grpo_loss(logprobs, old, self._tensor(micro.advantages), mask, self.config.clip_low, self.config.clip_high,
-                          reference)
-        sampled, trained = self._tensor(micro.rollout_logprobs)[mask].double(), old[mask].double()
-        difference = (sampled.exp() - trained.exp()).abs()
+                          reference, weights)
+        sampled, trained = rollout[mask].double(), old[mask].double()
+        difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
         if difference.numel():
             largest.copy_(torch.maximum(largest, difference.max().reshape(1)))
         sums = torch.tensor([terms.policy.item(), terms.kl.item(), terms.clipped_tokens.item(), float(mask.sum()),
                              (sampled - trained).sum().item(), low_variance_kl(sampled, trained).sum().item(),
-                             difference.sum().item()], dtype=torch.float64, device=self.device)
+                             difference.sum().item(), ratio.sum().item(), ratio.square().sum().item(),
+                             float((ratio > (cap or math.inf)).sum())], dtype=torch.float64, device=self.device)
         return (terms.policy + self.config.kl_coefficient * terms.kl) / mini_batch_tokens, sums
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -16,6 +16,7 @@ from mindspeed_qerl.config import (
     Reader,
     RunSection,
     check_aqn,
+    check_correction,
     check_lora_targets,
     check_names,
     check_task_sections,
@@ -86,6 +87,7 @@ class RunConfig:
     clip_low: float
     clip_high: float
     kl_coefficient: float
+    correction_cap: float | None  # of the importance weights of sampled tokens; None: they all count 1
     lora_r: int
     lora_alpha: float
     lora_targets: tuple[str, ...]
@@ -238,7 +240,7 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         adam_betas=(get("actor_config", "adam_beta1", 0.9, (float,), low=0, high=0.999999),
                     get("actor_config", "adam_beta2", 0.999, (float,), low=0, high=0.999999)),
         clip_grad=get("actor_config", "clip_grad", 1.0, (float,), low=0), clip_low=clip[0], clip_high=clip[1],
-        kl_coefficient=get("rl_config", "init_kl_coef", 0.01, (float,), low=0),
+        kl_coefficient=get("rl_config", "init_kl_coef", 0.01, (float,), low=0), correction_cap=check_correction(reader),
         lora_r=get("megatron_training", "lora_r", 1, low=1, required=True), lora_alpha=lora_alpha,
         lora_targets=targets, verifiers=verifiers,
         sampling=Sampling(max_tokens, temperature),

@@ -6,7 +6,9 @@
     response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length limit
     loss/policy  loss/kl  loss/total  grad_norm  lr  clip_fraction
     mismatch/k1  mismatch/k3                                KL estimates between rollout and training policy, nats per token
-    mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff
+    mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled tokens
+    mismatch/ratio_mean  mismatch/effective_sample_size     of p_trained / p_sampled; the latter (sum r)^2 / (N sum r^2), 1 is none lost
+    rollout_correction/truncated_fraction                   of tokens whose ratio is above the cap (absent: no correction)
     aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, number of noisy layers (absent: AQN off)
     aqn/expected_std                                        sigma, scaled by multipliers
     aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
