@@ -127,6 +127,28 @@ class RolloutCorrection:
 
 
 @dataclass(frozen=True)
+class HardwareError:
+    """Which side of a run on the local engine computes as other hardware would, and how (docs/hardware_error.md): "none", one of
+    `HARDWARE_ERRORS` or a list of them for each of rollout, training and evaluation."""
+
+    rollout: Any = "none"
+    training: Any = "none"
+    evaluation: Any = "none"
+    gaussian_std: float = 0.05
+    block: int = 64
+
+    def kinds(self, side: str) -> tuple[str, ...]:
+        """Of "rollout", "training" or "evaluation"; () for none."""
+        given = getattr(self, side)
+        return () if given in ("none", None) else (given,) if isinstance(given, str) else tuple(given)
+
+    def arguments(self, side: str) -> dict[str, Any] | None:
+        """For `ForeignArithmetic`; None if this side computes as it is."""
+        kinds = self.kinds(side)
+        return {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block} if kinds else None
+
+
+@dataclass(frozen=True)
 class GSM8KConfig:
     """The task: files from tools/convert_gsm8k.py, and how a question becomes a prompt ("chat" or "plain")."""
 
@@ -182,7 +204,7 @@ class RehearsalConfig:
 
 
 OWN_SECTIONS = {"aqn": AQNConfig, "gsm8k": GSM8KConfig, "eval": EvalConfig, "run": RunSection, "local": LocalConfig,
-                "rehearsal": RehearsalConfig, "rollout_correction": RolloutCorrection}
+                "rehearsal": RehearsalConfig, "rollout_correction": RolloutCorrection, "hardware_error": HardwareError}
 UPSTREAM_SECTIONS = {"megatron_training": MEGATRON_KEYS, "actor_config": MEGATRON_KEYS, "rl_config": RL_KEYS,
                      "generate_config": GENERATE_KEYS}
 TOP_LEVEL = {"engine", "emulate_npu", "model", *OWN_SECTIONS, *UPSTREAM_SECTIONS}
@@ -337,6 +359,23 @@ def check_correction(reader: Reader) -> float | None:
     if correction.cap < 1:
         reader.fault(f"rollout_correction.cap = {correction.cap} must be at least 1: below it even answers of the policy itself count for less")
     return correction.cap if correction.method == "token_tis" else None
+
+
+HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/foreign_arithmetic.py has the formulas
+
+
+def check_hardware_error(reader: Reader) -> HardwareError:
+    """The section hardware_error, and its faults."""
+    hardware = reader.own("hardware_error")
+    for side in ("rollout", "training", "evaluation"):
+        for kind in hardware.kinds(side):
+            if kind not in HARDWARE_ERRORS:
+                reader.fault(f"hardware_error.{side}: " + unknown("kind", kind, ("none", *HARDWARE_ERRORS)))
+    if not 0 < hardware.gaussian_std < 1:
+        reader.fault(f"hardware_error.gaussian_std = {hardware.gaussian_std} must be between 0 and 1: it is a relative error; for none, name no kind")
+    if hardware.block < 1:
+        reader.fault(f"hardware_error.block = {hardware.block} must be at least 1")
+    return hardware
 
 
 def check_task_sections(reader: Reader, gsm8k: GSM8KConfig, evaluation: EvalConfig, run: RunSection, files: Iterable[str]) -> None:

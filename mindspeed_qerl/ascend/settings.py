@@ -22,6 +22,7 @@ from mindspeed_qerl.config import (
     RunSection,
     check_aqn,
     check_correction,
+    check_hardware_error,
     check_lora_targets,
     check_names,
     check_task_sections,
@@ -173,6 +174,10 @@ def check(raw: Mapping[str, Any]) -> Settings:
         reader.fault("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
     if check_correction(reader):
         reader.fault("rollout_correction.method must be none: MindSpeed-RL keeps no logprobs of the policy that sampled")
+    hardware = check_hardware_error(reader)
+    for side in ("rollout", "training", "evaluation"):
+        if hardware.kinds(side):
+            reader.fault(f"hardware_error.{side} must be none: errors are modelled on the local engine only, NPUs have their own")
     packed = _packed_files(reader, get("megatron_training", "data_path", "", (str,), required=True))
     aqn = check_aqn(reader, train_iters, lambda: count_documents(Path(packed["train_input_ids"]).with_suffix(".idx")))
     data_files = {"test": gsm8k.test_file, **packed, **aqn.data_files}

@@ -209,7 +209,8 @@ class LocalEngine:
             sampling["temperature"] = temperature
         eos = self.tokenizer.eos_token_id
         call = self.rollout.call("generate", prompts, n, derived_seed(self.config.seed, purpose, step),
-                                 {**sampling, "stop_token_ids": [] if eos is None else [eos]}, noise_step)
+                                 {**sampling, "stop_token_ids": [] if eos is None else [eos]}, noise_step,
+                                 self.config.hardware_error.arguments(purpose))
         return self.team.gather({self.rollout: call})[0]
 
     def _rewards(self, texts: list[str], rows: list[dict]) -> tuple[np.ndarray, dict[str, float]]:

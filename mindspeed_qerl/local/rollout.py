@@ -5,15 +5,18 @@ vLLM's CPU backend packs linear weights at load time and empties `weight`; a lat
 engine then really holds is read back by `movement`.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.local.foreign_arithmetic import ForeignArithmetic, plain_experts
 from mindspeed_qerl.local.weights import Checkpoint
 
 
@@ -92,7 +95,7 @@ class RolloutEngine:
                          for name, module in expert_modules(self.model)]
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
-                 noise_step: int | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
+                 noise_step: int | None = None, foreign: dict | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
         """Sample `n` completions for each prompt.
 
         The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced weights.
@@ -100,6 +103,7 @@ class RolloutEngine:
 
         Args:
             prompts: token ids. sampling: keyword arguments of vLLM's SamplingParams.
+            foreign: keyword arguments of `ForeignArithmetic` besides the seed, for answers as other hardware would give them; None: as it is.
 
         Returns:
             per prompt its completions, and the noise's report (None without noise).
@@ -107,13 +111,30 @@ class RolloutEngine:
         report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
         try:
             torch.manual_seed(seed)
-            outputs = self._run(prompts, n=n, logprobs=0, **sampling)  # logprobs=0: of the sampled token alone
+            with self._arithmetic(foreign and ForeignArithmetic(**foreign, seed=seed)):
+                outputs = self._run(prompts, n=n, logprobs=0, **sampling)  # logprobs=0: of the sampled token alone
         finally:
             if report:
                 self.injector.remove()
         return [[Completion(token_ids=list(answer.token_ids),
                             logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
                             truncated=answer.finish_reason == "length") for answer in output.outputs] for output in outputs], report
+
+    @contextlib.contextmanager
+    def _arithmetic(self, foreign: ForeignArithmetic | None) -> Iterator[None]:
+        """Compute as `foreign` does; the experts' fused kernel gives way to torch's operators meanwhile."""
+        if foreign is None:
+            yield
+            return
+        kernels = [module.quant_method.moe_kernel.fused_experts for _, module, *_ in self._experts]
+        for kernel, (_, module, w13_packing, w2_packing) in zip(kernels, self._experts):
+            kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))
+        try:
+            with foreign:
+                yield
+        finally:
+            for kernel in kernels:
+                del kernel.apply  # the class's own is there again
 
     def _run(self, prompts: Sequence[Sequence[int]], **sampling):
         from vllm import SamplingParams, TokensPrompt
@@ -187,11 +208,12 @@ class RolloutEngine:
                 for part, weight in zip(("gate", "up", "down"), (*w13.chunk(2), w2)):
                     yield f"{prefix}.{expert}.{part}_proj.weight", weight
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None) -> list[list[float]]:
-        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise."""
+    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None, foreign: dict | None = None) -> list[list[float]]:
+        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and foreign arithmetic."""
         report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
         try:
-            outputs = self._run(sequences, max_tokens=1, prompt_logprobs=0)
+            with self._arithmetic(foreign and ForeignArithmetic(**foreign)):
+                outputs = self._run(sequences, max_tokens=1, prompt_logprobs=0)
         finally:
             if report:
                 self.injector.remove()

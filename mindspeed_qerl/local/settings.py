@@ -12,11 +12,13 @@ from mindspeed_qerl.config import (
     ConfigError,
     EvalConfig,
     GSM8KConfig,
+    HardwareError,
     LocalConfig,
     Reader,
     RunSection,
     check_aqn,
     check_correction,
+    check_hardware_error,
     check_lora_targets,
     check_names,
     check_task_sections,
@@ -94,6 +96,7 @@ class RunConfig:
     verifiers: tuple[tuple[str, float], ...]
     sampling: Sampling
     aqn: AQNConfig
+    hardware_error: HardwareError
     gsm8k: GSM8KConfig
     eval: EvalConfig
     run: RunSection
@@ -221,6 +224,10 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
                      "Ask for less, or free some")
     micro_batch = get("actor_config", "micro_batch_size", 1, low=1)
     lr, min_lr = get("actor_config", "lr", 1e-6, (float,), low=0, required=True), get("actor_config", "min_lr", 0.0, (float,), low=0)
+    hardware = check_hardware_error(reader)
+    if layout.tp > 1 and "gaussian" in hardware.kinds("training"):
+        reader.fault(f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold copies of some adapters, "
+                     "which would go different ways; use another kind, or expert, pipeline and data parallel ranks")
     lora_alpha = get("megatron_training", "lora_alpha", 1, (float,), required=True)
     if lr <= 0 or min_lr > lr:
         reader.fault(f"actor_config.lr = {lr} must be above 0 and not below actor_config.min_lr = {min_lr}")
@@ -244,7 +251,7 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         lora_r=get("megatron_training", "lora_r", 1, low=1, required=True), lora_alpha=lora_alpha,
         lora_targets=targets, verifiers=verifiers,
         sampling=Sampling(max_tokens, temperature),
-        aqn=aqn, gsm8k=gsm8k, eval=evaluation, run=run, local=local,
+        aqn=aqn, hardware_error=hardware, gsm8k=gsm8k, eval=evaluation, run=run, local=local,
     )
     ignored = check_names(reader)
     if reader.faults:

@@ -1,0 +1,188 @@
+"""Each model of other hardware against its formula written out, forward and backward, and whether it reaches every layer of every engine."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from mindspeed_qerl.config import HardwareError
+from mindspeed_qerl.local import rollout
+from mindspeed_qerl.local.batch import build_batch
+from mindspeed_qerl.local.foreign_arithmetic import ForeignArithmetic, silu_of_table
+
+from .conftest import FAMILIES
+from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs
+
+
+def matrices(m=3, k=100, n=5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(m, k, generator=generator, dtype=dtype), torch.randn(k, n, generator=generator, dtype=dtype)
+
+
+def bf16(x):
+    return float(torch.tensor(x, dtype=torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_in_bfloat16_are_rounded_one_after_the_other(dtype):
+    a, b = matrices(dtype=dtype)
+    with ForeignArithmetic(["bf16_blocks"], block=32):
+        found = a @ b
+    assert found.dtype == dtype
+    for row in range(len(a)):
+        for column in range(b.shape[1]):
+            total = 0.0
+            for start in range(0, 100, 32):
+                total = bf16(total + bf16(np.dot(a[row, start:start + 32].float().numpy(), b[start:start + 32, column].float().numpy())))
+            assert found[row, column].item() == total
+
+
+def test_reordered_blocks_are_summed_from_the_last():
+    a, b = matrices()
+    with ForeignArithmetic(["reordered"], block=1):
+        found = a @ b
+    for row in range(len(a)):
+        for column in range(b.shape[1]):
+            total = np.float32(0)
+            for x, y in zip(a[row].numpy()[::-1], b[:, column].numpy()[::-1]):
+                total = np.float32(total + np.float32(x * y))
+            assert found[row, column].item() == total
+    assert 0 < (found - a @ b).abs().max() < 1e-4
+
+
+def test_gaussian_error_is_relative_and_drawn_anew():
+    a, b = matrices(m=200, n=300)
+    arithmetic = ForeignArithmetic(["gaussian"], gaussian_std=0.05, seed=1)
+    with arithmetic:
+        first, second = a @ b, a @ b
+        arithmetic.reseed(1)
+        again = a @ b
+    error = (first / (a @ b) - 1).double()
+    assert error.std().item() == pytest.approx(0.05, rel=0.02) and abs(error.mean()) < 4 * 0.05 / math.sqrt(error.numel())
+    assert not torch.equal(first, second) and torch.equal(first, again)
+
+
+def test_silu_of_the_table_is_an_interpolation():
+    x = torch.linspace(-12, 12, 1001, dtype=torch.float64)
+    knots = np.arange(-8, 8.25, 0.5)
+    expected = x.numpy() * np.interp(x.numpy(), knots, 1 / (1 + np.exp(-knots)))
+    with ForeignArithmetic(["silu_table"]):
+        found = torch.nn.functional.silu(x)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+    assert 1e-3 < (found - torch.nn.functional.silu(x)).abs().max() < 2e-2
+
+
+def test_gradients_are_those_of_what_was_computed():
+    x = (8 * torch.rand(50, dtype=torch.float64) - 4).requires_grad_()
+    with ForeignArithmetic(["silu_table"]):
+        torch.nn.functional.silu(x).sum().backward()
+    step = 1e-7
+    numeric = (silu_of_table(x.detach() + step) - silu_of_table(x.detach() - step)) / (2 * step)
+    torch.testing.assert_close(x.grad, numeric, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_every_way_to_a_linear_layer_is_taken(inference):
+    """mm, addmm, bmm, linear with and without a bias, under autograd and without; each once."""
+    x, layer = torch.randn(4, 7, 16), torch.nn.Linear(16, 8)
+    plain = torch.nn.Linear(16, 8, bias=False)
+    arithmetic = ForeignArithmetic(["bf16_blocks"], block=16)
+    with torch.inference_mode(inference), arithmetic:
+        found = [layer(x), plain(x), torch.bmm(x, x.mT), x[0] @ x[0].T, torch.addmm(x[0, :, 0], x[0], x[0].T)]
+    assert arithmetic.products == 5
+    expected = [torch.nn.functional.linear(x, layer.weight).bfloat16() + layer.bias, torch.nn.functional.linear(x, plain.weight).bfloat16(),
+                torch.bmm(x, x.mT).bfloat16(), (x[0] @ x[0].T).bfloat16(), x[0, :, 0] + (x[0] @ x[0].T).bfloat16()]
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.01, atol=0.01)
+        assert one.dtype == torch.float32
+
+
+def test_the_backward_pass_is_on_that_hardware_too():
+    x, weight = matrices()
+    weight = weight.requires_grad_()
+    arithmetic = ForeignArithmetic(["gaussian"], seed=0)
+    with arithmetic:
+        (x @ weight).sum().backward()
+    assert arithmetic.products == 2  # one forward, one for the weight's gradient
+    error = weight.grad / (x.T @ torch.ones(3, 5)) - 1
+    assert error.std().item() == pytest.approx(0.05, rel=0.15)
+
+
+def test_nothing_is_left_behind():
+    a, b = matrices()
+    with ForeignArithmetic(["gaussian", "silu_table"]):
+        a @ b
+    assert torch.equal(a @ b, matrices()[0] @ matrices()[1])
+
+
+class Scaled(ForeignArithmetic):
+    """Every product 1 % too large: smooth, so that engines can be compared closely, and felt wherever it is applied."""
+
+    def _product(self, a, b):
+        self.products += 1
+        return 1.01 * (a @ b)
+
+
+ARITHMETICS = (Scaled, ForeignArithmetic)
+ARGUMENTS = dict(kinds=["silu_table", "reordered"], block=8)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def foreign_transformers(model_dir, batch, arithmetic):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="eager")
+    with arithmetic(**ARGUMENTS):
+        return transformers_logprobs(model, batch)
+
+
+def megatron_rank(rank, config, batch, folder):
+    from mindspeed_qerl.local.rank import TrainRank
+
+    torch.set_num_threads(1)
+    trainer = TrainRank(config, 0, f"file://{folder}/rendezvous")
+    found = []
+    for arithmetic in ARITHMETICS:
+        with arithmetic(**ARGUMENTS):
+            found.append(trainer.logprobs(batch))
+    trainer.train([batch])
+    torch.save((found, trainer.foreign.products, trainer.logprobs(batch, reference=True)), f"{folder}/found.pt")
+
+
+def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, data_dir, tmp_path, family):
+    """So no layer of Megatron's is passed by; and a rank whose config says so trains on it, and leaves it after."""
+    batch = random_batch()
+    config = replace(layout_config(ONE, model_dirs[family], data_dir), hardware_error=HardwareError(training="gaussian"))
+    mp.spawn(megatron_rank, (config, batch, str(tmp_path)), nprocs=1)
+    found, products, after = torch.load(tmp_path / "found.pt", weights_only=False)
+    clean = transformers_logprobs(model_dirs[family], batch)
+    for arithmetic, logprobs in zip(ARITHMETICS, found):
+        expected = foreign_transformers(model_dirs[family], batch, arithmetic)
+        assert np.abs((logprobs - expected) * batch.mask).max() < 1e-5
+        assert np.abs((expected - clean) * batch.mask).max() > 1e-3
+    assert products > 50
+    assert np.abs((after - clean) * batch.mask).max() < 1e-5
+
+
+def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, family, monkeypatch):
+    """The fused experts' kernel included."""
+    engine = rollout.RolloutEngine(str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1)
+    sequences = np.random.default_rng(1).integers(0, 96, (6, 20)).tolist()
+    batch = build_batch([row[:1] for row in sequences], [row[1:] for row in sequences], [[0.0] * 19] * 6, np.zeros(6))
+    for arithmetic in ARITHMETICS:
+        monkeypatch.setattr(rollout, "ForeignArithmetic", arithmetic)
+        expected = foreign_transformers(model_dirs[family], batch, arithmetic)
+        assert np.abs(np.array(engine.logprobs(sequences, foreign=ARGUMENTS)) - expected).max() < 1e-5
+    clean = transformers_logprobs(model_dirs[family], batch)
+    assert np.abs(np.array(engine.logprobs(sequences)) - clean).max() < 1e-5  # and it is gone again
+    sampling = dict(max_tokens=6, temperature=1.0)
+    plain, (once, again, other) = engine.generate(sequences, 2, 0, sampling), (
+        engine.generate(sequences, 2, seed, sampling, foreign=dict(kinds=["gaussian"])) for seed in (0, 0, 1))
+    assert once[0] == again[0] != plain[0] and other[0] != once[0]
