@@ -4,7 +4,7 @@
 
 A run of two ranks. Each time SIGKILL hits a process drawn at random, of all that the run has (driver, ranks, rollout engine, Ray's own), at a
 moment drawn at random between its start and its end; then `run.resume=auto` goes on. Exit status 0 if every resumed run ended with the unbroken
-one's metrics, evaluations and answers, and left no process and no file in the temporary directory.
+one's metrics, evaluations and answers, and left no process and no file in the temporary directory, which is one of this script's own.
 """
 
 import argparse
@@ -93,7 +93,8 @@ def main() -> int:
 
     draw, failures = random.Random(arguments.seed), 0
     (ROOT / "runs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".kill_and_resume-") as folder:
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".kill_and_resume-") as folder, tempfile.TemporaryDirectory(prefix="kr_") as temporary:
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary
         model, work = Path(folder) / "tiny", Path(folder)
         make_tiny_model(model, Recipe(steps=0, train_problems=64, test_problems=16))
         seconds = run_to_end(model, work / "unbroken")
