@@ -3,9 +3,10 @@
     python benchmarks/sync.py                       all sizes, draws docs/images/sync.png; about 10 minutes on 2 cores
     python benchmarks/sync.py --only parameters
 
-The local engine with a Qwen3-MoE of random weights, LoRA on all four targets, float32: all its ranks merge, the rollout engine loads. The memory of a
-rank is what it held at most during a sync beyond what it held before; a part of its merged weights (`local.sync_buffer_mib`, 64 MiB) should bound
-it, whatever the model's size. The copy is one thread's, of as many bytes as the sync carries, from one array into another.
+The local engine with a Qwen3-MoE of random weights, LoRA on all four targets, float32: all its ranks merge, the rollout engine loads. The memory
+of a process is what it held at most during a sync beyond what it held before (its own pages, looked at every 2 ms); a part of a rank's merged weights
+(`local.sync_buffer_mib`, 64 MiB) should bound it, whatever the model's size. The copy is one
+thread's, of as many bytes as the sync carries, from one array into another.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -38,15 +41,36 @@ def make_model(directory: Path, hidden: int, experts: int) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
-def most_memory(pid: int) -> int:
-    """Bytes that the process held at most since `forget`."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+class Watch:
+    """Inside `with`: how many bytes of their own the processes held at most, beyond what they held at its beginning."""
 
+    def __init__(self, pids: dict[str, int]):
+        self.files = {name: Path(f"/proc/{pid}/status") for name, pid in pids.items()}
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._look)
 
-def forget(pid: int) -> None:
-    """Start `most_memory` anew (proc(5), clear_refs)."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    def __enter__(self) -> Self:
+        self.before = {name: self._held(name) for name in self.files}
+        self.most = dict(self.before)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stop.set()
+        self.thread.join()
+
+    def grown(self, name: str) -> float:
+        """MiB."""
+        return (self.most[name] - self.before[name]) / 2**20
+
+    def _held(self, name: str) -> int:
+        lines = self.files[name].read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+
+    def _look(self) -> None:
+        while not self.stop.wait(0.002):
+            for name in self.files:
+                self.most[name] = max(self.most[name], self._held(name))
 
 
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
@@ -69,15 +93,12 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
         engine.team.wait_until_ready()
         engine.report_targets()
         engine.proved = True  # the proof of what arrived is not part of a sync
-        engine.sync()
-        pids = engine.team.pids
-        before = {name: most_memory(pid) for name, pid in pids.items() if not forget(pid)}
         seconds = []
-        for _ in range(SYNCS):
-            started = time.perf_counter()
-            engine.sync()
-            seconds.append(time.perf_counter() - started)
-        grown = {name: most_memory(pid) - before[name] for name, pid in pids.items()}
+        with Watch(engine.team.pids) as watch:
+            for _ in range(1 + SYNCS):  # the first one makes what the others use again; its time does not count
+                started = time.perf_counter()
+                engine.sync()
+                seconds.append(time.perf_counter() - started)
     layer = 3 * hidden**2 + experts * 3 * hidden * (hidden // 2)  # q and o, k and v half as large; gate, up and down of each expert
     size = 4 * LAYERS * layer
     source, target, copies = np.ones(size, np.uint8), np.empty(size, np.uint8), []
@@ -85,26 +106,32 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
         started = time.perf_counter()
         np.copyto(target, source)
         copies.append(time.perf_counter() - started)
-    return {"mib": size / 2**20, "sync": statistics.median(seconds), "copy": statistics.median(copies),
-            "rank": max(grown[f"rank {rank}"] for rank in range(ranks)) / 2**20, "rollout": grown["rollout engine"] / 2**20}
+    return {"mib": size / 2**20, "sync": statistics.median(seconds[1:]), "copy": statistics.median(copies),
+            "rank": max(watch.grown(f"rank {rank}") for rank in range(ranks)), "rollout": watch.grown("rollout engine")}
 
 
 def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    for axis, series in zip(figure.subplots(1, 3), SERIES):
-        of = [row for row in rows if row["series"] == series]
-        x = [row["mib"] if series == "parameters" else row[series] for row in of]
-        axis.plot(x, [row["sync"] for row in of], "o-", label="sync, s")
-        axis.plot(x, [row["copy"] for row in of], "s--", label="plain copy, s")
-        axis.set(xlabel="MiB of merged weights" if series == "parameters" else series, ylim=(0, None), title=f"by {series}")
-        memory = axis.twinx()
-        memory.plot(x, [row["rank"] for row in of], "^:", color="tab:green", label="a rank's extra memory, MiB")
-        memory.set_ylim(0, max(160, *(row["rank"] for row in of)) * 1.1)
-        lines = [line for a in (axis, memory) for line in a.get_lines()]
-        axis.legend(lines, [line.get_label() for line in lines], fontsize=7)
-    figure.savefig(path, dpi=150)
+    from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, STYLE
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.6), layout="constrained")
+        for axis, series in zip(figure.subplots(1, 3), SERIES):
+            of = [row for row in rows if row["series"] == series]
+            x = [row["mib"] if series == "parameters" else row[series] for row in of]
+            axis.plot(x, [row["sync"] for row in of], "o-", color=BLUE, label="sync, seconds")
+            axis.plot(x, [row["copy"] for row in of], "s--", color=ORANGE, label="plain copy of the same bytes, seconds")
+            axis.set(xlabel="MiB of merged weights" if series == "parameters" else series, ylabel="seconds", ylim=(0, None))
+            memory = axis.twinx()
+            memory.plot(x, [row["rank"] for row in of], "^:", color=GREEN, label="memory a rank takes for it, MiB")
+            memory.axhline(64, color=GREEN, linewidth=0.8, alpha=0.5)
+            memory.set(ylim=(0, max(160, *(row["rank"] for row in of)) * 1.1), ylabel="MiB")
+            memory.grid(visible=False)
+        lines = [line for a in (axis, memory) for line in a.get_lines() if not line.get_label().startswith("_")]
+        figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=3)
+        figure.savefig(path, dpi=130)
 
 
 def main() -> None:

@@ -1,22 +1,33 @@
 """Train with GRPO: python cli/train_grpo.py --config-name grpo_tiny_moe_cpu [key=value ...]
 
 The configs are configs/*.yaml; any key of theirs can be overridden. With --cfg job the resolved config is printed and nothing runs.
+With --multirun a key may have several values, and each combination is run: aqn=off,qerl seed=1,2,3. Runs that are finished are not run
+again, one that stopped goes on, one that fails is reported in the end.
 """
 
 import re
 import sys
 
 import hydra
+import hydra.types
 from omegaconf import DictConfig, OmegaConf
 
 from mindspeed_qerl.config import CONFIGS, ConfigError, check_config_name
 
+outcomes = []  # of a sweep
+
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="grpo_tiny_moe_cpu")
 def main(config: DictConfig) -> None:
+    from mindspeed_qerl import sweep
     from mindspeed_qerl.train import run
 
-    sys.exit(run(OmegaConf.to_container(config, resolve=True), hydra.core.hydra_config.HydraConfig.get().job.config_name))
+    started = hydra.core.hydra_config.HydraConfig.get()
+    raw, name = OmegaConf.to_container(config, resolve=True), started.job.config_name
+    if started.mode == hydra.types.RunMode.MULTIRUN:
+        outcomes.append(sweep.run_one(raw, name, list(started.overrides.task), sys.argv))
+    else:
+        sys.exit(run(raw, name))
 
 
 def config_name(arguments: list[str]) -> str | None:
@@ -33,4 +44,12 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("error: interrupted; started again with the same command, the sweep goes on", file=sys.stderr)
+        sys.exit(130)
+    if outcomes:
+        from mindspeed_qerl.sweep import report
+
+        sys.exit(report(outcomes))

@@ -207,7 +207,7 @@ OWN_SECTIONS = {"aqn": AQNConfig, "gsm8k": GSM8KConfig, "eval": EvalConfig, "run
                 "rehearsal": RehearsalConfig, "rollout_correction": RolloutCorrection, "hardware_error": HardwareError}
 UPSTREAM_SECTIONS = {"megatron_training": MEGATRON_KEYS, "actor_config": MEGATRON_KEYS, "rl_config": RL_KEYS,
                      "generate_config": GENERATE_KEYS}
-TOP_LEVEL = {"engine", "emulate_npu", "model", *OWN_SECTIONS, *UPSTREAM_SECTIONS}
+TOP_LEVEL = {"engine", "seed", "emulate_npu", "model", *OWN_SECTIONS, *UPSTREAM_SECTIONS}
 
 
 class Reader:

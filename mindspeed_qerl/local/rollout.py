@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,32 @@ def keep_linear_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, **more: Any) -> Any:
+    """vLLM's LLM over token ids. kv_cache_gib: memory for the KV cache where there is no accelerator, GiB; `more` goes to LLM."""
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib), VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
+    if more.get("tensor_parallel_size", 1) == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where its weights can be reached
+    from vllm import LLM
+
+    return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
+               skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True, **more)
+
+
+def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, **sampling: Any) -> list[list[Completion]]:
+    """Per prompt (token ids) its sampled completions. sampling: keyword arguments of vLLM's SamplingParams."""
+    return [[Completion(token_ids=list(answer.token_ids),
+                        logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
+                        truncated=answer.finish_reason == "length") for answer in output.outputs]
+            for output in _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)]  # logprobs=0: of the sampled token alone
+
+
+def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, **sampling: Any) -> list:
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(detokenize=False, **sampling)
+    return llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=use_tqdm)
 
 
 def expert_modules(model: torch.nn.Module):
@@ -79,15 +106,9 @@ class RolloutEngine:
     """
 
     def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, aqn: dict | None = None):
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib),
-                          VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
         keep_linear_weights()
-        from vllm import LLM
-
         self.model_dir = model_dir
-        self.llm = LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
-                       skip_tokenizer_init=True, enable_prefix_caching=False, logprobs_mode="processed_logprobs",
-                       disable_log_stats=True)
+        self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib, logprobs_mode="processed_logprobs")
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
@@ -112,13 +133,11 @@ class RolloutEngine:
         try:
             torch.manual_seed(seed)
             with self._arithmetic(foreign and ForeignArithmetic(**foreign, seed=seed)):
-                outputs = self._run(prompts, n=n, logprobs=0, **sampling)  # logprobs=0: of the sampled token alone
+                completions = complete(self.llm, prompts, n=n, **sampling)
         finally:
             if report:
                 self.injector.remove()
-        return [[Completion(token_ids=list(answer.token_ids),
-                            logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
-                            truncated=answer.finish_reason == "length") for answer in output.outputs] for output in outputs], report
+        return completions, report
 
     @contextlib.contextmanager
     def _arithmetic(self, foreign: ForeignArithmetic | None) -> Iterator[None]:
@@ -135,12 +154,6 @@ class RolloutEngine:
         finally:
             for kernel in kernels:
                 del kernel.apply  # the class's own is there again
-
-    def _run(self, prompts: Sequence[Sequence[int]], **sampling):
-        from vllm import SamplingParams, TokensPrompt
-
-        params = SamplingParams(detokenize=False, **sampling)
-        return self.llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=False)
 
     @torch.no_grad()
     def start_sync(self) -> None:
@@ -213,7 +226,7 @@ class RolloutEngine:
         report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
         try:
             with self._arithmetic(foreign and ForeignArithmetic(**foreign)):
-                outputs = self._run(sequences, max_tokens=1, prompt_logprobs=0)
+                outputs = _outputs(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
         finally:
             if report:
                 self.injector.remove()

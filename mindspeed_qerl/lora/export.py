@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_qerl.lora.checkpoint import Adapters
 
@@ -58,6 +59,32 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
     with _new_directory(Path(out_dir)) as directory:
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_peft(directory: str | Path) -> Adapters:
+    """The adapter that `save_peft` wrote, or another PEFT LoRA adapter of plain linear layers; its iteration is 0.
+
+    Raises:
+        ValueError: no readable adapter there, or one with more than (alpha / r) B A.
+    """
+    directory = Path(directory)
+    try:
+        config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = load_file(directory / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
+    more = [key for key in ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save") if config.get(key)]
+    if config.get("peft_type") != "LORA" or more or config.get("bias", "none") != "none":
+        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more) or config.get('peft_type')}): merge it with PEFT "
+                         "(merge_and_unload), and give the merged model")
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        if not found or len(tensor) != config["r"] and found[2] == "A":
+            raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a linear layer with r = {config['r']}: "
+                             "merge it with PEFT (merge_and_unload), and give the merged model")
+        pairs.setdefault(found[1], {})[found[2]] = tensor
+    return Adapters({module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, config["r"], config["lora_alpha"], 0)
 
 
 def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:

@@ -114,6 +114,13 @@ class RunDirectory:
         return None
 
     @classmethod
+    def finished(cls, parent: Path, *, config: dict) -> RunDirectory | None:
+        """The newest run below `parent` that finished with `config`."""
+        runs = [cls(file.parent) for file in parent.glob("*/status.json")]
+        fitting = [run for run in runs if run.status()["state"] == "finished" and not _differences(run.config(), config)]
+        return max(fitting, key=lambda run: run.status()["started"], default=None)
+
+    @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
         """An existing run directory. Raises FileNotFoundError when `path` is not one."""
         run = cls(Path(path))

@@ -1,0 +1,153 @@
+"""Evaluate a model, an adapter, or a checkpoint of a run on GSM8K: greedily, and with several samples.
+
+One folder for each evaluation, in a run RUN/evaluations/<name>/:
+
+    summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of gsm8k/evaluation.py
+    answers.jsonl    one row per question, as in eval_answers.jsonl: the samples, or the greedy answers if there are none
+    greedy.jsonl     the greedy answers, if there are samples as well
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
+from mindspeed_qerl.gsm8k.task import Task
+from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.seeds import derived_seed
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, and how.
+
+    Attributes:
+        model: Hugging Face directory. adapter: a PEFT adapter for it; run, step: or the adapters of a run's checkpoint.
+        data: file of tools/convert_gsm8k.py. prompt: "chat" or "plain". problems: the first so many, None for all.
+        samples: answers per question at `temperature`, 0 for greedy answers only.
+        hardware_error: keyword arguments of `ForeignArithmetic` besides the seed, or None.
+    """
+
+    model: str
+    data: str
+    adapter: str | None = None
+    run: str | None = None
+    step: int | None = None
+    prompt: str = "chat"
+    verifier: str = "gsm8k"
+    problems: int | None = None
+    samples: int = 4
+    temperature: float = 1.0
+    max_tokens: int = 1024
+    max_prompt_length: int = 512
+    max_num_seqs: int = 256
+    dtype: str = "bfloat16"
+    kv_cache_gib: int = 4
+    tensor_parallel_size: int = 1
+    seed: int = 1
+    hardware_error: dict[str, Any] | None = None
+
+
+def of_run(path: str, **given: Any) -> Evaluation:
+    """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself evaluates, but for what is `given`."""
+    run = RunDirectory.open(path)
+    if "step" not in given:
+        there = [int(folder.name.removeprefix("iter_")) for folder in run.checkpoints_dir.glob("iter_*") if folder.name[5:].isdigit()]
+        if not there:
+            raise ConfigError(f"{path} has no checkpoint: give the step 0 for the model before training, or save some "
+                              "(megatron_training.save_interval)")
+        given["step"] = max(there)
+    config = run.config()
+    sections = {name: config.get(name) or {} for name in ("megatron_training", "rl_config", "generate_config", "gsm8k", "eval")}
+    sampling = sections["generate_config"].get("sampling_config") or {}
+    verifiers = sections["rl_config"].get("verifier_function") or ["gsm8k"]
+    values = dict(
+        model=sections["megatron_training"]["tokenizer_name_or_path"], data=sections["gsm8k"]["test_file"], run=str(path),
+        prompt=sections["gsm8k"].get("prompt", "chat"), verifier=next((name for name in verifiers if name in VERIFIERS), "gsm8k"),
+        problems=sections["eval"].get("n_problems"), max_tokens=sampling.get("max_tokens", 128),
+        max_prompt_length=sections["rl_config"].get("max_prompt_length", 512), max_num_seqs=sections["generate_config"].get("max_num_seqs", 256),
+        dtype=sections["generate_config"].get("dtype", "bfloat16"), seed=run.status()["seed"])
+    return Evaluation(**values | given)
+
+
+def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at each stage.
+
+    Raises:
+        ConfigError, ValueError, OSError: something that was given cannot be read or does not fit, or `output` is there already.
+    """
+    from transformers import AutoTokenizer
+
+    if output.exists():
+        raise FileExistsError(f"{output} exists: an evaluation is written once. Choose another name, or remove it")
+    if what.hardware_error and what.tensor_parallel_size > 1:
+        raise ConfigError("errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
+    if what.verifier not in VERIFIERS:
+        raise ConfigError(f"unknown verifier {what.verifier!r}: known verifiers are {', '.join(VERIFIERS)}")
+    tokenizer = AutoTokenizer.from_pretrained(what.model)
+    task = Task(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems)
+    if task.dropped:
+        tell(f"{task.dropped} prompts longer than {what.max_prompt_length} tokens are left out")
+    with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
+        model, step = _merged(what, Path(folder) / "model", tell)
+        tell("starting vLLM")
+        answer = _answerer(what, model, tokenizer)
+        summary: dict[str, Any] = {**asdict(what), "step": step}
+        written = {}
+        for name, n, temperature in (("greedy", 1, 0.0), ("sampled", what.samples, what.temperature)):
+            if n:
+                tell(f"{len(task.rows)} questions, {'greedy' if not temperature else f'{n} samples each at temperature {temperature:g}'}")
+                texts, truncated = answer(task.prompts, n, temperature, derived_seed(what.seed, f"evaluation {name}", step or 0))
+                summary[name], written[name] = evaluate_answers(task.rows, texts, truncated, n, what.verifier)
+    output.mkdir(parents=True)
+    for file, name in (("answers.jsonl", "sampled" if what.samples else "greedy"), *([("greedy.jsonl", "greedy")] if what.samples else [])):
+        (output / file).write_text("".join(json.dumps({"step": step or 0, **row}) + "\n" for row in written[name]), encoding="utf-8")
+    (output / "summary.json").write_text(json.dumps(summary, indent=2, default=float) + "\n", encoding="utf-8")
+    return summary
+
+
+def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tuple[str, int | None]:
+    """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into `folder`."""
+    from mindspeed_qerl.local import checkpoint as local
+    from mindspeed_qerl.lora import checkpoint as upstream
+    from mindspeed_qerl.lora.export import load_peft, save_merged
+
+    if what.run and what.step != 0:
+        checkpoints = RunDirectory.open(what.run).checkpoints_dir
+        of_local_engine = any(checkpoints.glob(f"iter_*/{local.STATE}"))
+        adapters = (local if of_local_engine else upstream).load_adapters(checkpoints, what.step)
+    elif what.adapter:
+        adapters = load_peft(what.adapter)
+    else:
+        return what.model, what.step
+    tell(f"merging {len(adapters.weights):,} adapters into {what.model}")
+    save_merged(adapters, what.model, folder)
+    return str(folder), adapters.iteration if what.run else what.step
+
+
+def _answerer(what: Evaluation, model: str, tokenizer: Any) -> Callable:
+    """(prompts, n, temperature, seed) -> (texts, truncated), n answers for each prompt in order."""
+    from mindspeed_qerl.local.rollout import RolloutEngine, complete, start_vllm
+
+    sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)
+    if what.hardware_error:
+        engine = RolloutEngine(*sizes)
+    else:
+        llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed)
+    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def answer(prompts: list[list[int]], n: int, temperature: float, seed: int) -> tuple[list[str], list[bool]]:
+        sampling = dict(max_tokens=what.max_tokens, temperature=temperature, stop_token_ids=stop)
+        if what.hardware_error:
+            completions, _ = engine.generate(prompts, n, seed, sampling, foreign=what.hardware_error)
+        else:
+            completions = complete(llm, prompts, use_tqdm=True, n=n, **sampling)
+        flat = [completion for group in completions for completion in group]
+        return tokenizer.batch_decode([one.token_ids for one in flat], skip_special_tokens=True), [one.truncated for one in flat]
+
+    return answer

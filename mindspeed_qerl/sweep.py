@@ -1,0 +1,85 @@
+"""Several runs after one another, each in a process of its own: what is finished is not run again, and what fails is not in the way.
+
+    python cli/train_grpo.py --multirun --config-name grpo_tiny_moe_cpu aqn=off,qerl seed=1,2,3
+"""
+
+import ctypes
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run of a sweep: `result` is "finished", "finished before" or "failed"."""
+
+    overrides: str
+    result: str
+    run: RunDirectory | None
+
+
+def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]) -> Outcome:
+    """Run one config of a sweep, unless a run of it is finished; go on with one that stopped.
+
+    Args:
+        raw: its resolved config. name: the config's name. overrides: what makes it this one. command: the sweep's command line.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted.
+    """
+    section = raw.get("run") or {}
+    parent = Path(section.get("root", "runs")) / (section.get("name") or name)
+    what = " ".join(overrides)
+    if done := RunDirectory.finished(parent, config=raw):
+        print(f"sweep: {what}: finished before, in {done.path}", flush=True)
+        return Outcome(what, "finished before", done)
+    print(f"sweep: {what}", flush=True)
+    resume = [] if any(override.startswith("run.resume=") for override in overrides) else ["run.resume=auto"]
+    process = subprocess.Popen([sys.executable, *_without_sweep(command), *overrides, *resume], preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has sent it to the run as well, which notes it in its directory
+        process.wait()
+        raise
+    if code == 130:
+        raise KeyboardInterrupt
+    done = RunDirectory.finished(parent, config=raw)
+    return Outcome(what, "failed" if code else "finished", done)
+
+
+def report(outcomes: Sequence[Outcome]) -> int:
+    """Print what became of each run; the sweep's exit status: 0 if all are finished, else 1."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left")
+    for outcome in outcomes:
+        last = read_jsonl(outcome.run.eval_file)[-1:] if outcome.run else []
+        table.add_row(outcome.overrides, outcome.result, *(f"{row['accuracy']:.3f} after step {row['step']}" for row in last or []),
+                      *([""] if not last else []), str(outcome.run.path) if outcome.run else "")
+    Console().print(table)
+    failed = [outcome for outcome in outcomes if outcome.result == "failed"]
+    if failed:
+        print(f"error: {len(failed)} of {len(outcomes)} runs failed; started again with the same command, the sweep tries them again",
+              file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _without_sweep(command: Sequence[str]) -> list[str]:
+    """`command` without what makes it a sweep, and without overrides."""
+    return [part for part in command if part not in ("-m", "--multirun") and (part.startswith("-") or "=" not in part)
+            and not part.startswith(("~", "+"))]
+
+
+def _end_with_parent() -> None:
+    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it to run beside the next one."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""Evaluate a model on GSM8K with vLLM: greedily, and with several samples.
+
+    python tools/evaluate_gsm8k.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1            the last checkpoint, as the run evaluates
+    python tools/evaluate_gsm8k.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output evaluations/base
+    python tools/evaluate_gsm8k.py --model ... --adapter DIR --data ... --output ...                  a PEFT adapter
+
+Says accuracy with its 95% interval, pass@k, maj@k, which rule found how many answers, and how many were cut off, and writes every answer
+(mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the model, which takes its
+size in the temporary directory (TMPDIR). A run's evaluations lie in RUN/evaluations/NAME, where compare_runs.py --evaluation NAME finds them.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mindspeed_qerl.config import HARDWARE_ERRORS
+from mindspeed_qerl.gsm8k.verifier import RULES
+from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog="exit status: 0 evaluated, 1 bad input or output, 2 wrong arguments")
+    what = parser.add_argument_group("what (with --run the rest is as in its config)")
+    what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
+    what.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the last one); 0: the model before training")
+    what.add_argument("--model", metavar="DIR", help="a Hugging Face model")
+    what.add_argument("--adapter", metavar="DIR", help="a PEFT adapter for it")
+    what.add_argument("--data", metavar="FILE", help="from tools/convert_gsm8k.py")
+    what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
+    what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--samples", type=int, metavar="K", help="answers per question for pass@K and maj@K; 0: greedy only (default: 4)")
+    how.add_argument("--temperature", type=float, help="of the samples (default: 1)")
+    how.add_argument("--problems", type=int, metavar="N", help="the first N questions (default: all)")
+    how.add_argument("--verifier", help="gsm8k or gsm8k_strict (default: gsm8k)")
+    how.add_argument("--prompt", choices=("chat", "plain"), help="default: chat")
+    how.add_argument("--max-tokens", type=int, help="length limit of an answer (default: 1024)")
+    how.add_argument("--max-prompt-length", type=int, help="tokens; longer questions are left out (default: 512)")
+    how.add_argument("--max-num-seqs", type=int, help="answers that vLLM writes at a time (default: 256)")
+    how.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
+    how.add_argument("--kv-cache-gib", type=int, help="vLLM's memory for keys and values on a CPU (default: 4)")
+    how.add_argument("--tensor-parallel-size", type=int, help="default: 1")
+    how.add_argument("--seed", type=int, help="of the samples (default: 1)")
+    hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
+    hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND", help=", ".join(HARDWARE_ERRORS))
+    hardware.add_argument("--gaussian-std", type=float, default=0.05, help="default: 0.05")
+    hardware.add_argument("--block", type=int, default=64, help="default: 64")
+    args = vars(parser.parse_args())
+    run, output, name, kinds, std, block = (args.pop(key) for key in ("run", "output", "name", "hardware_error", "gaussian_std", "block"))
+    given = {key: value for key, value in args.items() if value is not None}
+    if run is None and not (given.keys() >= {"model", "data"} and output) or run is not None and (output or "adapter" in given):
+        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters are its own)")
+    if run is None and (name or "step" in given):
+        parser.error("--name and --step go with --run")
+    if kinds:
+        given["hardware_error"] = {"kinds": kinds, "gaussian_std": std, "block": block}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        evaluation = of_run(run, **given) if run else Evaluation(**given)
+        if run:
+            output = Path(run) / "evaluations" / (name or f"step{evaluation.step}")
+        summary = evaluate(evaluation, output, lambda line: print(line, flush=True))
+    except (ValueError, OSError) as error:
+        print(f"evaluate_gsm8k: {error}", file=sys.stderr)
+        return 1
+    _print(summary)
+    print(f"\n{output}: summary.json, answers.jsonl")
+    return 0
+
+
+def _print(summary: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = {key: summary[key] for key in ("greedy", "sampled") if key in summary}
+    table = Table("", *columns, title=f"GSM8K, {next(iter(columns.values()))['n_problems']} questions, verifier {summary['verifier']}",
+                  title_justify="left")
+
+    def row(label: str, of) -> None:
+        if any(cells := [of(numbers) for numbers in columns.values()]):
+            table.add_row(label, *cells)
+
+    row("accuracy (pass@1) [95 %]", lambda numbers: f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}, {numbers['interval_high']:.3f}]")
+    for kind, meaning in (("pass", "any right"), ("maj", "majority right")):
+        row(f"{kind}@k, {meaning}", lambda numbers, kind=kind: next((f"{value:.3f} (k = {key.partition('@')[2]})" for key, value in numbers.items()
+                                                                  if key.startswith(f"{kind}@")), ""))
+    row("cut off", lambda numbers: f"{numbers['truncated_fraction']:.1%}")
+    for rule in RULES:
+        row(f"found by {rule}" if rule != "none" else "no answer found", lambda numbers, rule=rule: f"{numbers[f'rule/{rule}']:.1%}"
+            if f"rule/{rule}" in numbers else "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
