@@ -1,0 +1,125 @@
+"""What the noise does: to the weights, in bfloat16 and float32, and to the distance between the policy that samples and the one that is trained.
+
+    python benchmarks/noise.py            about 3 minutes on 2 cores; draws docs/images/noise_precision.png and docs/images/noise_kl.png
+
+First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights of 1, in both dtypes: measured standard deviation of
+(noisy - clean) over nominal. Second: two runs of the quickstart, float32 and bfloat16, with a sigma that rises from step to step and a learning rate
+that moves nothing; their metrics are the KL between rollout and training policy (k3, nats per token) by sigma, beside c sigma^2.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed_qerl.config import AQNConfig, compose
+from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "tiny_qwen3_moe"
+PRESETS = ("qerl", "strong", "mild")
+STEPS = 30
+
+
+def norms(dtype, value: float | None):
+    """RMSNorms with the weights of the model's norms before the experts, repeated to 65,536 of them, or with all weights `value`."""
+    import torch
+
+    from mindspeed_qerl.local.weights import Checkpoint
+
+    checkpoint = Checkpoint(MODEL)
+    names = [name for name in checkpoint.files if name.endswith("post_attention_layernorm.weight")]
+    weights = torch.cat([checkpoint.read(name).float() for name in names]) if value is None else torch.tensor([value])
+    weights = weights.repeat(-(-65536 // len(weights)))[:65536].to(dtype)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(len(weights), dtype=dtype))
+    model[0].weight.data.copy_(weights)
+    return model
+
+
+def precision(image: Path) -> None:
+    import logging
+
+    import matplotlib as mpl
+    import torch
+    from matplotlib.figure import Figure
+
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+
+    logging.disable()  # the warnings that say the same
+    print("measured std / nominal, stage by stage")
+    print("| schedule | dtype | weights | " + " | ".join(f"stage {stage}" for stage in range(1, 10)) + " |")
+    print("|---" * 12 + "|")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.4), layout="constrained")
+        for axis, preset in zip(figure.subplots(1, 3, sharey=True), PRESETS):
+            section = compose("grpo_tiny_moe_cpu", [f"aqn={preset}"])["aqn"]
+            schedule = AQNConfig(**section).noise_schedule(10)
+            sigmas = schedule.sigmas()[1:]
+            axis.loglog(sigmas, sigmas, color="black", linewidth=1, label="nominal")
+            for dtype, value, color, marker in (("float32", None, GREEN, "o"), ("bfloat16", None, BLUE, "s"), ("bfloat16", 1.0, RED, "^")):
+                injector = NoiseInjector(norms(getattr(torch, dtype), value), schedule, "*", seed=0)
+                measured = [injector.apply(step).measured_std for step in range(1, 10)]
+                injector.remove()
+                weights = "1" if value else "the model's"
+                axis.plot(sigmas, [found or np.nan for found in measured], marker, color=color, label=f"{dtype}, weights {weights}")
+                print(f"| {preset} | {dtype} | {weights} | " + " | ".join(f"{found / sigma:.2f}" for found, sigma in zip(measured, sigmas)) + " |")
+            axis.set(title=f"aqn={preset}", xlabel="nominal sigma")
+            axis.invert_xaxis()
+        figure.axes[0].set_ylabel("measured std of (noisy - clean)")
+        figure.axes[0].legend()
+        figure.savefig(image, dpi=130)
+    print(image, flush=True)
+
+
+def kl_by_sigma(root: Path, dtype: str) -> list[dict]:
+    """Metrics of a run whose sigma rises from 0.001 to 0.3 and that learns nothing; the first row is without noise."""
+    overrides = ["aqn=qerl", "aqn.sigma_start=0.001", "aqn.sigma_end=0.3", f"aqn.num_stages={STEPS}", f"megatron_training.train_iters={STEPS}",
+                 "actor_config.lr=1e-12", f"generate_config.dtype={dtype}", "eval.n_problems=1", "eval.every=1000", f"run.root={root}",
+                 f"run.name={dtype}", "run.tensorboard=false"]
+    subprocess.run([sys.executable, "cli/train_grpo.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    (file,) = (root / dtype).glob("*/metrics.jsonl")
+    return read_jsonl(file)
+
+
+def growth(image: Path) -> None:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE), tempfile.TemporaryDirectory() as root:
+        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        kl, size = figure.subplots(1, 2)
+        for dtype, color, marker in (("float32", GREEN, "o"), ("bfloat16", BLUE, "s")):
+            rows = kl_by_sigma(Path(root), dtype)
+            floor, noisy = rows[0]["mismatch/k3"], rows[1:]
+            sigma, k3 = (np.array([row[name] for row in noisy]) for name in ("aqn/measured_std", "mismatch/k3"))
+            small = (sigma < 0.05) & (k3 > 4 * floor)
+            slope = np.polyfit(np.log(sigma[small]), np.log(k3[small] - floor), 1)[0]
+            factor = np.exp(np.mean(np.log((k3[small] - floor) / sigma[small] ** 2)))
+            print(f"{dtype}: k3 without noise {floor:.2g}; where sigma < 0.05 it grows like sigma^{slope:.2f}, k3 = {factor:.3g} sigma^2; "
+                  f"at sigma {sigma[-1]:.2g} it is {k3[-1]:.2g}, and {factor * sigma[-1] ** 2:.2g} by that law; "
+                  f"effective sample size there {noisy[-1]['mismatch/effective_sample_size']:.3f}", flush=True)
+            kl.loglog(sigma, k3, marker, color=color, label=dtype)
+            kl.loglog(sigma, factor * sigma**2 + floor, "-", color=color, linewidth=1, label=f"{floor:.1g} + {factor:.2g} sigma^2")
+            size.semilogx(sigma, [row["mismatch/effective_sample_size"] for row in noisy], marker, color=color, label=dtype)
+        kl.set(title="KL between rollout and training policy", xlabel="sigma, as measured", ylabel="k3, nats per token")
+        size.set(title="Effective sample size", xlabel="sigma, as measured", ylabel="share of the tokens", ylim=(None, 1.02))
+        kl.legend()
+        size.legend()
+        figure.savefig(image, dpi=130)
+    print(image)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    images = parser.parse_args().images
+    precision(images / "noise_precision.png")
+    growth(images / "noise_kl.png")
+
+
+if __name__ == "__main__":
+    main()
