@@ -6,6 +6,7 @@ docs/emulation.md says which numbers of such a run mean something and which say 
 """
 
 import os
+import sys
 from pathlib import Path
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -37,6 +38,8 @@ def environment(num_npus: int) -> dict[str, str]:
     path = [str(STAND_INS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(package_root)]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        # Megatron compiles its helpers with `python3 -m pybind11` (core/datasets/Makefile): this one's, though its bin may not be on PATH.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         NUM_NPUS_VARIABLE: str(num_npus),
         # MindSpeed's op builders join paths to CANN's folder when imported (op_builder/builder.py:29); nothing in it is read.
         "ASCEND_HOME_PATH": str(STAND_INS),

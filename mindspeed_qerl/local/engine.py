@@ -6,6 +6,7 @@ prompts -> rollout engine (synced weights, noise on) -> answers and their logpro
 
 import os
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+import ray
 import torch
 
 from mindspeed_qerl import private_ray
@@ -24,8 +26,9 @@ from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.grpo import group_advantages
+from mindspeed_qerl.local.rollout import join_movement
 from mindspeed_qerl.local.settings import RunConfig
-from mindspeed_qerl.local.workers import Team, WorkerError, memory_in_use
+from mindspeed_qerl.local.workers import Team, Worker, WorkerError, memory_in_use
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
@@ -56,6 +59,12 @@ def data_rank(rank: int, layout: Layout) -> int:
     return rank // layout.tp % layout.dp
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class LocalEngine:
     """Starts the processes, runs the iterations, stops the processes. Use as a context manager."""
 
@@ -77,7 +86,8 @@ class LocalEngine:
         self.rendezvous = logs.resolve() / "rendezvous"
         self.rendezvous.unlink(missing_ok=True)
         world = config.layout.world
-        scratch = private_ray.start(num_cpus=world + 1)
+        rollouts = config.rollout_tp
+        scratch = private_ray.start(num_cpus=world + rollouts)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
         cores = len(os.sched_getaffinity(0))
         cache = Path(default_cache_dir())  # what torch has compiled stays where it always is; other temporary files go with the run
@@ -85,16 +95,18 @@ class LocalEngine:
         (scratch / cache.name).symlink_to(cache)
         # Ranks and rollouts take turns: threads that wait by spinning would hold the cores of those whose turn it is.
         threads = {name: {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE", "TMPDIR": str(scratch)}
-                   for name, count in (("rank", max(1, cores // world)), ("rollout", cores))}
+                   for name, count in (("rank", max(1, cores // world)), ("rollout", max(1, cores // rollouts)))}
         self.ranks = [
             self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
                             threads["rank"], config=config, rank=rank, rendezvous=f"file://{self.rendezvous}")
             for rank in range(world)]
-        self.rollout = self.team.start(
-            "rollout engine", "mindspeed_qerl.local.rollout", "RolloutEngine", logs / "rollout.log",
-            threads["rollout"], model_dir=config.model_dir, dtype=config.dtype,
-            max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, kv_cache_gib=config.local.kv_cache_gib,
-            aqn=self._noise_arguments())
+        port = _free_port()
+        self.rollouts = [
+            self.team.start("rollout engine" + (f" {rank}" if rollouts > 1 else ""), "mindspeed_qerl.local.rollout", "RolloutEngine",
+                            logs / f"rollout{rank if rollouts > 1 else ''}.log", threads["rollout"], model_dir=config.model_dir,
+                            dtype=config.dtype, max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
+                            kv_cache_gib=config.local.kv_cache_gib, aqn=self._noise_arguments(), tp_rank=rank, tp_size=rollouts, port=port)
+            for rank in range(rollouts)]
         return self
 
     def __exit__(self, *exception) -> None:
@@ -208,10 +220,13 @@ class LocalEngine:
         if temperature is not None:
             sampling["temperature"] = temperature
         eos = self.tokenizer.eos_token_id
-        call = self.rollout.call("generate", prompts, n, derived_seed(self.config.seed, purpose, step),
-                                 {**sampling, "stop_token_ids": [] if eos is None else [eos]}, noise_step,
-                                 self.config.hardware_error.arguments(purpose))
-        return self.team.gather({self.rollout: call})[0]
+        return self.team.gather(self._roll("generate", prompts, n, derived_seed(self.config.seed, purpose, step),
+                                           {**sampling, "stop_token_ids": [] if eos is None else [eos]}, noise_step,
+                                           self.config.hardware_error.arguments(purpose)))[0]
+
+    def _roll(self, method: str, *arguments) -> dict[Worker, ray.ObjectRef]:
+        """Start `method` in all rollout engines, which share the work; the first one's result is that of all."""
+        return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
 
     def _rewards(self, texts: list[str], rows: list[dict]) -> tuple[np.ndarray, dict[str, float]]:
         golds = [row["answer"] for row in rows]
@@ -233,17 +248,17 @@ class LocalEngine:
     def sync(self) -> None:
         """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; until every target is seen to have
         moved, proof of what arrived."""
-        loading = self.rollout.call("start_sync")
+        loading = self._roll("start_sync")
         for part in range(self.sync_parts):
             merged = [rank.call("merged_weights", part) for rank in self.ranks]
-            self.team.gather({self.rollout: loading})
-            loading = self.rollout.call("load", *merged)
+            self.team.gather(loading)
+            loading = self._roll("load", *merged)
             del merged  # Ray keeps what somebody still names
-        self.team.gather({self.rollout: loading})
-        self.team.gather({self.rollout: self.rollout.call("finish_sync")})
+        self.team.gather(loading)
+        self.team.gather(self._roll("finish_sync"))
         if not self.proved:
             factors = [rank.call("adapter_factors") for rank in self.ranks]
-            movement = self.team.gather({self.rollout: self.rollout.call("movement", *factors)})[0]
+            movement = join_movement(self.team.gather(self._roll("movement", *factors)))
             for target, entry in movement.items():
                 if entry["max_error"] > 2 * entry["resolution"] or entry["lost"] > 0.1:
                     raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by {entry['max_error']:.3g}, "

@@ -8,6 +8,7 @@ One folder for each evaluation, in a run RUN/evaluations/<name>/:
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -138,6 +139,8 @@ def _answerer(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     if what.hardware_error:
         engine = RolloutEngine(*sizes)
     else:
+        if what.tensor_parallel_size == 1:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

@@ -43,8 +43,6 @@ def keep_linear_weights() -> None:
 def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, **more: Any) -> Any:
     """vLLM's LLM over token ids. kv_cache_gib: memory for the KV cache where there is no accelerator, GiB; `more` goes to LLM."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib), VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
-    if more.get("tensor_parallel_size", 1) == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where its weights can be reached
     from vllm import LLM
 
     return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
@@ -71,6 +69,14 @@ def expert_modules(model: torch.nn.Module):
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+
+
+def join_movement(reports: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of several tensor parallel engines' reports (`RolloutEngine.movement`) one of the whole weights."""
+    return {target: {"tensors": entry["tensors"]}
+            | {key: math.hypot(*(report[target][key] for report in reports)) for key in ("moved", "expected")}
+            | {key: max(report[target][key] for report in reports) for key in ("max_error", "resolution", "lost")}
+            for target, entry in reports[0].items()}
 
 
 class ExpertPacking:
@@ -103,12 +109,20 @@ class RolloutEngine:
         dtype: "float32" or "bfloat16". max_model_len: prompt and completion together, tokens.
         kv_cache_gib: memory set aside for the KV cache, GiB.
         aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
+        tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every method is called on
+            all of them at once, with the same arguments.
     """
 
-    def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, aqn: dict | None = None):
+    def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, aqn: dict | None = None,
+                 tp_rank: int = 0, tp_size: int = 1, port: int | None = None):
         keep_linear_weights()
-        self.model_dir = model_dir
-        self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib, logprobs_mode="processed_logprobs")
+        self.model_dir, self.tp_rank, self.tp_size = model_dir, tp_rank, tp_size
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where its weights can be reached
+        if tp_size > 1:  # torchrun's variables
+            os.environ.update(RANK=str(tp_rank), LOCAL_RANK=str(tp_rank), WORLD_SIZE=str(tp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                              VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+        self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib, logprobs_mode="processed_logprobs", seed=0,
+                              tensor_parallel_size=tp_size, **({"distributed_executor_backend": "external_launcher"} if tp_size > 1 else {}))
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
@@ -174,7 +188,7 @@ class RolloutEngine:
 
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
-        """What each LoRA target did to the weights the kernels read, against (alpha / r) B A and the base weights on disk.
+        """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the base weights on disk.
 
         Args:
             factors: from each rank, HF name -> (target, (alpha / r) B [out, r], A [r, in]), see `TrainRank.adapter_factors`.
@@ -188,8 +202,8 @@ class RolloutEngine:
         checkpoint = Checkpoint(self.model_dir)
         report = {}
         for name, (target, b, a) in sorted(item for part in factors for item in part.items()):
-            base, weight = checkpoint.read(name).to(held[name].dtype), held[name]
-            update = torch.from_numpy(b) @ torch.from_numpy(a)
+            base, weight = self._part(name, checkpoint.read(name)).to(held[name].dtype), held[name]
+            update = self._part(name, torch.from_numpy(b) @ torch.from_numpy(a))
             expected = (base.float() + update).to(weight.dtype)
             base, weight, expected = base.float(), weight.float(), expected.float()
             entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0, "resolution": 0.0, "lost": 0.0})
@@ -202,6 +216,10 @@ class RolloutEngine:
             if move := (expected - base).norm().item():
                 entry["lost"] = max(entry["lost"], (weight - expected).norm().item() / move)
         return report
+
+    def _part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """What this engine holds of a linear layer's whole weight [out, in]."""
+        return weight.chunk(self.tp_size, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
 
     def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of every linear weight as vLLM holds it now; packed tensors are taken apart."""

@@ -79,6 +79,7 @@ class RunConfig:
     max_prompt_length: int
     max_model_len: int
     max_num_seqs: int
+    rollout_tp: int  # vLLM's tensor parallel size
     lr: float
     min_lr: float
     lr_decay_style: str
@@ -136,6 +137,19 @@ def _read_layout(reader: Reader, get: Any) -> Layout:
     return Layout(world=reader.value("rl_config.actor_resource.num_npus", resources.get("num_npus", 1), 1, (int,), 1, None),
                   **sizes, num_layer_list=layer_list(get("megatron_training", "num_layer_list", None, (str, int)), reader),
                   sequence_parallel=get("megatron_training", "sequence_parallel", False, (bool,)))
+
+
+def _check_rollout_tp(reader: Reader, shape: ModelShape, size: int) -> None:
+    """Faults of sizes that vLLM's tensor parallel engines cannot share equally."""
+    widths = {"num_attention_heads": (shape.num_attention_heads, 1), "num_key_value_heads": (shape.num_key_value_heads, 1)}
+    if shape.moe:
+        widths["moe_intermediate_size"] = (shape.moe_intermediate_size, EXPERT_WIDTH_STEP)
+    else:
+        widths["intermediate_size"] = (shape.intermediate_size, 1)
+    for name, (width, step) in widths.items():
+        if width % (size * step):
+            reader.fault(f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = {width} is no multiple of {size * step}"
+                         + (f"; vLLM's CPU backend pads experts of other widths than multiples of {step}" if step > 1 else ""))
 
 
 def check(raw: Mapping[str, Any]) -> RunConfig:
@@ -224,7 +238,14 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
                      "Ask for less, or free some")
     micro_batch = get("actor_config", "micro_batch_size", 1, low=1)
     lr, min_lr = get("actor_config", "lr", 1e-6, (float,), low=0, required=True), get("actor_config", "min_lr", 0.0, (float,), low=0)
+    rollout_tp = get("generate_config", "infer_tensor_parallel_size", 1, low=1)
+    if shape:
+        _check_rollout_tp(reader, shape, rollout_tp)
     hardware = check_hardware_error(reader)
+    for side in ("rollout", "evaluation"):
+        if rollout_tp > 1 and hardware.kinds(side):
+            reader.fault(f"hardware_error.{side} with generate_config.infer_tensor_parallel_size = {rollout_tp}: errors of other hardware are "
+                         "modelled in a single engine only; set it to 1")
     if layout.tp > 1 and "gaussian" in hardware.kinds("training"):
         reader.fault(f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold copies of some adapters, "
                      "which would go different ways; use another kind, or expert, pipeline and data parallel ranks")
@@ -240,7 +261,7 @@ def check(raw: Mapping[str, Any]) -> RunConfig:
         ref_forward_micro_batch_size=get("rl_config", "ref_forward_micro_batch_size", micro_batch, low=1),
         actor_forward_micro_batch_size=get("rl_config", "actor_forward_micro_batch_size", micro_batch, low=1),
         epochs=get("rl_config", "epochs", 1, low=1), max_prompt_length=max_prompt, max_model_len=max_model_len,
-        max_num_seqs=get("generate_config", "max_num_seqs", 256, low=1),
+        max_num_seqs=get("generate_config", "max_num_seqs", 256, low=1), rollout_tp=rollout_tp,
         lr=lr, min_lr=min_lr,
         lr_decay_style=style, lr_warmup_steps=int(warmup * train_iters),
         weight_decay=get("actor_config", "weight_decay", 0.01, (float,), low=0),

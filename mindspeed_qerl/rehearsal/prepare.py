@@ -109,7 +109,7 @@ def _adapted(raw: Mapping[str, Any], settings: RehearsalConfig, shape: ModelShap
     rollout.update(max_model_len=longest, max_num_batched_tokens=max(longest, rollout.get("max_num_batched_tokens", 0)),
                    sampling_config={**(rollout.get("sampling_config") or {}), "max_tokens": settings.max_tokens})
     if raw["engine"] == "local":
-        rollout["dtype"] = "float32"
+        rollout.update(dtype="float32", infer_tensor_parallel_size=1)
     config["eval"] = {**config.get("eval", {}), "every": settings.steps, "n_problems": settings.eval_problems}
     run = config.setdefault("run", {})
     run["root"] = str(Path(run.get("root", "runs")) / "rehearsals")
