@@ -164,6 +164,35 @@ def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw)
     assert set(check(raw).ignored_keys) == {"megatron_training.use_flash_attn", "generate_config.gpu_memory_utilization"}
 
 
+@pytest.mark.parametrize("key, value, message", [
+    ("generate_config.infer_tensor_parallel_size", 4, "num_key_value_heads = 2 is no multiple of 4"),
+    ("generate_config.infer_tensor_parallel_size", 4, "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads"),
+    ("rollout_correction", {"method": "token_ti"}, "rollout_correction.method: unknown method 'token_ti', did you mean 'token_tis'?"),
+    ("rollout_correction", {"method": "token_tis", "cap": 0.5}, "rollout_correction.cap = 0.5 must be at least 1"),
+    ("hardware_error", {"rollout": "gausian"}, "hardware_error.rollout: unknown kind 'gausian', did you mean 'gaussian'?"),
+    ("hardware_error", {"evaluation": ["gaussian", "bf16"]}, "hardware_error.evaluation: unknown kind 'bf16'"),
+    ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be between 0 and 1"),
+    ("hardware_error", {"block": 0}, "hardware_error.block = 0 must be at least 1"),
+])
+def test_what_cannot_be_modelled_is_refused(raw, key, value, message):
+    put(raw, key, value)
+    with pytest.raises(ConfigError) as error:
+        check(raw)
+    assert message in str(error.value)
+
+
+def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
+    put(raw, "generate_config.infer_tensor_parallel_size", 2)
+    assert check(raw).rollout_tp == 2
+    put(raw, "hardware_error.rollout", "gaussian")
+    put(raw, "hardware_error.training", "gaussian")
+    put(raw, "actor_config.tensor_model_parallel_size", 2)
+    put(raw, "actor_config.expert_model_parallel_size", 1)
+    with pytest.raises(ConfigError) as error:
+        check(raw)
+    assert "in a single engine only; set it to 1" in str(error.value) and "which would go different ways" in str(error.value)
+
+
 @pytest.mark.parametrize("change, message", [
     ({"model_type": "llama"}, "unknown model_type 'llama'. Known: qwen2"),
     ({"num_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),

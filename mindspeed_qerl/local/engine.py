@@ -6,7 +6,6 @@ prompts -> rollout engine (synced weights, noise on) -> answers and their logpro
 
 import os
 import signal
-import socket
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.grpo import group_advantages
 from mindspeed_qerl.local.rollout import join_movement
 from mindspeed_qerl.local.settings import RunConfig
-from mindspeed_qerl.local.workers import Team, Worker, WorkerError, memory_in_use
+from mindspeed_qerl.local.workers import Team, Worker, WorkerError, free_port, memory_in_use
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
@@ -57,12 +56,6 @@ def last_checkpoint(config: RunConfig) -> int:
 def data_rank(rank: int, layout: Layout) -> int:
     """The data-parallel rank of a rank: megatron-core counts tensor parallel ranks first, pipeline stages last (parallel_state.py)."""
     return rank // layout.tp % layout.dp
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class LocalEngine:
@@ -100,7 +93,7 @@ class LocalEngine:
             self.team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
                             threads["rank"], config=config, rank=rank, rendezvous=f"file://{self.rendezvous}")
             for rank in range(world)]
-        port = _free_port()
+        port = free_port()
         self.rollouts = [
             self.team.start("rollout engine" + (f" {rank}" if rollouts > 1 else ""), "mindspeed_qerl.local.rollout", "RolloutEngine",
                             logs / f"rollout{rank if rollouts > 1 else ''}.log", threads["rollout"], model_dir=config.model_dir,

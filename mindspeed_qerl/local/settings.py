@@ -144,6 +144,8 @@ def _check_rollout_tp(reader: Reader, shape: ModelShape, size: int) -> None:
     widths = {"num_attention_heads": (shape.num_attention_heads, 1), "num_key_value_heads": (shape.num_key_value_heads, 1)}
     if shape.moe:
         widths["moe_intermediate_size"] = (shape.moe_intermediate_size, EXPERT_WIDTH_STEP)
+        if shape.shared_expert_intermediate_size:
+            widths["shared_expert_intermediate_size"] = (shape.shared_expert_intermediate_size, 1)
     else:
         widths["intermediate_size"] = (shape.intermediate_size, 1)
     for name, (width, step) in widths.items():

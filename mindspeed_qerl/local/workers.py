@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -109,6 +110,13 @@ class Team:
         last = _last_line(worker.log_file)
         return WorkerError(f"{worker.name}{pid} died: killed, or out of memory" + (f". Its last words: {last}" if last else "")
                            + f"\nIts log: {worker.log_file}")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _is_running(pid: int) -> bool:

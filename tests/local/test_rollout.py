@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.local.rollout import RolloutEngine, join_movement
 from mindspeed_qerl.local.weights import Checkpoint
+from mindspeed_qerl.local.workers import free_port
 
-from .conftest import FAMILIES
+from .conftest import FAMILIES, make_model
 
 vllm = pytest.importorskip("vllm")
 
@@ -32,8 +34,6 @@ def model_dir(model_dirs, family):
 
 @pytest.fixture(scope="module")
 def engine(model_dir):
-    from mindspeed_qerl.local.rollout import RolloutEngine
-
     os.environ["OMP_NUM_THREADS"] = "2"
     return RolloutEngine(str(model_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
                          aqn=dict(schedule=SCHEDULE, seed=3))
@@ -186,6 +186,40 @@ def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):
     sync(engine, {name: Checkpoint(model_dir).read(name) for name in lora})
     zero = {name: (target, 0 * b, a) for name, (target, b, a) in lora.items()}
     assert all(entry["max_error"] == 0 == entry["moved"] for entry in engine.movement(zero).values())
+
+
+def tensor_parallel_rank(rank, model_dir, port, folder):
+    """One of two engines that share a model, after two syncs, the second of which misses a tensor on this rank."""
+    torch.set_num_threads(1)
+    engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3), tp_rank=rank, tp_size=2, port=port)
+    lora, weights = factors(model_dir, 0)
+    sync(engine, weights)
+    result = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()), "noisy": engine.logprobs(sequences(), STEP),
+              "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0]}
+    lost = "model.layers.1.self_attn.o_proj.weight"
+    sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost)} if rank else weights)
+    torch.save({**result, "after_a_loss": engine.movement(lora)}, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.parametrize("tp_family", [pytest.param("qwen2", marks=pytest.mark.full), "qwen2_moe"])
+def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+
+    model_dir = make_model(tp_family, tmp_path / "model", **({"moe_intermediate_size": 64} if "moe" in tp_family else {}))
+    torch.multiprocessing.spawn(tensor_parallel_rank, (model_dir, free_port(), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    _, weights = factors(model_dir, 0)
+    model = reference_model(model_dir, weights)
+    assert np.abs(np.array(first["logprobs"]) - reference_logprobs(model)).max() < 1e-5
+    NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
+    assert np.abs(np.array(first["noisy"]) - reference_logprobs(model)).max() < 1e-5
+    assert first["answers"] == second["answers"] and first["logprobs"] == second["logprobs"]
+    for target, entry in join_movement([first["movement"], second["movement"]]).items():
+        assert entry["max_error"] <= 2 * entry["resolution"], target
+        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+        assert first["movement"][target]["expected"] < 0.9 * entry["expected"]  # each has a part
+    after = join_movement([first["after_a_loss"], second["after_a_loss"]])
+    assert {target for target, entry in after.items() if entry["max_error"] > 2 * entry["resolution"]} == {"linear_proj"}
 
 
 def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):

@@ -93,9 +93,11 @@ def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     assert {path.name for path in run.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png", "mismatch.png"}
 
 
-def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_path):
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_path, engines):
     """An untrained model never answers right, so the reward here is a verifier that random digits can satisfy: the last number."""
     process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=2", "rl_config.n_samples_per_prompt=64", "aqn=off",
+                    f"generate_config.infer_tensor_parallel_size={engines}",
                     "rl_config.verifier_function=[gsm8k]", "rl_config.epochs=2", "actor_config.lr=1e-2",
                     "rl_config.init_kl_coef=0.01")
     code, output = finish(process)
