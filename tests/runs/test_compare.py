@@ -158,6 +158,13 @@ def test_two_seeds_give_no_verdict(make_run):
     assert verdict.word == "no verdict" and sentence(verdict, 60).endswith("no verdict, 2 seeds in common; it takes 3")
 
 
+def test_only_seeds_that_both_have_are_compared(make_run):
+    comparison = compare(read_all(*(make_run(False, seed) for seed in (1, 2)), *(make_run(True, seed) for seed in (2, 3))))
+    assert [group.seeds for group in comparison.groups] == [[1, 2], [2, 3]] and comparison.verdicts[0].seeds == [2]
+    off, on = (next(run for run in group.runs if run.seed == 2).scores[STEPS] for group in comparison.groups)
+    assert comparison.difference["aqn on"][STEPS].mean == pytest.approx(np.mean(list(on.values())) - np.mean(list(off.values())))
+
+
 def test_the_baseline_can_be_chosen(make_run):
     runs = read_all(*(make_run(aqn, seed) for seed in (1, 2, 3) for aqn in (True, False)))
     assert compare(runs, "on").verdicts[0].baseline == "aqn on"

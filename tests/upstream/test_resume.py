@@ -65,7 +65,7 @@ def test_killed_and_resumed(layout, upstream, tiny, tmp_path):
 
 def test_what_cannot_be_resumed_is_refused(upstream, tiny, tmp_path):
     model, data = tiny("qwen3_moe")
-    config = make_config("qwen3_moe", model, data, tmp_path, changes={"actor_config.load": "base"})
+    config = make_config("qwen3_moe", model, data, tmp_path, **LAYOUTS[0], changes={"actor_config.load": "base"})
     config["run"]["resume"] = str(tmp_path)
     refused = run_engine(config, upstream, tmp_path)
     assert refused.returncode == 2 and "is not a run directory" in refused.stderr
