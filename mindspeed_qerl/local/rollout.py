@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,23 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
 
     return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
                skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True, **more)
+
+
+def name_shared_memory(name: str) -> None:
+    """Let vLLM's CPU engines of one model meet in shared memory of this name. With vLLM's own, which it makes of the address where they meet
+    ("env://", cpu_worker.py), two runs would meet. Call before the engine is built."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    Shared.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}-cpushm")
+
+
+def forget_shared_memory() -> None:
+    """Take the names off the shared memory that this process has mapped and vLLM made, once all engines have it: it lives as long as they do,
+    and nothing is left of it when they are killed."""
+    mapped = {line[line.index("/dev/shm/"):] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    for path in mapped:
+        if "cpushm" in path or path.startswith("/dev/shm/psm_"):
+            Path(path).unlink(missing_ok=True)
 
 
 def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, **sampling: Any) -> list[list[Completion]]:
@@ -121,8 +139,11 @@ class RolloutEngine:
         if tp_size > 1:  # torchrun's variables
             os.environ.update(RANK=str(tp_rank), LOCAL_RANK=str(tp_rank), WORLD_SIZE=str(tp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                               VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+            name_shared_memory(f"qerl{port}")
         self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib, logprobs_mode="processed_logprobs", seed=0,
                               tensor_parallel_size=tp_size, **({"distributed_executor_backend": "external_launcher"} if tp_size > 1 else {}))
+        if tp_size > 1:
+            forget_shared_memory()
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)

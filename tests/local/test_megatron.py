@@ -33,11 +33,13 @@ LAYOUTS = {  # name: (ranks, tensor, pipeline, expert parallel size, sequence pa
     "PP 2": (2, 1, 2, 1, False, 0),
     "TP 2, EP 2": (4, 2, 1, 2, False, 0),
     "TP 2, PP 2, EP 2": (8, 2, 2, 2, False, 2),
+    "TP 2, DP 2": (4, 2, 1, 1, False, 0),
+    "TP 2, PP 2, DP 2": (8, 2, 2, 1, False, 2),
 }
 CASES = [(layout, family) for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.items() for family in FAMILIES
          if (family in MOE) or (ep == 1)
          if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it sequence parallel anyway
-IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2")  # `make test-full`; the others hold what they hold
+IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2", "TP 2, DP 2", "TP 2, PP 2, DP 2")  # `make test-full`; the others hold what they hold
 PARAMETERS = [pytest.param(*case, marks=[pytest.mark.full] if case[0] in IN_FULL else []) for case in CASES]
 RECOMPUTE = {"megatron_training__recompute_granularity": "full", "megatron_training__recompute_method": "block"}
 STEPS, SAVED = 5, 3  # iterations, and the one after which a checkpoint is made

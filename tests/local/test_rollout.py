@@ -199,6 +199,11 @@ def tensor_parallel_rank(rank, model_dir, port, folder):
     lost = "model.layers.1.self_attn.o_proj.weight"
     sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost)} if rank else weights)
     torch.save({**result, "after_a_loss": engine.movement(lora)}, f"{folder}/{rank}.pt")
+    os._exit(0)  # nothing is tidied up, as in a run that is killed
+
+
+def shared_by_vllm():
+    return [name for name in os.listdir("/dev/shm") if "cpushm" in name or name.startswith("psm_")]
 
 
 @pytest.mark.parametrize("tp_family", [pytest.param("qwen2", marks=pytest.mark.full), "qwen2_moe"])
@@ -206,7 +211,9 @@ def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
     from mindspeed_qerl.aqn.injector import NoiseInjector
 
     model_dir = make_model(tp_family, tmp_path / "model", **({"moe_intermediate_size": 64} if "moe" in tp_family else {}))
+    shared = set(shared_by_vllm())
     torch.multiprocessing.spawn(tensor_parallel_rank, (model_dir, free_port(), str(tmp_path)), nprocs=2)
+    assert set(shared_by_vllm()) <= shared
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     _, weights = factors(model_dir, 0)
     model = reference_model(model_dir, weights)
