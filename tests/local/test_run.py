@@ -113,6 +113,7 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_pat
     assert not any(name.startswith("aqn/") for name in rows[0])
 
 
+@pytest.mark.full  # that a killed run goes on bit for bit says the same
 def test_a_run_can_be_repeated(tiny_model, tmp_path):
     """The same config and seed give the same numbers, bit for bit, noise and sampling included; times aside."""
     rows = []
@@ -167,7 +168,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path):
     assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("name", ["rank 1", "rollout engine"])
+@pytest.mark.parametrize("name", ["rank 1", pytest.param("rollout engine", marks=pytest.mark.full)])
 def test_a_killed_process_ends_the_run_with_its_name(tiny_model, tmp_path, name):
     process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
     until(process, "step      2/100000")
@@ -182,7 +183,9 @@ def test_a_killed_process_ends_the_run_with_its_name(tiny_model, tmp_path, name)
     assert run.status()["state"] == "failed" and name in run.status()["reason"]
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("number, code", [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 130, marks=pytest.mark.full),
+    pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full)])
 def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number, code):
     process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
     until(process, "step      1/100000")
