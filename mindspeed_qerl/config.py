@@ -140,7 +140,7 @@ class HardwareError:
     def kinds(self, side: str) -> tuple[str, ...]:
         """Of "rollout", "training" or "evaluation"; () for none."""
         given = getattr(self, side)
-        return () if given in ("none", None) else (given,) if isinstance(given, str) else tuple(given)
+        return () if given in ("none", None) else tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
     def arguments(self, side: str) -> dict[str, Any] | None:
         """For `ForeignArithmetic`; None if this side computes as it is."""
@@ -320,7 +320,7 @@ def check_verifiers(reader: Reader, known: Iterable[str]) -> tuple[tuple[str, fl
 BF16_LEAST_SIGMA = 9e-4  # below it bfloat16 keeps less than half of the noise on weights of 1 (tests/aqn/test_aqn_injector.py)
 
 
-def check_aqn(reader: Reader, train_iters: int, rows: Callable[[], int]) -> AQNConfig:
+def check_aqn(reader: Reader, train_iters: int, rows: Callable[[], int | None]) -> AQNConfig:
     """The section aqn; faults for what cannot be, a warning for stages that bfloat16 cannot hold.
 
     Args:
@@ -330,7 +330,10 @@ def check_aqn(reader: Reader, train_iters: int, rows: Callable[[], int]) -> AQNC
     if aqn.enabled:
         try:
             if aqn.restart_every == "epoch":
-                aqn = replace(aqn, restart_every=math.ceil(rows() / reader.upstream("megatron_training", "global_batch_size", 1, low=1)))
+                count = rows()
+                if not count:
+                    raise ValueError("restart_every = 'epoch' counts the rows of the training data, and these have none: give a number of steps")
+                aqn = replace(aqn, restart_every=math.ceil(count / reader.upstream("megatron_training", "global_batch_size", 1, low=1)))
             schedule = aqn.noise_schedule(train_iters)
             aqn.all_multipliers()
             check_targets(aqn.exclude)
