@@ -63,9 +63,9 @@ def report(outcomes: Sequence[Outcome]) -> int:
 
     table = Table("run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left")
     for outcome in outcomes:
-        last = read_jsonl(outcome.run.eval_file)[-1:] if outcome.run else []
-        table.add_row(outcome.overrides, outcome.result, *(f"{row['accuracy']:.3f} after step {row['step']}" for row in last or []),
-                      *([""] if not last else []), str(outcome.run.path) if outcome.run else "")
+        evaluations = read_jsonl(outcome.run.eval_file) if outcome.run else []
+        accuracy = f"{evaluations[-1]['accuracy']:.3f} after step {evaluations[-1]['step']}" if evaluations else ""
+        table.add_row(outcome.overrides, outcome.result, accuracy, str(outcome.run.path) if outcome.run else "")
     Console().print(table)
     failed = [outcome for outcome in outcomes if outcome.result == "failed"]
     if failed:
