@@ -74,17 +74,26 @@ def load_peft(directory: str | Path) -> Adapters:
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
     more = [key for key in ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save") if config.get(key)]
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
+        more.append(f"init_lora_weights = {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ and the like change the base model
     if config.get("peft_type") != "LORA" or more or config.get("bias", "none") != "none":
         raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more) or config.get('peft_type')}): merge it with PEFT "
                          "(merge_and_unload), and give the merged model")
+    rank, alpha = config["r"], config["lora_alpha"]
+    patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
-        if not found or len(tensor) != config["r"] and found[2] == "A":
-            raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a linear layer with r = {config['r']}: "
+        if not found or tensor.ndim != 2 or tensor.shape["AB".index(found[2])] != rank:
+            raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a linear layer with r = {rank}: "
                              "merge it with PEFT (merge_and_unload), and give the merged model")
+        if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:  # as PEFT's get_pattern_key
+            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): merge it with PEFT (merge_and_unload), and give "
+                             "the merged model")
         pairs.setdefault(found[1], {})[found[2]] = tensor
-    return Adapters({module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, config["r"], config["lora_alpha"], 0)
+    if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
+        raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
+    return Adapters({module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, rank, alpha, 0)
 
 
 def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from mindspeed_qerl.lora import export
 from mindspeed_qerl.lora.checkpoint import Adapters, load_adapters
-from mindspeed_qerl.lora.export import save_merged, save_peft
+from mindspeed_qerl.lora.export import load_peft, save_merged, save_peft
 
 ROOT = Path(__file__).parents[2]
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, EXPERTS, R, ALPHA = 24, 20, 12, 28, 8, 2, 6
@@ -118,7 +118,7 @@ def assert_same(found, expected):
     for module, pair in expected.weights.items():
         for tensor, other in zip(found.weights[module], pair, strict=True):
             assert tensor.dtype == other.dtype and torch.equal(tensor, other), module
-    assert (found.rank, found.alpha, found.iteration) == (R, ALPHA, 3)
+    assert (found.rank, found.alpha, found.iteration) == (expected.rank, expected.alpha, expected.iteration)
 
 
 @pytest.mark.parametrize(("family", "tp", "stages", "ep"), [
@@ -305,6 +305,63 @@ def test_peft_and_the_merged_model_agree(tmp_path, base_model, family):
         assert (merged - plain).abs().max() > 1
         torch.testing.assert_close(adapted, merged, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(wrapped.merge_and_unload()(tokens).logits, merged, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_peft_adapter_comes_back(tmp_path, base_model, family):
+    adapters = make_adapters(family, 2, torch.bfloat16)
+    save_peft(adapters, base_model(family), tmp_path / "adapter")
+    assert_same(load_peft(tmp_path / "adapter"), Adapters(adapters.weights, R, ALPHA, 0))
+
+
+def peft_adapter(folder, base, **settings):
+    """An adapter of PEFT's own making, B not zero; the model that it is on."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=["q_proj", "down_proj"], **settings)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_an_adapter_of_peft_is_merged_as_peft_does(tmp_path, base_model):
+    base, transformers = base_model("qwen3"), pytest.importorskip("transformers")
+    model, tokens = peft_adapter(tmp_path / "adapter", base), torch.arange(1, 17).view(1, 16)
+    save_merged(load_peft(tmp_path / "adapter"), base, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad(), model.disable_adapter():
+        assert (model(tokens).logits - merged(tokens).logits).abs().max() > 0.1
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"use_dora": True}, "use_dora"), ({"use_rslora": True}, "use_rslora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"), ({"lora_bias": True}, "lora_B.bias .* is not the A"),
+    ({"alpha_pattern": {"down_proj": 1}}, r"down_proj has an r or alpha of its own \(down_proj\)"),
+    ({"rank_pattern": {r"layers\.1\..*q_proj": 1}}, r"q_proj\.lora_[AB]\.weight \[.*\] is not the A .* r = 2")])
+@pytest.mark.filterwarnings("ignore:.lora_bias=True", "ignore:Adapter .default.. 4 LoRA tensor")
+def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path, base_model, settings, message):
+    peft_adapter(tmp_path / "adapter", base_model("qwen3"), **settings)
+    with pytest.raises(ValueError, match=f"{message}.*merge it with PEFT"):
+        load_peft(tmp_path / "adapter")
+
+
+def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
+    with pytest.raises(ValueError, match="is no PEFT adapter in safetensors: .*adapter_config.json"):
+        load_peft(tmp_path)
+    save_peft(make_adapters("qwen3", 2), base_model("qwen3"), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    export.save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name}, file)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj has an A or a B and not the other"):
+        load_peft(tmp_path / "adapter")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is no PEFT adapter in safetensors"):
+        load_peft(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
