@@ -9,7 +9,7 @@ from typing import IO, Any
 from mindspeed_qerl.locks import hold
 
 PREFIX = "qerl_ray_"
-_ours: dict[Path, IO] = {}  # the temporary directory of this process's Ray, and its lock
+_ours: dict[Path, tuple[IO, list]] = {}  # the temporary directory of this process's Ray: its lock, and the processes that there were before
 
 
 def start(**options: Any) -> Path:
@@ -21,6 +21,7 @@ def start(**options: Any) -> Path:
     Returns:
         its temporary directory, which `stop` removes, or, if this process is killed, the next `start` on this machine.
     """
+    import psutil
     import ray
     from ray._private import ray_constants
 
@@ -36,7 +37,7 @@ def start(**options: Any) -> Path:
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
-    _ours[directory] = lock
+    _ours[directory] = lock, psutil.Process().children(recursive=True)
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory), **options)
     return directory
 
@@ -46,11 +47,11 @@ def stop() -> None:
     import psutil
     import ray
 
-    processes = psutil.Process().children(recursive=True) if _ours else []
+    children = psutil.Process().children(recursive=True) if _ours else []
     ray.shutdown()
-    psutil.wait_procs(processes, timeout=10)
     while _ours:
-        directory, lock = _ours.popitem()
+        directory, (lock, others) = _ours.popitem()
+        psutil.wait_procs([child for child in children if child not in others], timeout=10)
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()
 

@@ -35,6 +35,7 @@ def test_nothing_is_left_in_the_temporary_directory():
     assert not directory.exists()
 
 
+@pytest.mark.full  # Ray's processes take half a minute to notice
 def test_what_a_killed_process_left_goes_with_the_next_start(started):
     child = subprocess.Popen([sys.executable, "-c", "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

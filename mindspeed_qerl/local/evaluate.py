@@ -67,10 +67,12 @@ def of_run(path: str, **given: Any) -> Evaluation:
     sections = {name: config.get(name) or {} for name in ("megatron_training", "rl_config", "generate_config", "gsm8k", "eval")}
     sampling = sections["generate_config"].get("sampling_config") or {}
     verifiers = sections["rl_config"].get("verifier_function") or ["gsm8k"]
+    n, temperature = sections["eval"].get("samples_per_problem", 4), sections["eval"].get("temperature", 1.0)
+    samples = {"samples": n, "temperature": temperature} if temperature else {"samples": 0}
     values = dict(
         model=sections["megatron_training"]["tokenizer_name_or_path"], data=sections["gsm8k"]["test_file"], run=str(path),
         prompt=sections["gsm8k"].get("prompt", "chat"), verifier=next((name for name in verifiers if name in VERIFIERS), "gsm8k"),
-        problems=sections["eval"].get("n_problems"), max_tokens=sampling.get("max_tokens", 128),
+        problems=sections["eval"].get("n_problems"), **samples, max_tokens=sampling.get("max_tokens", 128),
         max_prompt_length=sections["rl_config"].get("max_prompt_length", 512), max_num_seqs=sections["generate_config"].get("max_num_seqs", 256),
         dtype=sections["generate_config"].get("dtype", "bfloat16"), seed=run.status()["seed"])
     return Evaluation(**values | given)

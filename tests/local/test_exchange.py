@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_qerl.local import exchange
+
+from .conftest import run_ranks
 
 RANKS = 4
 SPLITS = [[3, 0, 5, 1], [0, 0, 0, 2], [4, 4, 4, 4], [0, 0, 0, 0]]  # rows from each rank to each
@@ -57,4 +58,4 @@ def rank_of(rank, rendezvous):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_arrives_is_what_gloo_brings(tmp_path):
-    mp.spawn(rank_of, (str(tmp_path / "rendezvous"),), nprocs=RANKS)
+    run_ranks(rank_of, RANKS, str(tmp_path / "rendezvous"))

@@ -6,14 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from mindspeed_qerl.config import HardwareError
 from mindspeed_qerl.local import rollout
 from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.foreign_arithmetic import ForeignArithmetic, silu_of_table
 
-from .conftest import FAMILIES
+from .conftest import FAMILIES, run_ranks
 from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs
 
 
@@ -160,7 +159,7 @@ def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs
     """So no layer of Megatron's is passed by; and a rank whose config says so trains on it, and leaves it after."""
     batch = random_batch()
     config = replace(layout_config(ONE, model_dirs[family], data_dir), hardware_error=HardwareError(training="gaussian"))
-    mp.spawn(megatron_rank, (config, batch, str(tmp_path)), nprocs=1)
+    run_ranks(megatron_rank, 1, config, batch, str(tmp_path))
     found, products, after = torch.load(tmp_path / "found.pt", weights_only=False)
     clean = transformers_logprobs(model_dirs[family], batch)
     for arithmetic, logprobs in zip(ARITHMETICS, found):

@@ -20,7 +20,7 @@ from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.local.weights import COLUMN, GATED, ROW, Checkpoint, check_tensors, mappings, merge_qkv, split_qkv
 from mindspeed_qerl.lora.export import save_merged, save_peft
 
-from .conftest import FAMILIES, make_model, raw_config
+from .conftest import FAMILIES, make_model, raw_config, run_ranks
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
 ONE = "one rank"
@@ -139,7 +139,7 @@ def results(model_dirs, data_dir, tmp_path_factory):
             ranks, folder = LAYOUTS[layout][0], tmp_path_factory.mktemp("ranks")
             families = [f for name, f in CASES if name == layout]
             configs = {f: layout_config(layout, model_dirs[f], data_dir) for f in families}
-            mp.spawn(train_rank, (configs, str(folder)), nprocs=ranks)
+            run_ranks(train_rank, ranks, configs, str(folder))
             for f in families:
                 made[layout, f] = [torch.load(folder / f"{f}{rank}.pt", weights_only=False) | {"saved": folder / f"{f}_saved"}
                                    for rank in range(ranks)]
@@ -244,7 +244,7 @@ def test_ranks_train_like_one(results, layout, family):
 def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data_dir, tmp_path, before, after, family):
     unbroken, ranks = results(before, family), LAYOUTS[after][0]
     config = layout_config(after, model_dirs[family], data_dir)
-    mp.spawn(resume_rank, (config, str(unbroken[0]["saved"]), str(tmp_path)), nprocs=ranks)
+    run_ranks(resume_rank, ranks, config, str(unbroken[0]["saved"]), str(tmp_path))
     resumed = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     keys = ("loss/policy", "loss/kl", "loss/total", "grad_norm", "lr", "mismatch/k3")
     exactly = 0 if before == after else 1e-4
@@ -336,7 +336,7 @@ def test_uneven_pipeline_stages(data_dir, tmp_path):
     model_dir = make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=3)
     config = check(raw_config(model_dir, data_dir, rl_config__actor_resource__num_npus=2, actor_config__pipeline_model_parallel_size=2,
                               actor_config__expert_model_parallel_size=1, megatron_training__num_layer_list="1,2"))
-    mp.spawn(load_rank, (config, str(tmp_path)), nprocs=2)
+    run_ranks(load_rank, 2, config, str(tmp_path))
     (first, _), (second, logprobs) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     batch = random_batch()
     assert (first, second) == (1, 2)
@@ -395,7 +395,7 @@ def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
     change_config(directory, **config)
     asked = check(raw_config(directory, data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1))
     with pytest.raises(mp.ProcessRaisedException, match=message):
-        mp.spawn(load_rank, (asked, str(tmp_path)), nprocs=1)
+        run_ranks(load_rank, 1, asked, str(tmp_path))
 
 
 def test_missing_weights_are_named(tmp_path):

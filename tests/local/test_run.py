@@ -93,9 +93,9 @@ def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     assert {path.name for path in run.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png", "mismatch.png"}
 
 
-@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_path, engines):
-    """An untrained model never answers right, so the reward here is a verifier that random digits can satisfy: the last number."""
+@pytest.mark.full
+@pytest.mark.parametrize("engines", [1, 2])
+def test_large_steps_reach_every_rollout_engine(tiny_model, tmp_path, engines):
     process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=2", "rl_config.n_samples_per_prompt=64", "aqn=off",
                     f"generate_config.infer_tensor_parallel_size={engines}",
                     "rl_config.verifier_function=[gsm8k]", "rl_config.epochs=2", "actor_config.lr=1e-2",
@@ -103,14 +103,17 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(tiny_model, tmp_pat
     code, output = finish(process)
     assert code == 0, output
     run = only_run(tmp_path / "runs")
-    facts = run.facts()
+    assert_adapters_reached_the_rollout(run.facts())
+    rows = assert_metrics_are_whole(run, 2)
+    assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9
+    assert not any(name.startswith("aqn/") for name in rows[0])
+
+
+def assert_adapters_reached_the_rollout(facts):
     assert {target: count["modules"] for target, count in facts["lora"].items()} == {
         "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 16, "linear_fc2": 16}
     for entry in facts["lora_movement"].values():
         assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-3) and entry["max_error"] <= 2 * entry["resolution"]
-    rows = assert_metrics_are_whole(run, 2)
-    assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9
-    assert not any(name.startswith("aqn/") for name in rows[0])
 
 
 @pytest.mark.full  # that a killed run goes on bit for bit says the same
@@ -134,68 +137,101 @@ def recorded(run):
             for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file) for row in read_jsonl(file)]
 
 
-SAVING = ("megatron_training.train_iters=6", "megatron_training.save_interval=2", "aqn.num_stages=2", "rl_config.verifier_function=[gsm8k]",
-          "rl_config.n_samples_per_prompt=32", "eval.n_problems=4", "eval.every=3", "actor_config.lr=1e-3")
+# An untrained model never answers right, so the reward here is a verifier that random digits can satisfy: the last number.
+SAVING = ("megatron_training.train_iters=9", "megatron_training.save_interval=3", "aqn.num_stages=2", "rl_config.verifier_function=[gsm8k]",
+          "rl_config.n_samples_per_prompt=32", "rl_config.init_kl_coef=0.01", "eval.n_problems=4", "eval.every=3", "eval.temperature=0",
+          "eval.samples_per_problem=1", "actor_config.lr=1e-3")
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path):
-    """Another learning rate is refused by name, a damaged checkpoint by file; then run.resume=auto ends as a run that nobody killed."""
-    code, output = finish(start(tiny_model, tmp_path / "unbroken", *SAVING))
+@pytest.fixture(scope="module")
+def unbroken(tiny_model, tmp_path_factory):
+    """A run that nobody killed."""
+    runs = tmp_path_factory.mktemp("unbroken")
+    code, output = finish(start(tiny_model, runs, *SAVING))
     assert code == 0, output
-    unbroken = only_run(tmp_path / "unbroken")
-    assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000004", "iter_0000006"]
-    process = start(tiny_model, tmp_path / "killed", *SAVING)
-    until(process, "step 3/6")
-    children = descendants(process)
-    process.send_signal(signal.SIGKILL)
-    finish(process)
-    assert_gone(children)
-    killed = only_run(tmp_path / "killed")
+    return only_run(runs)
 
-    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, f"run.resume={killed.path}", "actor_config.lr=2e-3"))
+
+def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
+    """The answers of the last checkpoint, its adapters merged into the model, are those of the run's own last evaluation."""
+    assert_adapters_reached_the_rollout(unbroken.facts())
+    rows = assert_metrics_are_whole(unbroken, 9)
+    assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9 < rows[-1]["mismatch/k3"]
+    assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000006", "iter_0000009"]
+
+    done = subprocess.run([sys.executable, "tools/evaluate_gsm8k.py", "--run", unbroken.path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = ([row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step] for step in (0, 9))
+    assert read_jsonl(unbroken.path / "evaluations/step9/answers.jsonl") == after
+    assert [row["responses"] for row in before] != [row["responses"] for row in after]
+
+
+@pytest.mark.parametrize("victim", ["rank 1", pytest.param("rollout engine", marks=pytest.mark.full), pytest.param(None, marks=pytest.mark.full)])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, tmp_path, victim):
+    """A process that dies ends the run with its name; another learning rate is refused by name, a damaged checkpoint by file; then
+    run.resume=auto ends as the run that nobody killed. Victim None: the whole run, with no time to say anything."""
+    process = start(tiny_model, tmp_path / "runs", *SAVING)
+    until(process, "step 4/9")
+    killed, children = only_run(tmp_path / "runs"), descendants(process)
+    pid = killed.facts()["processes"][victim] if victim else process.pid
+    os.kill(pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert_gone(children)
+    if victim:
+        assert code == 1 and f"error: {victim} (pid {pid}) died" in output and "Traceback" not in output
+        assert killed.status()["state"] == "failed" and victim in killed.status()["reason"]
+    else:
+        assert code == -signal.SIGKILL and killed.status()["state"] == "running"
+    assert_metrics_are_whole(killed, 4)
+
+    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={killed.path}", "actor_config.lr=2e-3"))
     assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
-    shard = next((killed.checkpoints_dir / "iter_0000002").glob("*.safetensors"))
+    shard = next((killed.checkpoints_dir / "iter_0000003").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, f"run.resume={killed.path}"))
+    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={killed.path}"))
     assert code == 2 and f"{shard.name} has {len(content) - 1:,} bytes and had {len(content):,}" in output and "Traceback" not in output
     shard.write_bytes(content)
 
-    code, output = finish(start(tiny_model, tmp_path / "killed", *SAVING, "run.resume=auto"))
-    assert code == 0 and f"goes on with {killed.path}" in output and "Goes on after step 2" in output
+    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
+    assert code == 0 and f"goes on with {killed.path}" in output and "Goes on after step 3" in output
     assert recorded(killed) == recorded(unbroken)
-    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] == [3]
+    assert read_jsonl(killed.path / "discarded" / "metrics.jsonl")[0]["step"] == 4
     assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("name", ["rank 1", pytest.param("rollout engine", marks=pytest.mark.full)])
-def test_a_killed_process_ends_the_run_with_its_name(tiny_model, tmp_path, name):
-    process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
-    until(process, "step      2/100000")
-    run, children = only_run(tmp_path / "runs"), descendants(process)
-    pid = run.facts()["processes"][name]
-    os.kill(pid, signal.SIGKILL)
-    code, output = finish(process)
-    assert code == 1
-    assert f"error: {name} (pid {pid}) died" in output and "Traceback" not in output
+@pytest.mark.full
+def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_path):
+    """Four runs, killed in the middle of the second one: the first is not run again, the second goes on as if nothing had happened."""
+    sweep = [*SAVING, "aqn=off,qerl", "seed=1,2", "--multirun"]
+    code, output = finish(start(tiny_model, tmp_path / "unbroken", *sweep), timeout=300)
+    assert code == 0, output
+    process = start(tiny_model, tmp_path / "killed", *sweep)
+    until(process, "step 9/9")
+    until(process, "step 4/9")
+    children = descendants(process)
+    process.kill()
+    finish(process)
     assert_gone(children)
-    assert_metrics_are_whole(run, 2)
-    assert run.status()["state"] == "failed" and name in run.status()["reason"]
+    code, output = finish(start(tiny_model, tmp_path / "killed", *sweep), timeout=300)
+    assert code == 0 and output.count("finished before, in") == 1 and output.count("Goes on after step 3") == 1, output
+    unbroken, killed = ([RunDirectory.open(path.parent) for path in sorted((tmp_path / name).glob("*/*/status.json"))] for name in
+                        ("unbroken", "killed"))
+    assert [run.status()["state"] for run in killed] == ["finished"] * 4
+    assert [recorded(run) for run in killed] == [recorded(run) for run in unbroken]
 
 
-@pytest.mark.parametrize("number, code", [
-    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 130, marks=pytest.mark.full),
-    pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full)])
-def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number, code):
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
     process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4", "eval.every=100000")
     until(process, "step      1/100000")
     children = descendants(process)
     process.send_signal(number)
-    assert finish(process)[0] == code
+    assert finish(process)[0] == 130
     assert_gone(children)
     run = only_run(tmp_path / "runs")
     assert_metrics_are_whole(run, 1)
-    assert run.status()["state"] == ("running" if number == signal.SIGKILL else "failed")
+    assert run.status()["state"] == "failed"
 
 
 def test_noise_that_matches_nothing_stops_the_run(tiny_model, tmp_path):

@@ -1,0 +1,130 @@
+"""The evaluation tool: greedy answers against transformers with PEFT, its numbers against its own answers counted anew, what it refuses.
+
+That a run's checkpoint gives the answers that the run gave is in test_run.py.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.gsm8k.verifier import get_verifier
+from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+from .conftest import raw_config
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "evaluate_gsm8k.py"
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(directory, Recipe(steps=0, train_problems=4, test_problems=8))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def peft_model(tiny_model, tmp_path_factory):
+    """(folder of an adapter that PEFT wrote, the model that it is on)."""
+    import peft
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+                                peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return folder, model.eval()
+
+
+def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny_model, peft_model, tmp_path):
+    import torch
+    import transformers
+
+    folder, model = peft_model
+    done = subprocess.run([sys.executable, TOOL, "--model", tiny_model, "--adapter", folder, "--data", tiny_model / "data/test_chat.parquet",
+                           "--output", tmp_path / "out", "--samples", "3", "--dtype", "float32", "--prompt", "plain", "--max-tokens", "12",
+                           "--verifier", "gsm8k", "--kv-cache-gib", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    greedy, sampled = read_jsonl(tmp_path / "out/greedy.jsonl"), read_jsonl(tmp_path / "out/answers.jsonl")
+    assert len(greedy) == len(sampled) == 8
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    for row in greedy:
+        prompt = tokenizer(f"{row['question']}\n", return_tensors="pt").input_ids
+        with torch.no_grad():
+            tokens = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, prompt.shape[1]:]
+        assert row["responses"] == [tokenizer.decode(tokens, skip_special_tokens=True)]
+
+    numbers = json.loads((tmp_path / "out/summary.json").read_text())["sampled"]
+    verify = get_verifier("gsm8k")
+    scores = [[verify([text], [row["answer"]])[0] for text in row["responses"]] for row in sampled]
+    assert all(len(row) == 3 for row in scores) and len({text for row in sampled for text in row["responses"]}) > 8
+    assert numbers["accuracy"] == pytest.approx(sum(map(sum, scores)) / 24)
+    assert numbers["pass@3"] == pytest.approx(sum(map(max, scores)) / 8)
+    assert numbers["truncated_fraction"] == pytest.approx(sum(sum(row["truncated"]) for row in sampled) / 24)
+    assert f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}" in done.stdout and "maj@k" in done.stdout
+
+
+@pytest.fixture
+def run_without_checkpoint(tiny_model, data_dir, tmp_path):
+    return RunDirectory.create(tmp_path / "runs", "a_run", config=raw_config(tiny_model, data_dir), command=["cli"], seed=7, data_files={})
+
+
+def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_checkpoint):
+    found = of_run(run_without_checkpoint.path, step=0)
+    assert found == Evaluation(model=str(tiny_model), data=f"{data_dir}/test_chat.parquet", run=str(run_without_checkpoint.path), step=0, seed=7,
+                               prompt="plain", verifier="gsm8k_strict", samples=4, temperature=1.0, max_tokens=24, max_prompt_length=96,
+                               max_num_seqs=256, dtype="float32")
+    assert of_run(run_without_checkpoint.path, step=0, samples=2, verifier="gsm8k", dtype="bfloat16") == replace(
+        found, samples=2, verifier="gsm8k", dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)"):
+        of_run(run_without_checkpoint.path)
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact': known verifiers are gsm8k"),
+    ({"data": "no.parquet"}, OSError, "no.parquet"),
+    ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set gsm8k.prompt=plain"),
+    ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
+    ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
+    ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError, "in one process only: leave out --tensor-parallel-size"),
+])
+def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, given, error, message):
+    what = {"model": str(tiny_model), "data": f"{tiny_model}/data/test_chat.parquet", "prompt": "plain"} | given
+    with pytest.raises(error, match=message):
+        evaluate(Evaluation(**what), tmp_path / "out", print)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_is_written_once(tiny_model, tmp_path):
+    with pytest.raises(FileExistsError, match="an evaluation is written once. Choose another name, or remove it"):
+        evaluate(Evaluation(str(tiny_model), "data"), tmp_path, print)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model", "m"], "give --run, or --model, --data and --output"),
+    (["--run", "r", "--adapter", "a"], "its adapters are its own"),
+    (["--model", "m", "--data", "d", "--output", "o", "--step", "3"], "--name and --step go with --run"),
+    (["--run", "r", "--hardware-error", "rust"], "invalid choice: 'rust'")])
+def test_wrong_arguments(arguments, message):
+    done = subprocess.run([sys.executable, TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    done = subprocess.run([sys.executable, TOOL, "--run", tmp_path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
