@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mindspeed_qerl.local.evaluate import evaluate, of_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -159,8 +160,7 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9 < rows[-1]["mismatch/k3"]
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000006", "iter_0000009"]
 
-    done = subprocess.run([sys.executable, "tools/evaluate_gsm8k.py", "--run", unbroken.path], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step9", print)
     before, after = ([row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step] for step in (0, 9))
     assert read_jsonl(unbroken.path / "evaluations/step9/answers.jsonl") == after
     assert [row["responses"] for row in before] != [row["responses"] for row in after]
@@ -234,6 +234,7 @@ def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
     assert run.status()["state"] == "failed"
 
 
+@pytest.mark.full  # that the injector refuses it is in tests/aqn; here the way of its words to the user
 def test_noise_that_matches_nothing_stops_the_run(tiny_model, tmp_path):
     code, output = finish(start(tiny_model, tmp_path / "runs", "aqn.targets=['*.no_such_norm']"))
     assert code == 1
