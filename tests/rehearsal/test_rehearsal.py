@@ -128,7 +128,7 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
     command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", *FEW,
                f"rl_config.actor_resource.num_npus={2 * stages}", "actor_config.tensor_model_parallel_size=2",
                f"actor_config.pipeline_model_parallel_size={stages}", "generate_config.infer_tensor_parallel_size=2",
-               "megatron_training.global_batch_size=16", "rl_config.mini_batch_size=8", "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
+               "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2", "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
@@ -136,7 +136,7 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
     assert text in done.stdout
     for line in (f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 of 128 experts, "
                  f"{2 // stages} layers here ({48 // stages} there).",
-                 "16 prompts x 8 answers a step, 128 on each of 1 data-parallel ranks in micro-batches of 4, 2 update(s) a step; 2 steps.",
+                 "4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 update(s) a step; 2 steps.",
                  "Every LoRA target reached the rollout engine: ", "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
                  "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
         assert line in text, text
