@@ -134,9 +134,13 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
     text = (run / "rehearsal.md").read_text()
     assert text in done.stdout
-    for line in (f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 of 128 experts, "
-                 f"{2 // stages} layers here ({48 // stages} there).",
+    layers = f"{2 // stages} layers here ({48 // stages} there)"
+    for line in (f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 of 128 experts, {layers}.",
                  "4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 update(s) a step; 2 steps.",
                  "Every LoRA target reached the rollout engine: ", "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
                  "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
         assert line in text, text
+    facts = json.loads((run / "facts.json").read_text())
+    assert {target: count["modules"] for target, count in facts["lora"].items()} == {
+        "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 256, "linear_fc2": 256}
+    assert facts["peak_memory_gib"] > 1
