@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,8 +169,8 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
 
 @pytest.mark.parametrize("victim", ["rank 1", pytest.param("rollout engine", marks=pytest.mark.full), pytest.param(None, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, tmp_path, victim):
-    """A process that dies ends the run with its name; another learning rate is refused by name, a damaged checkpoint by file; then
-    run.resume=auto ends as the run that nobody killed. Victim None: the whole run, with no time to say anything."""
+    """A process that dies ends the run with its name; run.resume=auto then ends as the run that nobody killed. Victim None: the whole run, with
+    no time to say anything."""
     process = start(tiny_model, tmp_path / "runs", *SAVING)
     until(process, "step 4/9")
     killed, children = only_run(tmp_path / "runs"), descendants(process)
@@ -184,15 +185,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
         assert code == -signal.SIGKILL and killed.status()["state"] == "running"
     assert_metrics_are_whole(killed, 4)
 
-    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={killed.path}", "actor_config.lr=2e-3"))
-    assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
-    shard = next((killed.checkpoints_dir / "iter_0000003").glob("*.safetensors"))
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1])
-    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={killed.path}"))
-    assert code == 2 and f"{shard.name} has {len(content) - 1:,} bytes and had {len(content):,}" in output and "Traceback" not in output
-    shard.write_bytes(content)
-
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
     assert code == 0 and f"goes on with {killed.path}" in output and "Goes on after step 3" in output
     assert recorded(killed) == recorded(unbroken)
@@ -201,9 +193,25 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
 
 
 @pytest.mark.full
+def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
+    """Another learning rate by name, a damaged checkpoint by file."""
+    stopped = tmp_path / "runs" / unbroken.path.name
+    shutil.copytree(unbroken.path, stopped)
+    RunDirectory.open(stopped).fail("killed")
+    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}", "actor_config.lr=2e-3"))
+    assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
+    shard = next((stopped / "checkpoints" / "iter_0000009").glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}"))
+    assert code == 2 and f"{shard.name} has {len(content) - 1:,} bytes and had {len(content):,}" in output and "Traceback" not in output
+
+
+@pytest.mark.full
 def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_path):
-    """Four runs, killed in the middle of the second one: the first is not run again, the second goes on as if nothing had happened."""
-    sweep = [*SAVING, "aqn=off,qerl", "seed=1,2", "--multirun"]
+    """Four runs, killed in the middle of the second one: the first is not run again, the second goes on as if nothing had happened, with
+    errors of other hardware as they would have been drawn."""
+    sweep = [*SAVING, "aqn=off,qerl", "seed=1,2", "hardware_error.training=gaussian", "hardware_error.rollout=gaussian", "--multirun"]
     code, output = finish(start(tiny_model, tmp_path / "unbroken", *sweep), timeout=300)
     assert code == 0, output
     process = start(tiny_model, tmp_path / "killed", *sweep)
