@@ -192,7 +192,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
 
 
-@pytest.mark.full
 def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
     """Another learning rate by name, a damaged checkpoint by file."""
     stopped = tmp_path / "runs" / unbroken.path.name
