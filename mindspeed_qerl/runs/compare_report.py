@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_qerl.runs.compare import Comparison, Verdict
+from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
 from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, stack
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
 
@@ -27,22 +28,27 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     return files
 
 
-def sentence(verdict: Verdict, questions: int) -> str:
+def sentence(verdict: Verdict, questions: int, step: int) -> str:
     """A verdict in words."""
-    over = f"{len(verdict.seeds)} seed{'s' * (len(verdict.seeds) != 1)} in common"
+    over = _count(len(verdict.seeds), "seed") + " in common"
     if verdict.word == "no verdict":
         return f"**{verdict.group}** beside {verdict.baseline}: no verdict, {over}; it takes {LEAST_SEEDS}"
     difference = verdict.difference
-    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}**, {_signed(difference)}, p = {difference.p:.2g}, {over}, "
-            f"{questions} questions")
+    limit = "" if verdict.limit == SIGNIFICANCE else f" (below {verdict.limit:.2g} counts: {round(SIGNIFICANCE / verdict.limit)} groups share the 5 %)"
+    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, {_signed(difference)}, "
+            f"p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
     if verdict.word != "not distinguishable":
         return text
     if difference.mean == 0:
         return f"{text}. There is no difference at all"
     if verdict.seeds_needed is None:
-        return f"{text}. To tell a difference of this size from none takes more questions, whatever the number of seeds"
+        return f"{text}. To tell a difference of this size from none takes more questions, or thousands of seeds"
     more = max(verdict.seeds_needed - len(verdict.seeds), 1)
-    return f"{text}. To tell a difference of this size from none with a power of 80 % would take about {more} more seeds"
+    return f"{text}. To tell a difference of this size from none with a power of 80 % would take about {_count(more, 'more seed')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -50,7 +56,7 @@ def to_markdown(comparison: Comparison) -> str:
     first, last = comparison.steps[0], comparison.steps[-1]
     lines = ["# Comparison", "", "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions (of the "
              + "training reward: over seeds).", "", "## Verdict", ""]
-    lines += [f"- {sentence(verdict, len(comparison.questions))}" for verdict in comparison.verdicts] or [
+    lines += [f"- {sentence(verdict, len(comparison.questions), last)}" for verdict in comparison.verdicts] or [
         "- one group only: nothing to compare it with"]
     rows = [[group.name, ", ".join(map(str, group.seeds)), *(_interval(comparison.accuracy[group.name][step]) for step in dict.fromkeys((first, last)))]
             for group in comparison.groups]
@@ -74,7 +80,7 @@ def to_markdown(comparison: Comparison) -> str:
         shown = [step for step in comparison.steps if step in shared] or shared[-1:]
         lines += ["", "## Training reward by step", "", *_table(["step", *names], [
             [str(step), *(_interval(comparison.reward[name][step]) for name in names)] for step in shown])]
-    return "\n".join(lines) + "\n"
+    return re.sub(r"(?<!\*)\*(?!\*)", r"\\*", "\n".join(lines)) + "\n"  # a pattern's star in a name is no emphasis
 
 
 def draw(comparison: Comparison, file: Path) -> None:
@@ -90,7 +96,7 @@ def draw(comparison: Comparison, file: Path) -> None:
             values = list(by_step.values())
             axes.errorbar([step + offset * (i - (len(estimates) - 1) / 2) for step in by_step], [value.mean for value in values],
                           yerr=[[value.mean - value.low for value in values], [value.high - value.mean for value in values]],
-                          capsize=3, elinewidth=1.2, markersize=4, label=name, **style[name])
+                          capsize=3, elinewidth=1.2, markersize=4, label=name.replace("$", r"\$"), **style[name])
         axes.legend()
 
     def accuracy(axes: Axes) -> None:
@@ -105,7 +111,7 @@ def draw(comparison: Comparison, file: Path) -> None:
     def reward(axes: Axes) -> None:
         for name, by_step in comparison.reward.items():
             values = list(by_step.values())
-            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"], label=name)
+            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"], label=name.replace("$", r"\$"))
             axes.fill_between(list(by_step), [value.low for value in values], [value.high for value in values],
                               color=style[name]["color"], alpha=0.15, linewidth=0)
         limits = [value.mean for by_step in comparison.reward.values() for value in by_step.values()]

@@ -61,16 +61,17 @@ def _half_width(p: float, of_seeds: float, seeds: int, of_questions: float, ques
     return math.sqrt(sum(squares))
 
 
-def seeds_needed(seen: Estimate) -> int | None:
-    """How many seeds would show a difference as large as the one seen with a power of 80%, if seeds and questions vary as they were seen to.
+def seeds_needed(seen: Estimate, limit: float = 0.05) -> int | None:
+    """How many seeds would show a difference as large as the one seen, p below `limit`, with a power of 80%, if seeds and questions vary as they
+    were seen to.
 
     None if no number of seeds would, since the questions are too few, or more than `MOST_SEEDS`.
     """
     for count in range(LEAST_SEEDS, MOST_SEEDS + 1):
         of_seeds = seen.of_seeds * seen.seeds / count
-        shown, powerful = (_half_width(p, of_seeds, count, seen.of_questions, MANY) for p in (0.05, 2 * (1 - POWER)))
+        shown, powerful = (_half_width(p, of_seeds, count, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
         if shown + powerful <= abs(seen.mean):
             return count
-        if count == LEAST_SEEDS and sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (0.05, 2 * (1 - POWER))) > abs(seen.mean):
+        if count == LEAST_SEEDS and sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER))) > abs(seen.mean):
             return None
     return None

@@ -1,6 +1,8 @@
 """compare_runs on made-up runs: what is grouped, what is left out, and how often it sees what is there and what is not."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,7 @@ def test_accuracy_is_the_mean_over_seeds_and_questions(make_run):
 @pytest.mark.parametrize("change, reason", [
     (dict(finished=False), "it is not finished: running after step 20 of 20"),
     (dict(last=15), "its last step, 20, was not evaluated"),
+    (dict(noise=noise_rows()[:3]), "metrics.jsonl has 3 of 20 steps"),
     (dict(noise=[{}] * STEPS), "step 1 logged no sigma, its config's schedule says 0"),
     (dict(noise=noise_rows(**{"aqn/layers": 0})), "the noise of step 3 reached no norm"),
     (dict(noise=noise_rows(**{"aqn/sigma": 0.01})), "step 1 logged sigma 0.01, its config's schedule says 0"),
@@ -155,7 +158,7 @@ def test_a_schedule_that_restarts_and_multipliers_are_checked_as_what_they_are()
 def test_two_seeds_give_no_verdict(make_run):
     comparison = compare(read_all(*(make_run(aqn, seed) for seed in (1, 2) for aqn in (True, False))))
     (verdict,) = comparison.verdicts
-    assert verdict.word == "no verdict" and sentence(verdict, 60).endswith("no verdict, 2 seeds in common; it takes 3")
+    assert verdict.word == "no verdict" and sentence(verdict, 60, STEPS).endswith("no verdict, 2 seeds in common; it takes 3")
 
 
 def test_only_seeds_that_both_have_are_compared(make_run):
@@ -179,10 +182,86 @@ def test_nothing_to_compare_is_an_error(make_run, tmp_path):
         find_runs([tmp_path / "nowhere"])
 
 
-def test_other_questions_are_no_ground_for_a_difference(make_run):
-    few = [make_run(True, seed, questions=30) for seed in (1, 2, 3)]
-    comparison = compare(read_all(*few, *(make_run(False, seed) for seed in (1, 2, 3))))
-    assert len(comparison.questions) == 30
+@pytest.mark.parametrize("change, reason", [
+    (dict(questions=2), r"it was evaluated otherwise: questions 2 \(\w+\) where most have 60 \(\w+\)"),
+    (dict(last=3, noise=[{}] * 3, megatron_training={"seed": 9, "train_iters": 3}), "it was evaluated otherwise: last step 3 where most have 20"),
+])
+def test_a_stray_run_does_not_change_what_the_others_say(make_run, change, reason):
+    runs = read_all(*(make_run(aqn, seed) for seed in (1, 2, 3) for aqn in (True, False)))
+    (before,), comparison = compare(runs).verdicts, compare([read_run(make_run(False, 9, **change)), *runs])
+    assert comparison.verdicts == [before] and len(comparison.questions) == 60
+    assert re.fullmatch(reason, comparison.left_out[0].faults[0])
+
+
+def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run):
+    paths = [make_run(False, seed) for seed in (1, 2, 3)]
+    for path, samples in zip(paths, (4, 2, 4)):
+        folder = path / "evaluations" / "other"
+        folder.mkdir(parents=True)
+        (folder / "answers.jsonl").write_text((path / "eval_answers.jsonl").read_text())
+        (folder / "summary.json").write_text(json.dumps({"samples": samples, "seed": samples, "hardware_error": None}))
+    (left,) = compare([read_run(path, "other") for path in paths]).left_out
+    assert left.path == paths[1] and left.faults == ("it was evaluated otherwise: samples 2 where most have 4",)
+
+
+def test_several_verdicts_share_the_limit_and_say_so(make_run):
+    runs = read_all(*(make_run(aqn, seed, actor_config={"lr": lr}) for seed in (1, 2, 3) for aqn, lr in ((False, 1), (True, 1), (True, 2))))
+    comparison = compare(runs)
+    assert [verdict.limit for verdict in comparison.verdicts] == [0.025, 0.025]
+    assert "(below 0.025 counts: 2 groups share the 5 %)" in to_markdown(comparison)
+
+
+def test_groups_that_look_alike_have_names_of_their_own(make_run):
+    runs = read_all(*(make_run(False, 1, actor_config={"lr": lr}) for lr in (1, "1")), make_run(False, 1, actor_config={"lr": 2, "more": None}))
+    assert [group.name for group in compare(runs).groups] == ["actor_config.lr=1", "actor_config.lr=1 (2)", "actor_config.lr=2"]
+
+
+def test_a_run_without_the_section_aqn_is_the_baseline(make_run):
+    plain, noisy = make_run(False, 1), make_run(True, 1)
+    config = json.loads(json.dumps(config_of(False, 1)))
+    del config["aqn"]
+    (plain / "config.yaml").write_text(json.dumps(config))
+    assert [group.name for group in compare(read_all(noisy, plain)).groups] == ["aqn off", "aqn on"]
+
+
+def test_other_hardware_that_is_none_is_no_difference():
+    off = {"rollout": "none", "training": ["none"], "evaluation": [], "gaussian_std": 0.05}
+    assert comparable_config(config_of(hardware_error=off)) == comparable_config(config_of())
+    one, other = (comparable_config(config_of(hardware_error={**off, "rollout": kinds})) for kinds in ("gaussian", ["gaussian"]))
+    assert one == other and one["hardware_error.rollout"] == "gaussian"
+
+
+@pytest.mark.parametrize("name, change, message", [
+    ("versions.json", lambda text: "{}", "KeyError: 'git'"),
+    ("status.json", lambda text: text.replace('"seed"', '"sed"'), "KeyError: 'seed'"),
+    ("data.json", lambda text: "", "JSONDecodeError"),
+    ("config.yaml", lambda text: "a: [", "ParserError"),
+    ("config.yaml", lambda text: "", "is damaged"),
+    ("eval_answers.jsonl", lambda text: text.replace('"scores"', '"score"'), "KeyError: 'scores'"),
+])
+def test_a_damaged_run_is_named(make_run, name, change, message):
+    path = make_run()
+    (path / name).write_text(change((path / name).read_text()))
+    with pytest.raises(ValueError, match=f"{path} is damaged, leave it out: .*") as error:
+        read_run(path)
+    assert message in str(error.value)
+
+
+def test_what_is_no_number_is_not_averaged(make_run):
+    rows = [{}] * (STEPS - 1) + [{"reward/mean": math.nan}]
+    comparison = compare(read_all(make_run(False, 1, noise=rows), make_run(False, 2)))
+    assert list(comparison.reward["all runs"]) == list(range(1, STEPS)) and comparison.groups[0].runs[0].notes[-1] == "no number as its reward: 1 of 20 steps"
+    path = make_run(False, 3)
+    file = path / "eval_answers.jsonl"
+    file.write_text(file.read_text().replace("[1.0,", "[NaN,", 1))
+    assert read_run(path).faults == ("some of its answers have a score that is no number",)
+
+
+def test_runs_below_a_folder_called_checkpoints_are_found(make_run, tmp_path):
+    path = make_run()
+    (tmp_path / "checkpoints").mkdir()
+    moved = path.rename(tmp_path / "checkpoints" / path.name)
+    assert find_runs([tmp_path / "checkpoints"]) == [moved]
 
 
 def synthetic(generator, effect):
