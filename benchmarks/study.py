@@ -40,7 +40,7 @@ def read_cells(root: Path) -> dict[tuple[bool, str, str], list[ComparedRun]]:
         for hardware, run in ((CLEAN, read_run(path)), (FOREIGN, read_run(path, FOREIGN))):
             if run.faults:
                 raise SystemExit(f"{path}: {'; '.join(run.faults)}")
-            cells.setdefault((run.config["aqn.enabled"], HARDWARE[run.config["hardware_error.rollout"]], hardware), []).append(run)
+            cells.setdefault((run.config["aqn.enabled"], HARDWARE[run.config.get("hardware_error.rollout", "none")], hardware), []).append(run)
     return cells
 
 

@@ -25,7 +25,10 @@ def main(config: DictConfig) -> None:
     started = hydra.core.hydra_config.HydraConfig.get()
     raw, name = OmegaConf.to_container(config, resolve=True), started.job.config_name
     if started.mode == hydra.types.RunMode.MULTIRUN:
-        outcomes.append(sweep.run_one(raw, name, list(started.overrides.task), sys.argv))
+        try:
+            outcomes.append(sweep.run_one(raw, name, list(started.overrides.task), sys.argv))
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
     else:
         sys.exit(run(raw, name))
 

@@ -106,7 +106,10 @@ class AQNConfig:
             raise ConfigError(f"multipliers must be a mapping of layers or targets to numbers, such as {{0-11: 2.0}}, not {given!r}")
         multipliers = check_multipliers(given)
         if self.multipliers_file:
-            profile = yaml.safe_load(Path(self.multipliers_file).read_text(encoding="utf-8"))
+            try:
+                profile = yaml.safe_load(Path(self.multipliers_file).read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ConfigError(f"multipliers_file = {self.multipliers_file!r} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
             if not isinstance(profile, Mapping):
                 raise ConfigError(f"multipliers_file = {self.multipliers_file!r} must hold a mapping of layers to numbers, such as 0: 1.5")
             multipliers += check_multipliers(profile)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl.config import ConfigError
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -35,7 +36,10 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
 
     Raises:
         KeyboardInterrupt: the run was interrupted.
+        ConfigError: a rehearsal, whose run has another config than was asked for, so that it could not be found again.
     """
+    if (raw.get("rehearsal") or {}).get("enabled"):
+        raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
     section = raw.get("run") or {}
     parent = Path(section.get("root", "runs")) / (section.get("name") or name)
     what = " ".join(overrides)

@@ -64,6 +64,10 @@ def test_a_measured_profile_multiplies_what_the_config_says(raw, tmp_path):
     config = check(raw)
     assert config.aqn.all_multipliers() == [("post_attention@0", 2.0), ("0", 1.5), ("1", 0.5)]
     assert config.data_files["aqn_multipliers"] == str(file)  # so its hash is in the run directory
+    file.write_text("{0: 1.5")
+    with pytest.raises(ConfigError, match="profile.json' is neither YAML nor JSON: while parsing"):
+        check(raw)
+    file.write_text('{"0": 1.5}')
     put(raw, "aqn.enabled", False)
     assert "aqn_multipliers" not in check(raw).data_files
 

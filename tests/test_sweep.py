@@ -124,5 +124,12 @@ def test_an_interrupted_sweep_stops_whole(sweep, tmp_path):
     assert len(calls(tmp_path)) == 1
 
 
+def test_rehearsals_are_no_sweep(sweep, tmp_path):
+    process = sweep("++rehearsal.enabled=true")
+    _, error = process.communicate()
+    assert process.returncode != 0 and "rehearse one config at a time, without --multirun" in error and "Traceback" not in error
+    assert not (tmp_path / "calls").exists()
+
+
 def test_a_single_run_is_no_sweep():
     assert RunDirectory.finished(ROOT / "nowhere", config={}) is None

@@ -44,9 +44,9 @@ def main() -> int:
     how.add_argument("--tensor-parallel-size", type=int, help="default: 1")
     how.add_argument("--seed", type=int, help="of the samples (default: 1)")
     hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
-    hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND", help=", ".join(HARDWARE_ERRORS))
-    hardware.add_argument("--gaussian-std", type=float, default=0.05, help="default: 0.05")
-    hardware.add_argument("--block", type=int, default=64, help="default: 64")
+    hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND", help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
+    hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")
+    hardware.add_argument("--block", type=int, help="default: 64")
     args = vars(parser.parse_args())
     run, output, name, kinds, std, block = (args.pop(key) for key in ("run", "output", "name", "hardware_error", "gaussian_std", "block"))
     given = {key: value for key, value in args.items() if value is not None}
@@ -54,11 +54,16 @@ def main() -> int:
         parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters are its own)")
     if run is None and (name or "step" in given):
         parser.error("--name and --step go with --run")
+    sizes = {key: value for key, value in (("gaussian_std", std), ("block", block)) if value is not None}
+    if sizes and not kinds:
+        parser.error("--gaussian-std and --block go with --hardware-error")
     if kinds:
-        given["hardware_error"] = {"kinds": kinds, "gaussian_std": std, "block": block}
+        given["hardware_error"] = {"kinds": kinds, "gaussian_std": 0.05, "block": 64} | sizes
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         evaluation = of_run(run, **given) if run else Evaluation(**given)
+        if not Path(evaluation.model).is_dir():
+            raise FileNotFoundError(f"{evaluation.model} is no directory: give the folder of a Hugging Face model")
         if run:
             output = Path(run) / "evaluations" / (name or f"step{evaluation.step}")
         summary = evaluate(evaluation, output, lambda line: print(line, flush=True))

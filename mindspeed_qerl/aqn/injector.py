@@ -102,7 +102,7 @@ class NoiseInjector:
         names = ", ".join(target.name if factor == 1 else f"{target.name} (x {factor:g})"
                           for target, factor in zip(self.targets, self.multipliers))
         logger.info("AQN targets %d RMSNorm layers (%s): %s", len(self.targets), roles, names)
-        if schedule.stage(schedule.total_steps - 1) == 0:
+        if not any(schedule.sigmas()):
             logger.warning(
                 "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves stage 0, which is off",
                 schedule.num_stages, schedule.total_steps,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.config import ConfigError, EvalConfig, HardwareError
 from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
 from mindspeed_qerl.gsm8k.task import Task
 from mindspeed_qerl.gsm8k.verifier import VERIFIERS
@@ -32,6 +32,9 @@ class Evaluation:
         data: file of tools/convert_gsm8k.py. prompt: "chat" or "plain". problems: the first so many, None for all.
         samples: answers per question at `temperature`, 0 for greedy answers only.
         hardware_error: keyword arguments of `ForeignArithmetic` besides the seed, or None.
+
+    Raises:
+        ConfigError: a value is out of its range.
     """
 
     model: str
@@ -53,6 +56,22 @@ class Evaluation:
     seed: int = 1
     hardware_error: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("problems", 1), ("samples", 0), ("max_tokens", 1), ("max_prompt_length", 1), ("max_num_seqs", 1),
+                            ("kv_cache_gib", 1), ("tensor_parallel_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} = {value} must be at least {least}")
+        if self.samples and self.temperature <= 0:
+            raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 samples")
+        if self.verifier not in VERIFIERS:
+            raise ConfigError(f"unknown verifier {self.verifier!r}: known verifiers are {', '.join(VERIFIERS)}")
+        if self.hardware_error:
+            if self.tensor_parallel_size > 1:
+                raise ConfigError("errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
+            if not 0 < self.hardware_error.get("gaussian_std", 0.05) < 1 or self.hardware_error.get("block", 64) < 1:
+                raise ConfigError(f"hardware_error = {self.hardware_error}: gaussian_std must be between 0 and 1, and block at least 1")
+
 
 def of_run(path: str, **given: Any) -> Evaluation:
     """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself evaluates, but for what is `given`."""
@@ -64,17 +83,21 @@ def of_run(path: str, **given: Any) -> Evaluation:
                               "(megatron_training.save_interval)")
         given["step"] = max(there)
     config = run.config()
-    sections = {name: config.get(name) or {} for name in ("megatron_training", "rl_config", "generate_config", "gsm8k", "eval")}
+    sections = {name: config.get(name) or {} for name in ("megatron_training", "rl_config", "generate_config", "gsm8k", "eval", "hardware_error")}
+    model, data = sections["megatron_training"].get("tokenizer_name_or_path"), sections["gsm8k"].get("test_file")
+    if not model or not data:
+        raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and gsm8k.test_file: give --model, --data and "
+                          "--adapter instead of --run")
     sampling = sections["generate_config"].get("sampling_config") or {}
     verifiers = sections["rl_config"].get("verifier_function") or ["gsm8k"]
-    n, temperature = sections["eval"].get("samples_per_problem", 4), sections["eval"].get("temperature", 1.0)
-    samples = {"samples": n, "temperature": temperature} if temperature else {"samples": 0}
+    settings = EvalConfig(**sections["eval"])
+    samples = {"samples": settings.samples_per_problem, "temperature": settings.temperature} if settings.temperature else {"samples": 0}
     values = dict(
-        model=sections["megatron_training"]["tokenizer_name_or_path"], data=sections["gsm8k"]["test_file"], run=str(path),
-        prompt=sections["gsm8k"].get("prompt", "chat"), verifier=next((name for name in verifiers if name in VERIFIERS), "gsm8k"),
-        problems=sections["eval"].get("n_problems"), **samples, max_tokens=sampling.get("max_tokens", 128),
-        max_prompt_length=sections["rl_config"].get("max_prompt_length", 512), max_num_seqs=sections["generate_config"].get("max_num_seqs", 256),
-        dtype=sections["generate_config"].get("dtype", "bfloat16"), seed=run.status()["seed"])
+        model=model, data=data, run=str(path), prompt=sections["gsm8k"].get("prompt", "chat"),
+        verifier=next((name for name in verifiers if name in VERIFIERS), "gsm8k"), problems=settings.n_problems, **samples,
+        max_tokens=sampling.get("max_tokens", 128), max_prompt_length=sections["rl_config"].get("max_prompt_length", 512),
+        max_num_seqs=sections["generate_config"].get("max_num_seqs", 256), dtype=sections["generate_config"].get("dtype", "bfloat16"),
+        seed=run.status()["seed"], hardware_error=HardwareError(**sections["hardware_error"]).arguments("evaluation"))
     return Evaluation(**values | given)
 
 
@@ -88,10 +111,6 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
 
     if output.exists():
         raise FileExistsError(f"{output} exists: an evaluation is written once. Choose another name, or remove it")
-    if what.hardware_error and what.tensor_parallel_size > 1:
-        raise ConfigError("errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
-    if what.verifier not in VERIFIERS:
-        raise ConfigError(f"unknown verifier {what.verifier!r}: known verifiers are {', '.join(VERIFIERS)}")
     tokenizer = AutoTokenizer.from_pretrained(what.model)
     task = Task(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems)
     if task.dropped:
@@ -129,7 +148,7 @@ def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tupl
     else:
         return what.model, what.step
     tell(f"merging {len(adapters.weights):,} adapters into {what.model}")
-    save_merged(adapters, what.model, folder)
+    save_merged(adapters, what.model, folder, all_layers=not what.adapter)
     return str(folder), adapters.iteration if what.run else what.step
 
 

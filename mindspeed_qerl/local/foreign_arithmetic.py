@@ -7,7 +7,7 @@
 | `reordered`   | k in blocks: acc = acc + A_j B_j in float32, from the last block to the first                   |
 | `silu_table`  | silu(x) = x s(x), s the sigmoid interpolated linearly between knots 1/2 apart on [-8, 8]        |
 
-Every product of two matrices is meant: linear layers, router, output layer, adapters, and in training their gradients. Attention's own
+Every product of two matrices (aten's mm, bmm, addmm) is meant: linear layers, router, output layer, adapters, and in training their gradients. Attention's own
 products, norms, softmax and the optimizer are left alone. docs/hardware_error.md has the measured effects.
 """
 
@@ -92,7 +92,7 @@ def _sigmoid_of_table(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     knots = torch.linspace(-LAST_KNOT, LAST_KNOT, 2 * LAST_KNOT * KNOTS_PER_UNIT + 1, device=x.device, dtype=x.dtype).sigmoid()
     position = (x.clamp(-LAST_KNOT, LAST_KNOT) + LAST_KNOT) * KNOTS_PER_UNIT
-    left = position.floor().clamp(max=len(knots) - 2).long()
+    left = position.floor().clamp(max=len(knots) - 2).nan_to_num().long()  # NaN stays NaN by way of `position`
     rise = knots[left + 1] - knots[left]
     return knots[left] + (position - left) * rise, rise * KNOTS_PER_UNIT * (x.abs() < LAST_KNOT)
 

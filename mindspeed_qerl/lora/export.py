@@ -73,13 +73,21 @@ def load_peft(directory: str | Path) -> Adapters:
         tensors = load_file(directory / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
-    more = [key for key in ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save") if config.get(key)]
+    if not isinstance(config, dict) or not tensors:
+        raise ValueError(f"{directory} is no PEFT adapter in safetensors: {'it holds no tensor' if not tensors else 'its config is no mapping'}")
+    more = [key for key in ("use_dora", "use_rslora", "use_qalora", "alora_invocation_tokens", "layer_replication", "fan_in_fan_out",
+                            "modules_to_save") if config.get(key)]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
         more.append(f"init_lora_weights = {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ and the like change the base model
-    if config.get("peft_type") != "LORA" or more or config.get("bias", "none") != "none":
-        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more) or config.get('peft_type')}): merge it with PEFT "
-                         "(merge_and_unload), and give the merged model")
-    rank, alpha = config["r"], config["lora_alpha"]
+    for key, plain in (("peft_type", "LORA"), ("bias", "none")):
+        if config.get(key, plain) != plain:
+            more.append(f"{key} = {config[key]}")
+    if more:
+        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): merge it with PEFT (merge_and_unload), and give "
+                         "the merged model")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be numbers, r at least 1")
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -96,14 +104,14 @@ def load_peft(directory: str | Path) -> Adapters:
     return Adapters({module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, rank, alpha, 0)
 
 
-def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
+def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path, *, all_layers: bool = True) -> None:
     """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to W's dtype.
 
     Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters and three times the largest
-    file of the base. Arguments and errors as for `save_peft`.
+    file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where others have one, is an error.
     """
     base_model_dir = Path(base_model_dir)
-    _check_fit(adapters, base_model_dir)
+    _check_fit(adapters, base_model_dir, all_layers)
     with _new_directory(Path(out_dir)) as directory:
         for file in sorted(base_model_dir.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
@@ -132,8 +140,8 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [single]
 
 
-def _check_fit(adapters: Adapters, base_model_dir: Path) -> None:
-    """ValueError unless each adapter has its weight in the base model, and each like weight its adapter."""
+def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True) -> None:
+    """ValueError unless each adapter has its weight in the base model, and, with `all_layers`, each like weight its adapter."""
     shapes, dtypes = {}, {}
     for file in _weight_files(base_model_dir):
         try:
@@ -153,7 +161,7 @@ def _check_fit(adapters: Adapters, base_model_dir: Path) -> None:
         if dtypes[name] not in ("F32", "BF16", "F16"):
             raise ValueError(f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or float32")
     kinds = {_kind(module) for module in adapters.weights}
-    for name in shapes:
+    for name in shapes if all_layers else ():
         module = name.removesuffix(".weight")
         if module != name and _kind(module) in kinds and module not in adapters.weights:
             raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, or experts?)")

@@ -65,12 +65,12 @@ class RunDirectory:
         try:
             path = _make_new(Path(root) / name, f"{started:%Y-%m-%d_%H-%M-%S}_seed{seed}")
             run = cls(path, _hold(path))
-            run._write_status(
+            for file, text in contents.items():
+                (run.path / file).write_text(text, encoding="utf-8")
+            run._write_status(  # last: a directory that has it has everything
                 {"state": "running", "step": 0, "reason": None, "started": started.isoformat(timespec="seconds"),
                  "ended": None, "seed": seed}
             )
-            for file, text in contents.items():
-                (run.path / file).write_text(text, encoding="utf-8")
         except OSError as error:
             raise OSError(
                 error.errno,

@@ -243,6 +243,9 @@ def test_logs_names_once_and_each_application(caplog):
 def test_a_schedule_that_is_never_on_is_a_warning(caplog):
     NoiseInjector(norms(), NoiseSchedule(num_stages=1, total_steps=10), "*", seed=0)
     assert "never adds noise: with num_stages=1 and total_steps=10" in caplog.text
+    caplog.clear()
+    NoiseInjector(norms(), NoiseSchedule(total_steps=21, restart_every=10), "*", seed=0)  # off in its last step
+    assert "never" not in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere")

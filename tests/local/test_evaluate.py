@@ -88,19 +88,32 @@ def run_without_checkpoint(tiny_model, data_dir, tmp_path):
     return RunDirectory.create(tmp_path / "runs", "a_run", config=raw_config(tiny_model, data_dir), command=["cli"], seed=7, data_files={})
 
 
-def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_checkpoint):
+def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_checkpoint, tmp_path):
     found = of_run(run_without_checkpoint.path, step=0)
     assert found == Evaluation(model=str(tiny_model), data=f"{data_dir}/test_chat.parquet", run=str(run_without_checkpoint.path), step=0, seed=7,
                                prompt="plain", verifier="gsm8k_strict", samples=4, temperature=1.0, max_tokens=24, max_prompt_length=96,
                                max_num_seqs=256, dtype="float32")
     assert of_run(run_without_checkpoint.path, step=0, samples=2, verifier="gsm8k", dtype="bfloat16") == replace(
         found, samples=2, verifier="gsm8k", dtype="bfloat16")
+    raw = raw_config(tiny_model, data_dir, hardware_error__evaluation="gaussian", eval__temperature=0)
+    del raw["eval"]["samples_per_problem"]
+    foreign = RunDirectory.create(tmp_path / "runs", "other", config=raw, command=["cli"], seed=7, data_files={})
+    assert of_run(foreign.path, step=0) == replace(found, run=str(foreign.path), samples=0, hardware_error={
+        "kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64})
+    del raw["gsm8k"]
+    unsaid = RunDirectory.create(tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={})
+    with pytest.raises(ConfigError, match="does not say .*gsm8k.test_file: give --model, --data"):
+        of_run(unsaid.path, step=0)
     with pytest.raises(ConfigError, match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)"):
         of_run(run_without_checkpoint.path)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
     ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact': known verifiers are gsm8k"),
+    ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
+    ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
+    ({"temperature": 0.0}, ConfigError, "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples"),
+    ({"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}}, ConfigError, "gaussian_std must be between 0 and 1"),
     ({"data": "no.parquet"}, OSError, "no.parquet"),
     ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set gsm8k.prompt=plain"),
     ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
@@ -123,6 +136,7 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
     (["--model", "m"], "give --run, or --model, --data and --output"),
     (["--run", "r", "--adapter", "a"], "its adapters are its own"),
     (["--model", "m", "--data", "d", "--output", "o", "--step", "3"], "--name and --step go with --run"),
+    (["--run", "r", "--gaussian-std", "0.1"], "--gaussian-std and --block go with --hardware-error"),
     (["--run", "r", "--hardware-error", "rust"], "invalid choice: 'rust'")])
 def test_wrong_arguments(arguments, message):
     done = subprocess.run([sys.executable, TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)

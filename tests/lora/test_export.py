@@ -338,6 +338,18 @@ def test_an_adapter_of_peft_is_merged_as_peft_does(tmp_path, base_model):
         torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3)
 
 
+def test_an_adapter_of_some_layers_is_merged_too(tmp_path, base_model):
+    base = base_model("qwen3")
+    peft_adapter(tmp_path / "adapter", base, layers_to_transform=[1])
+    adapters = load_peft(tmp_path / "adapter")
+    assert set(adapters.weights) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
+    with pytest.raises(ValueError, match="holds no adapter"):
+        save_merged(adapters, base, tmp_path / "merged")
+    save_merged(adapters, base, tmp_path / "merged", all_layers=False)
+    before, after = tensors_of(base), tensors_of(tmp_path / "merged")
+    assert {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])} == set(adapters.weights)
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"use_dora": True}, "use_dora"), ({"use_rslora": True}, "use_rslora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"), ({"lora_bias": True}, "lora_B.bias .* is not the A"),
@@ -358,6 +370,20 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
     tensors = load_file(file)
     export.save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name}, file)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj has an A or a B and not the other"):
+        load_peft(tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    whole = config.read_text()
+    for change, message in (({"r": None}, "r = None and lora_alpha = 6 must be numbers"), ({"r": 0}, "r = 0 and"),
+                            ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"), ({"bias": "lora_only"}, "bias = lora_only")):
+        config.write_text(json.dumps(json.loads(whole) | change))
+        with pytest.raises(ValueError, match=message):
+            load_peft(tmp_path / "adapter")
+    config.write_text("[]")
+    with pytest.raises(ValueError, match="its config is no mapping"):
+        load_peft(tmp_path / "adapter")
+    config.write_text(whole)
+    export.save_file({}, file)
+    with pytest.raises(ValueError, match="it holds no tensor"):
         load_peft(tmp_path / "adapter")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is no PEFT adapter in safetensors"):
