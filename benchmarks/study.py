@@ -1,6 +1,6 @@
 """Does the noise help, and does it help a model that meets other hardware? AQN off and on x clean and foreign rollouts x seeds, on the quickstart's model.
 
-    python benchmarks/study.py             about 25 minutes on 2 cores; killed, it goes on with the same command; draws docs/images/study.png
+    python benchmarks/study.py             about half an hour on 2 cores; killed, it goes on with the same command; draws docs/images/study.png
 
 A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate_gsm8k.py beside the run's own on the clean
 one, and tools/compare_runs.py's difference, with AQN - without, in each of the four cells. Foreign hardware is docs/hardware_error.md's `gaussian`: 5 %
@@ -121,8 +121,9 @@ def main() -> None:
         for hardware in (CLEAN, FOREIGN):
             (verdict,) = compare([*cells[False, rollout, hardware], *cells[True, rollout, hardware]]).verdicts
             found = difference[rollout, hardware] = verdict.difference
-            word = verdict.word if found.p < SIGNIFICANCE / 4 else "not distinguishable"  # four verdicts share the 5 % (Bonferroni)
-            needed = "" if word != "not distinguishable" else f"about {count}" if (count := seeds_needed(found)) else "no number: more questions"
+            limit = SIGNIFICANCE / 4  # four verdicts share the 5 % (Bonferroni)
+            word = verdict.word if found.p < limit else "not distinguishable"
+            needed = "" if word != "not distinguishable" else f"about {count:,}" if (count := seeds_needed(found, limit)) else "more questions"
             rows.append([rollout, hardware, *(with_interval(accuracy[aqn, rollout, hardware]) for aqn in (False, True)),
                          f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", f"**{word}**", needed])
     table(["rollouts", "evaluated on", "AQN off", "AQN on", "difference", "p", "verdict", "seeds that would show it"], rows)
