@@ -201,7 +201,7 @@ def _key_of(row: dict[str, Any], there: dict[str, float]) -> str:
 
 
 def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with dotted keys, without seeds, bookkeeping, nulls (a key that is not there), and the rest of sections that are switched off."""
+    """`config` with dotted keys, without seeds, bookkeeping, what is null or none, and the rest of sections that are switched off."""
     flat: dict[str, Any] = {}
 
     def flatten(value: Any, name: str) -> None:
@@ -213,17 +213,19 @@ def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
 
     flatten(config, "")
     flat.setdefault("aqn.enabled", False)
-    kinds = {key: value if isinstance(value, list) else [value] for key, value in flat.items() if key in HARDWARE_SIDES}
-    flat |= {key: ", ".join(value) for key, value in kinds.items()}  # gaussian is [gaussian]
-    if set(kinds) and all(value in ([], ["none"]) for value in kinds.values()):
-        flat = {key: value for key, value in flat.items() if not key.startswith("hardware_error.")}
+    for side in HARDWARE_SIDES:
+        kinds = [kind for kind in np.atleast_1d(flat.pop(side, None) or "none") if kind != "none"]
+        flat |= {side: ", ".join(kinds)} if kinds else {}  # gaussian is [gaussian], and none is as if it was not there
     return {key: value for key, value in flat.items()
             if value is not None and not any(key == name or key.startswith(f"{name}.") for name in BOOKKEEPING) and not _is_off(flat, key)}
 
 
 def _is_off(config: dict[str, Any], key: str) -> bool:
     """Whether `key` is of a section that another of its keys switches off."""
-    switch = SWITCHES.get(key.partition(".")[0])
+    section = key.partition(".")[0]
+    if section == "hardware_error":
+        return key not in HARDWARE_SIDES and not any(side in config for side in HARDWARE_SIDES)
+    switch = SWITCHES.get(section)
     return switch not in (None, key) and config.get(switch) in (False, "none")
 
 

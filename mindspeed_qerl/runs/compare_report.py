@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,8 +97,8 @@ def draw(comparison: Comparison, file: Path) -> None:
             values = list(by_step.values())
             axes.errorbar([step + offset * (i - (len(estimates) - 1) / 2) for step in by_step], [value.mean for value in values],
                           yerr=[[value.mean - value.low for value in values], [value.high - value.mean for value in values]],
-                          capsize=3, elinewidth=1.2, markersize=4, label=name.replace("$", r"\$"), **style[name])
-        axes.legend()
+                          capsize=3, elinewidth=1.2, markersize=4, **style[name],
+                          label=textwrap.fill(name.replace("$", r"\$"), 110))
 
     def accuracy(axes: Axes) -> None:
         draw_bars(axes, comparison.accuracy)
@@ -111,18 +112,19 @@ def draw(comparison: Comparison, file: Path) -> None:
     def reward(axes: Axes) -> None:
         for name, by_step in comparison.reward.items():
             values = list(by_step.values())
-            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"], label=name.replace("$", r"\$"))
+            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"])
             axes.fill_between(list(by_step), [value.low for value in values], [value.high for value in values],
                               color=style[name]["color"], alpha=0.15, linewidth=0)
         limits = [value.mean for by_step in comparison.reward.values() for value in by_step.values()]
         margin = 0.2 * (max(limits) - min(limits) or 1)
         axes.set(title="Training reward (shaded: 95% interval over seeds)", ylabel="mean reward",
                  ylim=(min(limits) - margin, max(limits) + margin))
-        axes.legend()
 
     panels = [accuracy, *([difference] if any(comparison.difference.values()) else []), *([reward] if all(comparison.reward.values()) else [])]
     with mpl.rc_context(STYLE):
-        stack(panels, comparison.steps, panel_height=2.8).savefig(file, dpi=130)
+        figure = stack(panels, comparison.steps, panel_height=2.8)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
+        figure.savefig(file, dpi=130)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
