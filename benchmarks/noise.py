@@ -1,13 +1,15 @@
 """What the noise does: to the weights, in bfloat16 and float32, and to the distance between the policy that samples and the one that is trained.
 
-    python benchmarks/noise.py            about 5 minutes on 2 cores; draws docs/images/noise_precision.png and docs/images/noise_kl.png
+    python benchmarks/noise.py            about 6 minutes on 2 cores; draws docs/images/noise_{precision,kl,routing}.png
 
 First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights of 1, in both dtypes: measured standard deviation of
 (noisy - clean) over nominal. Second: two runs of the quickstart, float32 and bfloat16, with a sigma that rises from stage to stage and a learning rate
-that moves nothing; the KL between rollout and training policy (k3, nats per token), mean over the draws of a stage, beside c sigma^2.
+that moves nothing; the KL between rollout and training policy (k3, nats per token), mean over the draws of a stage, beside c sigma^2. Third: what keeps it from that law, the choice of experts: the KL over the whole vocabulary
+by transformers, with two experts per token and with all of them, where nothing is chosen.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -99,12 +101,12 @@ def growth(image: Path) -> None:
             rows = kl_by_sigma(Path(root), dtype)
             floor, noisy = rows[0]["mismatch/k3"], rows[1:]
             sigma, k3 = (np.array([row[name] for row in noisy]) for name in ("aqn/measured_std", "mismatch/k3"))
-            small = (sigma < 0.05) & (k3 > 4 * floor)
-            slope = np.polyfit(np.log(sigma[small]), np.log(k3[small] - floor), 1)[0]
-            factor = np.exp(np.mean(np.log((k3[small] - floor) / sigma[small] ** 2)))
-            print(f"{dtype}: k3 without noise {floor:.2g}; where sigma < 0.05 it grows like sigma^{slope:.2f}, k3 = {factor:.3g} sigma^2; "
-                  f"at sigma {sigma[-1]:.2g} it is {k3[-1]:.2g}, and {factor * sigma[-1] ** 2:.2g} by that law; "
-                  f"effective sample size there {noisy[-1]['mismatch/effective_sample_size']:.3f}", flush=True)
+            large = sigma > 0.02  # below it a single token that goes to other experts outweighs all the rest
+            slope = np.polyfit(np.log(sigma[large]), np.log(k3[large] - floor), 1)[0]
+            factor = (k3[-1] - floor) / sigma[-1] ** 2
+            print(f"{dtype}: k3 without noise {floor:.2g}; from sigma 0.02 to {sigma[-1]:.2g} it grows like sigma^{slope:.2f}, to {k3[-1]:.2g}; that is "
+                  f"{factor:.2g} sigma^2, which at sigma {sigma[0]:.2g} would be {factor * sigma[0] ** 2:.2g}, and it is {k3[0] - floor:.2g} above no "
+                  f"noise; effective sample size at the end {noisy[-1]['mismatch/effective_sample_size']:.3f}", flush=True)
             kl.loglog(sigma, k3, marker, color=color, label=dtype)
             kl.loglog(sigma, factor * sigma**2 + floor, "-", color=color, linewidth=1, label=f"{floor:.1g} + {factor:.2g} sigma^2")
             size.semilogx(sigma, [row["mismatch/effective_sample_size"] for row in noisy], marker, color=color, label=dtype)
@@ -116,12 +118,69 @@ def growth(image: Path) -> None:
     print(image)
 
 
+def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
+    """KL(noisy || clean) over the vocabulary, nats per token of the right answers to 64 held-out problems, mean over `DRAWS`, for each of `sigmas`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+    from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, num_experts_per_tok=experts).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rows = [json.loads(line) for line in (MODEL / "data" / "raw" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:64]]
+    batch = tokenizer([f"{row['question']}\n{row['answer']}" for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False)
+    asked = torch.zeros_like(batch.attention_mask, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        asked[i, -len(tokenizer(row["answer"]).input_ids) - 1:-1] = True  # padded on the left; what predicts the answer's tokens
+
+    def logprobs():
+        with torch.no_grad():
+            return model(**batch).logits[asked].double().log_softmax(-1)
+
+    clean, kl = logprobs(), []
+    for sigma in sigmas:
+        injector = NoiseInjector(model, NoiseSchedule(kind="constant", sigma_start=float(sigma), num_stages=2, total_steps=2 * DRAWS), "auto", seed=0)
+        kl.append(0.0)
+        for draw in range(DRAWS):
+            injector.apply(DRAWS + draw)
+            noisy = logprobs()
+            kl[-1] += (noisy.exp() * (noisy - clean)).sum(-1).mean().item() / DRAWS
+        injector.remove()
+    return np.array(kl)
+
+
+def routing(image: Path) -> None:
+    import logging
+
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    logging.disable()
+    sigmas = np.geomspace(0.001, 0.3, 12)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5, 3.6), layout="constrained")
+        axis = figure.subplots()
+        for experts, color, marker in ((2, RED, "o"), (8, BLUE, "s")):
+            kl = exact_kl(experts, sigmas)
+            slope = np.polyfit(np.log(sigmas[sigmas < 0.05]), np.log(kl[sigmas < 0.05]), 1)[0]
+            print(f"{experts} of 8 experts: where sigma < 0.05 the KL grows like sigma^{slope:.2f}; KL / sigma^2 is {kl[0] / sigmas[0] ** 2:.3g} at "
+                  f"sigma {sigmas[0]:g} and {kl[-1] / sigmas[-1] ** 2:.3g} at {sigmas[-1]:g}")
+            axis.loglog(sigmas, kl, marker, color=color, label=f"{experts} of 8 experts: sigma^{slope:.2f}")
+            axis.loglog(sigmas, kl[-1] * (sigmas / sigmas[-1]) ** 2, "-", color=color, linewidth=1)
+        axis.set(title="KL(noisy || clean); lines: sigma^2", xlabel="sigma", ylabel="nats per token")
+        axis.legend()
+        figure.savefig(image, dpi=130)
+    print(image)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     images = parser.parse_args().images
     precision(images / "noise_precision.png")
     growth(images / "noise_kl.png")
+    routing(images / "noise_routing.png")
 
 
 if __name__ == "__main__":
