@@ -16,6 +16,7 @@ from mindspeed_qerl.runs.compare import ComparedRun, check_noise, comparable_con
 from mindspeed_qerl.runs.compare_report import sentence, to_markdown, write_comparison
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.statistics import seeds_needed
 
 from .test_statistics import differences
 
@@ -205,9 +206,13 @@ def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run):
 
 
 def test_several_verdicts_share_the_limit_and_say_so(make_run):
-    runs = read_all(*(make_run(aqn, seed, actor_config={"lr": lr}) for seed in (1, 2, 3) for aqn, lr in ((False, 1), (True, 1), (True, 2))))
+    runs = read_all(*(make_run(aqn, seed, accuracy, actor_config={"lr": lr})
+                      for seed in (1, 2, 3) for aqn, lr, accuracy in ((False, 1, 0.5), (True, 1, 0.55), (True, 2, 0.6))))
     comparison = compare(runs)
     assert [verdict.limit for verdict in comparison.verdicts] == [0.025, 0.025]
+    verdict = comparison.verdicts[0]
+    assert verdict.word == "not distinguishable"
+    assert verdict.seeds_needed == seeds_needed(verdict.difference, 0.025) > seeds_needed(verdict.difference)
     assert "(below 0.025 counts: 2 groups share the 5 %)" in to_markdown(comparison)
 
 
