@@ -89,6 +89,11 @@ def load_peft(directory: str | Path) -> Adapters:
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be numbers, r at least 1")
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}") from error
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)

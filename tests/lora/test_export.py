@@ -374,6 +374,7 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
     config = tmp_path / "adapter" / "adapter_config.json"
     whole = config.read_text()
     for change, message in (({"r": None}, "r = None and lora_alpha = 6 must be numbers"), ({"r": 0}, "r = 0 and"),
+                            ({"alpha_pattern": {"(": 1}}, r"'\(' in rank_pattern or alpha_pattern is no regular expression"),
                             ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"), ({"bias": "lora_only"}, "bias = lora_only")):
         config.write_text(json.dumps(json.loads(whole) | change))
         with pytest.raises(ValueError, match=message):
