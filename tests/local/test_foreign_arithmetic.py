@@ -72,6 +72,7 @@ def test_silu_of_the_table_is_an_interpolation():
         found = torch.nn.functional.silu(x)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
     assert 1e-3 < (found - torch.nn.functional.silu(x)).abs().max() < 2e-2
+    assert silu_of_table(torch.tensor([math.nan, 0.0])).isnan().tolist() == [True, False]
 
 
 def test_gradients_are_those_of_what_was_computed():

@@ -188,7 +188,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
     assert code == 0 and f"goes on with {killed.path}" in output and "Goes on after step 3" in output
     assert recorded(killed) == recorded(unbroken)
-    assert read_jsonl(killed.path / "discarded" / "metrics.jsonl")[0]["step"] == 4
+    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] in ([4], [4, 5])  # 6 has a checkpoint
     assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
 
 
