@@ -22,8 +22,8 @@ CASES = (("gaussian, std 0.05", dict(kinds=["gaussian"])), ("gaussian, std 0.01"
 def measure(model: Path, dtype: str) -> None:
     from transformers import AutoTokenizer
 
-    from mindspeed_qerl.gsm8k.task import Task
     from mindspeed_qerl.local.rollout import RolloutEngine
+    from mindspeed_qerl.tasks.prompts import Task
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Task(str(model / "data/test_chat.parquet"), tokenizer, "plain", 96, 200).prompts
@@ -31,8 +31,8 @@ def measure(model: Path, dtype: str) -> None:
     answers, _ = engine.generate(prompts, 1, 0, dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id]))
     sequences = [[*prompt, *answer[0].token_ids] for prompt, answer in zip(prompts, answers)]
 
-    def scored(foreign: dict | None) -> np.ndarray:
-        return np.concatenate([logprobs[len(prompt) - 1:] for prompt, logprobs in zip(prompts, engine.logprobs(sequences, foreign=foreign))])
+    def scored(hardware_error: dict | None) -> np.ndarray:
+        return np.concatenate([logprobs[len(prompt) - 1:] for prompt, logprobs in zip(prompts, engine.logprobs(sequences, hardware_error=hardware_error))])
 
     clean = scored(None)
     for name, arguments in CASES:

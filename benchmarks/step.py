@@ -134,10 +134,10 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from mindspeed_qerl.gsm8k.dataset import read_converted
-    from mindspeed_qerl.gsm8k.prompts import plain_prompt
-    from mindspeed_qerl.gsm8k.verifier import get_verifier
     from mindspeed_qerl.local.engine import prompt_indices
+    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+    from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
+    from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
 
     torch.set_num_threads(CORES)
     rows = read_converted(model_dir / "data" / "train_chat.parquet")

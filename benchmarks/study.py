@@ -2,7 +2,7 @@
 
     python benchmarks/study.py             about half an hour on 2 cores; killed, it goes on with the same command; draws docs/images/study.png
 
-A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate_gsm8k.py beside the run's own on the clean
+A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate.py beside the run's own on the clean
 one, and tools/compare_runs.py's difference, with AQN - without, in each of the four cells. Foreign hardware is docs/hardware_error.md's `gaussian`: 5 %
 on every product. Other overrides go to the runs.
 """
@@ -36,7 +36,7 @@ def read_cells(root: Path) -> dict[tuple[bool, str, str], list[ComparedRun]]:
     cells: dict[tuple[bool, str, str], list[ComparedRun]] = {}
     for path in find_runs([root]):
         if not (path / "evaluations" / FOREIGN).exists():
-            call("tools/evaluate_gsm8k.py", "--run", path, "--name", FOREIGN, "--hardware-error", "gaussian")
+            call("tools/evaluate.py", "--run", path, "--name", FOREIGN, "--hardware-error", "gaussian")
         for hardware, run in ((CLEAN, read_run(path)), (FOREIGN, read_run(path, FOREIGN))):
             if run.faults:
                 raise SystemExit(f"{path}: {'; '.join(run.faults)}")
@@ -111,7 +111,7 @@ def main() -> None:
     first = cells[False, CLEAN, CLEAN][0]
     before = first.path / "evaluations" / "foreign_before"
     if not before.exists():
-        call("tools/evaluate_gsm8k.py", "--run", first.path, "--step", 0, "--name", before.name, "--hardware-error", "gaussian")
+        call("tools/evaluate.py", "--run", first.path, "--step", 0, "--name", before.name, "--hardware-error", "gaussian")
     print(f"\nbefore training: {np.mean(list(first.scores[0].values())):.3f} on clean hardware, "
           f"{np.mean(list(read_run(first.path, before.name).scores[0].values())):.3f} on foreign\n")
 

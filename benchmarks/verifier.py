@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed_qerl.gsm8k.dataset import gold_answer
-from mindspeed_qerl.gsm8k.verifier import score_batch
+from mindspeed_qerl.tasks.gsm8k.dataset import gold_answer
+from mindspeed_qerl.tasks.gsm8k.verifier import score_batch
 
 REPO = Path(__file__).resolve().parents[1]
 FILLER = "We can check this by reading the problem once more and following every step from the start. "

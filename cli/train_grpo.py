@@ -12,7 +12,8 @@ import hydra
 import hydra.types
 from omegaconf import DictConfig, OmegaConf
 
-from mindspeed_qerl.config import CONFIGS, ConfigError, check_config_name
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.recipe.config import CONFIGS, check_config_name
 
 outcomes = []  # of a sweep
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, EngineError, unknown
+from mindspeed_qerl.errors import ConfigError, EngineError, unknown
 from mindspeed_qerl.runs.directory import RunDirectory
 
 # Each is a package with settings.check(raw), settings.MAY_CHANGE (keys that may be another when a run is gone on with),
@@ -19,7 +19,7 @@ def run(raw: dict[str, Any], name: str) -> int:
     """Run one experiment.
 
     Args:
-        raw: the resolved config as plain dicts and lists (see mindspeed_qerl.config).
+        raw: the resolved config as plain dicts and lists (see mindspeed_qerl.recipe.config).
         name: the config's name, which names the run unless `run.name` does.
 
     Returns:
@@ -42,10 +42,10 @@ def run(raw: dict[str, Any], name: str) -> int:
     except ConfigError as error:
         return _refuse(error)
 
-    from mindspeed_qerl.gsm8k.dataset import read_converted
     from mindspeed_qerl.runs.metrics import MetricsWriter
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.runs.report import write_report
+    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 
     try:
         for file in config.data_files.values():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.config import ConfigError, compose
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.settings import check
+from mindspeed_qerl.recipe.config import compose
 from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[1]

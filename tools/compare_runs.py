@@ -24,7 +24,7 @@ def main() -> int:
                                      epilog="exit status: 0 compared, 1 nothing to compare or a damaged run, 2 wrong arguments")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold some")
     parser.add_argument("--baseline", metavar="GROUP", help="a group's name as the table shows it, or a part of it (default: the one without AQN)")
-    parser.add_argument("--evaluation", metavar="NAME", help="compare what tools/evaluate_gsm8k.py --run RUN --name NAME measured "
+    parser.add_argument("--evaluation", metavar="NAME", help="compare what tools/evaluate.py --run RUN --name NAME measured "
                         "(default: the evaluations made during the run)")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("comparison"), help="where the files go (default: comparison)")
     args = parser.parse_args()

@@ -18,8 +18,8 @@ import argparse
 import json
 import sys
 
-from mindspeed_qerl.gsm8k.convert import WrittenFile, convert
-from mindspeed_qerl.gsm8k.packed import PackedSplit, convert_packed
+from mindspeed_qerl.tasks.gsm8k.convert import WrittenFile, convert
+from mindspeed_qerl.tasks.gsm8k.packed import PackedSplit, convert_packed
 
 
 def main() -> int:

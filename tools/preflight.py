@@ -12,12 +12,13 @@ import shlex
 import sys
 from dataclasses import asdict
 
-from mindspeed_qerl.config import ConfigError, compose
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, headline, preflight, print_table
 from mindspeed_qerl.preflight.case import Case, check_engine
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.npus import Seen
+from mindspeed_qerl.recipe.config import compose
 
 WIDTH = 110  # columns, where the output is no terminal
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus
-from mindspeed_qerl.config import ConfigError, compose
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight.case import Case, check_engine
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.preflight.npus import Seen
+from mindspeed_qerl.recipe.config import compose
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, unknown
+from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.layout.plan import arguments_of, shape_of_config
 
 TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename

@@ -22,12 +22,12 @@ from mindspeed_qerl import private_ray
 from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, installed_roots, require
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import Settings, needed_cpus, npu_environment
-from mindspeed_qerl.config import EngineError
-from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
-from mindspeed_qerl.gsm8k.task import Task
+from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
+from mindspeed_qerl.tasks.evaluation import evaluate_answers
+from mindspeed_qerl.tasks.prompts import Task
 
 OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
@@ -289,7 +289,7 @@ class RunObserver:
 
     def _verifier(self) -> str:
         """The first of our verifiers in the config; "gsm8k" if all are upstream's."""
-        from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+        from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
         return next((name for name, _ in self.settings.verifiers if name in VERIFIERS), "gsm8k")
 

@@ -5,8 +5,8 @@ that is no longer read. What we replace has a `signature` or is Unchanged, what 
 clause without something of ours that needs it. Commits: PINS in contract.py. Kinds of clause: clauses.py.
 """
 
-from mindspeed_qerl import upstream_keys
 from mindspeed_qerl.ascend.clauses import Attributes, Class, Clause, Dictionary, Function, Globals, Source, Unchanged, Without
+from mindspeed_qerl.recipe import upstream_keys
 
 # The names that upstream's verifier() knows; any other it skips without a word, so names are checked against these first.
 UPSTREAM_VERIFIERS = ("acc", "format", "step", "strict_format", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo",

@@ -13,8 +13,8 @@ from mindspeed_rl.models import rule_verifier
 from mindspeed_rl.workers.rule_reward import RuleReward
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.config import unknown
-from mindspeed_qerl.gsm8k.verifier import VERIFIERS, get_verifier
+from mindspeed_qerl.errors import unknown
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS, get_verifier
 
 _upstream_verifier = rule_verifier.verifier
 

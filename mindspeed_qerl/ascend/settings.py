@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.config import (
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.layout.plan import arguments_of, read_plan, shape_of_model
+from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.recipe.config import (
     CONFIGS,
     AQNConfig,
-    ConfigError,
     EvalConfig,
     GSM8KConfig,
     Reader,
@@ -27,12 +29,9 @@ from mindspeed_qerl.config import (
     check_names,
     check_task_sections,
     check_verifiers,
-    unknown,
 )
-from mindspeed_qerl.gsm8k.packed import count_documents
-from mindspeed_qerl.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.layout.plan import arguments_of, read_plan, shape_of_model
-from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.tasks.gsm8k.packed import count_documents
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 MODELS = {  # model_type of the model's config.json -> mixture of experts?
     "qwen2": False,

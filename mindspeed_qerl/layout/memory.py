@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, Reader
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.shapes import ModelShape
 from mindspeed_qerl.layout.plan import Plan, arguments_of
 from mindspeed_qerl.layout.rules import vllm_vocabulary
-from mindspeed_qerl.layout.shapes import ModelShape
+from mindspeed_qerl.recipe.config import Reader
 
 GB = 10 ** 9
 BF16, FP32 = 2, 4

@@ -6,8 +6,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, Reader
-from mindspeed_qerl.layout.shapes import LARGEST, ModelShape, read_shape
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.shapes import LARGEST, ModelShape, read_shape
+from mindspeed_qerl.recipe.config import Reader
 
 MAX_RANKS = 100_000  # more are a slip of the keys, and take minutes to judge
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, lcm, log2
 
+from mindspeed_qerl.families.shapes import ModelShape
 from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, Rule, broken
-from mindspeed_qerl.layout.shapes import ModelShape
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.layout.shapes import ModelShape
+from mindspeed_qerl.families.shapes import ModelShape
 from mindspeed_qerl.local.weights import mappings
 from mindspeed_qerl.lora.checkpoint import Adapters
 

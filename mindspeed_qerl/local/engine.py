@@ -17,14 +17,11 @@ import ray
 import torch
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.config import ConfigError
-from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
-from mindspeed_qerl.gsm8k.task import Task
-from mindspeed_qerl.gsm8k.verifier import get_verifier
+from mindspeed_qerl.algorithm.losses import group_advantages
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
-from mindspeed_qerl.local.grpo import group_advantages
 from mindspeed_qerl.local.rollout import join_movement
 from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.workers import Team, Worker, WorkerError, free_port, memory_in_use
@@ -32,6 +29,9 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.seeds import derived_seed
+from mindspeed_qerl.tasks.evaluation import evaluate_answers
+from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
+from mindspeed_qerl.tasks.prompts import Task
 
 
 def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[int]:

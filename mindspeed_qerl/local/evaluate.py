@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, EvalConfig, HardwareError
-from mindspeed_qerl.gsm8k.evaluation import evaluate_answers
-from mindspeed_qerl.gsm8k.task import Task
-from mindspeed_qerl.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.recipe.config import EvalConfig, HardwareError
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.seeds import derived_seed
+from mindspeed_qerl.tasks.evaluation import evaluate_answers
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.tasks.prompts import Task
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Evaluation:
         model: Hugging Face directory. adapter: a PEFT adapter for it; run, step: or the adapters of a run's checkpoint.
         data: file of tools/convert_gsm8k.py. prompt: "chat" or "plain". problems: the first so many, None for all.
         samples: answers per question at `temperature`, 0 for greedy answers only.
-        hardware_error: keyword arguments of `ForeignArithmetic` besides the seed, or None.
+        hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, or None.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -168,7 +169,7 @@ def _answerer(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     def answer(prompts: list[list[int]], n: int, temperature: float, seed: int) -> tuple[list[str], list[bool]]:
         sampling = dict(max_tokens=what.max_tokens, temperature=temperature, stop_token_ids=stop)
         if what.hardware_error:
-            completions, _ = engine.generate(prompts, n, seed, sampling, foreign=what.hardware_error)
+            completions, _ = engine.generate(prompts, n, seed, sampling, hardware_error=what.hardware_error)
         else:
             completions = complete(llm, prompts, use_tqdm=True, n=n, **sampling)
         flat = [completion for group in completions for completion in group]

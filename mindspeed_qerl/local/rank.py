@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mindspeed_qerl.algorithm.losses import grpo_loss, low_variance_kl, token_logprobs, truncated_weights
 from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
-from mindspeed_qerl.local.foreign_arithmetic import ForeignArithmetic
-from mindspeed_qerl.local.grpo import grpo_loss, low_variance_kl, token_logprobs, truncated_weights
+from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.weights import Mapping, Split
 from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
@@ -72,7 +72,7 @@ class TrainRank:
             end_wd=config.weight_decay, wd_incr_steps=config.train_iters, wd_incr_style="constant")
         self.parts = self._divide_sync()
         arithmetic = config.hardware_error.arguments("training")
-        self.foreign = ForeignArithmetic(**arithmetic) if arithmetic else None
+        self.hardware_error = HardwareErrorMode(**arithmetic) if arithmetic else None
 
     def describe(self) -> tuple[dict[str, dict[str, int]], int]:
         """(per LoRA target its modules and parameters, parts of the sync); a layer that several ranks hold is counted by the one that answers
@@ -143,9 +143,9 @@ class TrainRank:
             the iteration's metrics, the same on every rank, besides time/logprobs and time/update in seconds.
         """
         started = time.perf_counter()
-        if self.foreign:
-            self.foreign.reseed(derived_seed(self.config.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
-        with self.foreign or contextlib.nullcontext():
+        if self.hardware_error:
+            self.hardware_error.reseed(derived_seed(self.config.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
+        with self.hardware_error or contextlib.nullcontext():
             if self.config.kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]
             if len(shards) * epochs > 1:  # with a single update the policy that is trained is the policy before it

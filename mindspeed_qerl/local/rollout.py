@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.local.foreign_arithmetic import ForeignArithmetic, plain_experts
+from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
 from mindspeed_qerl.local.weights import Checkpoint
 
 
@@ -151,7 +151,7 @@ class RolloutEngine:
                          for name, module in expert_modules(self.model)]
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
-                 noise_step: int | None = None, foreign: dict | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
+                 noise_step: int | None = None, hardware_error: dict | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
         """Sample `n` completions for each prompt.
 
         The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced weights.
@@ -159,7 +159,7 @@ class RolloutEngine:
 
         Args:
             prompts: token ids. sampling: keyword arguments of vLLM's SamplingParams.
-            foreign: keyword arguments of `ForeignArithmetic` besides the seed, for answers as other hardware would give them; None: as it is.
+            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, for answers as other hardware would give them; None: as it is.
 
         Returns:
             per prompt its completions, and the noise's report (None without noise).
@@ -167,7 +167,7 @@ class RolloutEngine:
         report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
         try:
             torch.manual_seed(seed)
-            with self._arithmetic(foreign and ForeignArithmetic(**foreign, seed=seed)):
+            with self._arithmetic(hardware_error and HardwareErrorMode(**hardware_error, seed=seed)):
                 completions = complete(self.llm, prompts, n=n, **sampling)
         finally:
             if report:
@@ -175,16 +175,16 @@ class RolloutEngine:
         return completions, report
 
     @contextlib.contextmanager
-    def _arithmetic(self, foreign: ForeignArithmetic | None) -> Iterator[None]:
-        """Compute as `foreign` does; the experts' fused kernel gives way to torch's operators meanwhile."""
-        if foreign is None:
+    def _arithmetic(self, mode: HardwareErrorMode | None) -> Iterator[None]:
+        """Compute as `mode` does; the experts' fused kernel gives way to torch's operators meanwhile."""
+        if mode is None:
             yield
             return
         kernels = [module.quant_method.moe_kernel.fused_experts for _, module, *_ in self._experts]
         for kernel, (_, module, w13_packing, w2_packing) in zip(kernels, self._experts):
             kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))
         try:
-            with foreign:
+            with mode:
                 yield
         finally:
             for kernel in kernels:
@@ -260,11 +260,11 @@ class RolloutEngine:
                 for part, weight in zip(("gate", "up", "down"), (*w13.chunk(2), w2)):
                     yield f"{prefix}.{expert}.{part}_proj.weight", weight
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None, foreign: dict | None = None) -> list[list[float]]:
-        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and foreign arithmetic."""
+    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None, hardware_error: dict | None = None) -> list[list[float]]:
+        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and hardware error."""
         report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
         try:
-            with self._arithmetic(foreign and ForeignArithmetic(**foreign)):
+            with self._arithmetic(hardware_error and HardwareErrorMode(**hardware_error)):
                 outputs = _outputs(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
         finally:
             if report:

@@ -7,9 +7,13 @@ from typing import Any
 
 import psutil
 
-from mindspeed_qerl.config import (
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.families.shapes import ModelShape, read_shape
+from mindspeed_qerl.layout import rules
+from mindspeed_qerl.layout.plan import Batch, Layout, Plan, layer_list
+from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.recipe.config import (
     AQNConfig,
-    ConfigError,
     EvalConfig,
     GSM8KConfig,
     HardwareError,
@@ -23,15 +27,10 @@ from mindspeed_qerl.config import (
     check_names,
     check_task_sections,
     check_verifiers,
-    unknown,
 )
-from mindspeed_qerl.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.layout import rules
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan, layer_list
-from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.shapes import ModelShape, read_shape
+from mindspeed_qerl.recipe.upstream_keys import SAMPLING_KEYS
 from mindspeed_qerl.runs.directory import count_rows
-from mindspeed_qerl.upstream_keys import SAMPLING_KEYS
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.

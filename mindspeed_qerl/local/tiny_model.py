@@ -20,10 +20,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_qerl.gsm8k import word_problems
-from mindspeed_qerl.gsm8k.prompts import plain_prompt
-from mindspeed_qerl.gsm8k.verifier import score
-from mindspeed_qerl.gsm8k.word_problems import Mixture, Problem
+from mindspeed_qerl.tasks.gsm8k import word_problems
+from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
+from mindspeed_qerl.tasks.gsm8k.verifier import score
+from mindspeed_qerl.tasks.gsm8k.word_problems import Mixture, Problem
 
 # One digit, one newline, "####", a word with the space before it, any other single character: joined they give the text back.
 TOKEN_PATTERN = r"\d|####| ?[A-Za-z]+|[^\dA-Za-z]"
@@ -218,7 +218,7 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     import torch
     import transformers
 
-    from mindspeed_qerl.gsm8k.convert import convert
+    from mindspeed_qerl.tasks.gsm8k.convert import convert
 
     started = time.monotonic()
     threads = torch.get_num_threads()

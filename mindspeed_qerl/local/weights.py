@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_qerl.config import ConfigError
-from mindspeed_qerl.layout.shapes import ModelShape
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.shapes import ModelShape
 
 
 @dataclass(frozen=True)

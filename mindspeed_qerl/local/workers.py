@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from mindspeed_qerl.config import EngineError
+from mindspeed_qerl.errors import EngineError
 
 
 class WorkerError(EngineError):

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from mindspeed_qerl.config import ConfigError, check_lora_targets
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.recipe.config import check_lora_targets
 
 
 class LoRALinear(nn.Module):

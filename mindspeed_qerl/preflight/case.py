@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.config import ConfigError, unknown
+from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.layout.plan import Plan, arguments_of, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.train import ENGINES

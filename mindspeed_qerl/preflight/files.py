@@ -9,7 +9,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
@@ -62,7 +62,7 @@ def read_packed(prefix: str) -> tuple[Any, Any]:
     """
     import numpy as np
 
-    from mindspeed_qerl.gsm8k.packed import INT32
+    from mindspeed_qerl.tasks.gsm8k.packed import INT32
 
     index = Path(f"{prefix}.idx").read_bytes()
     rows = int.from_bytes(index[18:26], "little")
@@ -84,7 +84,7 @@ def absent(file: str) -> str:
 
 
 def _converted(name: str, file: str) -> Iterator[Check]:
-    from mindspeed_qerl.gsm8k.dataset import read_converted
+    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 
     try:
         rows = read_converted(file)

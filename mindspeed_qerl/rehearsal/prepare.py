@@ -8,8 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import (
-    ConfigError,
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.shapes import ModelShape
+from mindspeed_qerl.layout.plan import Plan, read_plan, shape_of_model
+from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.local.settings import check
+from mindspeed_qerl.recipe.config import (
     Reader,
     RehearsalConfig,
     check_aqn,
@@ -18,15 +22,11 @@ from mindspeed_qerl.config import (
     check_task_sections,
     check_verifiers,
 )
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.packed import convert_packed
-from mindspeed_qerl.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.layout.plan import Plan, read_plan, shape_of_model
-from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.shapes import ModelShape
-from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.runs.directory import count_rows
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.gsm8k.packed import convert_packed
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 
 def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mindspeed_qerl.config import Reader
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import RULES
+from mindspeed_qerl.recipe.config import Reader
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl

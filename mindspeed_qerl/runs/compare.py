@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.config import AQNConfig, ConfigError
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.recipe.config import AQNConfig
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
@@ -130,7 +131,7 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
     """Read a run.
 
     Args:
-        evaluation: the name of one made by tools/evaluate_gsm8k.py (a folder of RUN/evaluations); None: those made during the run.
+        evaluation: the name of one made by tools/evaluate.py (a folder of RUN/evaluations); None: those made during the run.
 
     Raises:
         ValueError, OSError: a file that every run has is missing or damaged.
@@ -172,7 +173,7 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     elif len({row["step"] for row in rows}) < train_iters:
         faults.append(f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps")
     elif evaluation is not None and not scores:
-        faults.append(f"it has no evaluation {evaluation!r}: make it with tools/evaluate_gsm8k.py --run {run.path} --name {evaluation}")
+        faults.append(f"it has no evaluation {evaluation!r}: make it with tools/evaluate.py --run {run.path} --name {evaluation}")
     elif evaluation is None and train_iters not in scores:
         faults.append(f"its last step, {train_iters}, was not evaluated")
     if not all(math.isfinite(score) for by_question in scores.values() for score in by_question.values()):

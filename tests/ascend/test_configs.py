@@ -11,10 +11,11 @@ import yaml
 
 from mindspeed_qerl.ascend.contract import CONTRACT
 from mindspeed_qerl.ascend.settings import check, npu_environment
-from mindspeed_qerl.config import CONFIGS, ConfigError, compose
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.shapes import SHAPES
 from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.shapes import SHAPES
+from mindspeed_qerl.recipe.config import CONFIGS, compose
 
 ROOT = Path(__file__).parents[2]
 # the model's section -> name of its published shape, parameters as published, in billions

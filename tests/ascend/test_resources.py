@@ -7,7 +7,7 @@ import ray
 
 from mindspeed_qerl.ascend.engine import check_resources
 from mindspeed_qerl.ascend.settings import needed_cpus
-from mindspeed_qerl.config import EngineError
+from mindspeed_qerl.errors import EngineError
 
 
 @pytest.fixture

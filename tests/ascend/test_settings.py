@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.ascend.settings import check
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES, make_config

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_qerl.families.shapes import SHAPES, ModelShape
 from mindspeed_qerl.layout import rules
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.shapes import SHAPES, ModelShape
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run

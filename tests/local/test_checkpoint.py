@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mindspeed_qerl.layout.shapes import SHAPES
+from mindspeed_qerl.families.shapes import SHAPES
 from mindspeed_qerl.local import checkpoint
 
 SHAPE = SHAPES["qwen3_30b_a3b"]

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.config import ConfigError
-from mindspeed_qerl.gsm8k.verifier import get_verifier
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
 
 from .conftest import raw_config
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "evaluate_gsm8k.py"
+TOOL = ROOT / "tools" / "evaluate.py"
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def assert_metrics_are_whole(run, at_least):
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K dataset in ../shared/data/gsm8k")
 def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     """Reward stays at 0: the path is the point. The group rewards carry no signal, so the adapters must not move."""
-    from mindspeed_qerl.gsm8k.convert import convert
+    from mindspeed_qerl.tasks.gsm8k.convert import convert
 
     convert(GSM8K, tmp_path / "data")
     process = start(tiny_model, tmp_path / "runs", f"gsm8k.train_file={tmp_path}/data/train_chat.parquet",

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mindspeed_qerl.config import ConfigError
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.task import Task
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.tiny_model import build_tokenizer
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.prompts import Task
 
 
 @pytest.fixture(scope="module")

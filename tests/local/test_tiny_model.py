@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from mindspeed_qerl.gsm8k import word_problems
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.verifier import score
-from mindspeed_qerl.gsm8k.word_problems import Mixture, Problem
 from mindspeed_qerl.local import tiny_model
 from mindspeed_qerl.local.tiny_model import Recipe
+from mindspeed_qerl.tasks.gsm8k import word_problems
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.gsm8k.verifier import score
+from mindspeed_qerl.tasks.gsm8k.word_problems import Mixture, Problem
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -21,14 +21,15 @@ from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
 from mindspeed_qerl.ascend.contract import CONTRACT
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.config import ConfigError, compose
-from mindspeed_qerl.gsm8k.convert import convert
-from mindspeed_qerl.gsm8k.packed import indexed_format
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, SKIPPED, WARNING, Check, preflight, print_table
 from mindspeed_qerl.preflight.files import read_packed
 from mindspeed_qerl.preflight.machine import Machine, ProbeError, Process
 from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
+from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.tasks.gsm8k.convert import convert
+from mindspeed_qerl.tasks.gsm8k.packed import indexed_format
 
 ROOT = Path(__file__).parents[2]
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.config import CONFIGS, ConfigError, Reader, compose
-from mindspeed_qerl.gsm8k.dataset import read_converted
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.shapes import SHAPES, read_shape
 from mindspeed_qerl.layout.plan import Layout, read_plan
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.shapes import SHAPES, read_shape
 from mindspeed_qerl.local import settings as local
+from mindspeed_qerl.recipe.config import CONFIGS, Reader, compose
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 
 ROOT = Path(__file__).parents[2]
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
@@ -26,8 +27,8 @@ FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Where the configs look for models (none) and data (word problems in GSM8K's form)."""
-    from mindspeed_qerl.gsm8k.convert import convert
-    from mindspeed_qerl.gsm8k.word_problems import make_problems, split_pairs, write_problems
+    from mindspeed_qerl.tasks.gsm8k.convert import convert
+    from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 
     folder = tmp_path_factory.mktemp("data")
     (folder / "raw").mkdir()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.config import ConfigError
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.runs.compare import ComparedRun, check_noise, comparable_config, compare, find_runs, read_run
 from mindspeed_qerl.runs.compare_report import sentence, to_markdown, write_comparison
 from mindspeed_qerl.runs.directory import RunDirectory

@@ -27,7 +27,7 @@ from reference import (
 from rehearsal import environment, make_config
 
 from mindspeed_qerl.aqn.injector import standard_normal
-from mindspeed_qerl.gsm8k.verifier import get_verifier
+from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
 
 SIGMA, KL, CLIP, SAMPLES = 0.05, 0.1, 0.2, 8
 CASES = [

@@ -6,13 +6,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mindspeed_qerl.gsm8k.dataset import (
+from mindspeed_qerl.tasks.gsm8k.dataset import (
     check_raw,
     gold_answer,
     load_raw,
     read_converted,
 )
-from mindspeed_qerl.gsm8k.prompts import chat_messages, plain_prompt
+from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
 
 RAW = [{"question": "3+4?", "answer": "3+4=7\n#### 7"}, {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}]
 CONVERTED = {"messages": [{"role": "user", "content": "3+4?"}], "question": "3+4?", "answer": "7", "solution": "#### 7"}

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from mindspeed_qerl.gsm8k.evaluation import evaluate_answers, majority_score, wilson_interval
-from mindspeed_qerl.gsm8k.verifier import RULES, extract_with_rule
+from mindspeed_qerl.tasks.evaluation import evaluate_answers, majority_score, wilson_interval
+from mindspeed_qerl.tasks.gsm8k.verifier import RULES, extract_with_rule
 
 ROWS = [{"question": "a", "answer": "72"}, {"question": "b", "answer": "1000"}]
 

@@ -13,11 +13,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mindspeed_qerl.gsm8k.convert import convert
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.packed import convert_packed, indexed_format
-from mindspeed_qerl.gsm8k.task import Task
-from mindspeed_qerl.gsm8k.word_problems import make_problems, split_pairs, write_problems
+from mindspeed_qerl.tasks.gsm8k.convert import convert
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.gsm8k.packed import convert_packed, indexed_format
+from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
+from mindspeed_qerl.tasks.prompts import Task
 
 REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"

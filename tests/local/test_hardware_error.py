@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.config import HardwareError
 from mindspeed_qerl.local import rollout
 from mindspeed_qerl.local.batch import build_batch
-from mindspeed_qerl.local.foreign_arithmetic import ForeignArithmetic, silu_of_table
+from mindspeed_qerl.local.hardware_error import HardwareErrorMode, silu_of_table
+from mindspeed_qerl.recipe.config import HardwareError
 
 from .conftest import FAMILIES, run_ranks
 from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs
@@ -28,7 +28,7 @@ def bf16(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_in_bfloat16_are_rounded_one_after_the_other(dtype):
     a, b = matrices(dtype=dtype)
-    with ForeignArithmetic(["bf16_blocks"], block=32):
+    with HardwareErrorMode(["bf16_blocks"], block=32):
         found = a @ b
     assert found.dtype == dtype
     for row in range(len(a)):
@@ -41,7 +41,7 @@ def test_blocks_in_bfloat16_are_rounded_one_after_the_other(dtype):
 
 def test_reordered_blocks_are_summed_from_the_last():
     a, b = matrices()
-    with ForeignArithmetic(["reordered"], block=1):
+    with HardwareErrorMode(["reordered"], block=1):
         found = a @ b
     for row in range(len(a)):
         for column in range(b.shape[1]):
@@ -54,7 +54,7 @@ def test_reordered_blocks_are_summed_from_the_last():
 
 def test_gaussian_error_is_relative_and_drawn_anew():
     a, b = matrices(m=200, n=300)
-    arithmetic = ForeignArithmetic(["gaussian"], gaussian_std=0.05, seed=1)
+    arithmetic = HardwareErrorMode(["gaussian"], gaussian_std=0.05, seed=1)
     with arithmetic:
         first, second = a @ b, a @ b
         arithmetic.reseed(1)
@@ -68,7 +68,7 @@ def test_silu_of_the_table_is_an_interpolation():
     x = torch.linspace(-12, 12, 1001, dtype=torch.float64)
     knots = np.arange(-8, 8.25, 0.5)
     expected = x.numpy() * np.interp(x.numpy(), knots, 1 / (1 + np.exp(-knots)))
-    with ForeignArithmetic(["silu_table"]):
+    with HardwareErrorMode(["silu_table"]):
         found = torch.nn.functional.silu(x)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
     assert 1e-3 < (found - torch.nn.functional.silu(x)).abs().max() < 2e-2
@@ -77,7 +77,7 @@ def test_silu_of_the_table_is_an_interpolation():
 
 def test_gradients_are_those_of_what_was_computed():
     x = (8 * torch.rand(50, dtype=torch.float64) - 4).requires_grad_()
-    with ForeignArithmetic(["silu_table"]):
+    with HardwareErrorMode(["silu_table"]):
         torch.nn.functional.silu(x).sum().backward()
     step = 1e-7
     numeric = (silu_of_table(x.detach() + step) - silu_of_table(x.detach() - step)) / (2 * step)
@@ -89,7 +89,7 @@ def test_every_way_to_a_linear_layer_is_taken(inference):
     """mm, addmm, bmm, linear with and without a bias, under autograd and without; each once."""
     x, layer = torch.randn(4, 7, 16), torch.nn.Linear(16, 8)
     plain = torch.nn.Linear(16, 8, bias=False)
-    arithmetic = ForeignArithmetic(["bf16_blocks"], block=16)
+    arithmetic = HardwareErrorMode(["bf16_blocks"], block=16)
     with torch.inference_mode(inference), arithmetic:
         found = [layer(x), plain(x), torch.bmm(x, x.mT), x[0] @ x[0].T, torch.addmm(x[0, :, 0], x[0], x[0].T)]
     assert arithmetic.products == 5
@@ -103,7 +103,7 @@ def test_every_way_to_a_linear_layer_is_taken(inference):
 def test_the_backward_pass_is_on_that_hardware_too():
     x, weight = matrices()
     weight = weight.requires_grad_()
-    arithmetic = ForeignArithmetic(["gaussian"], seed=0)
+    arithmetic = HardwareErrorMode(["gaussian"], seed=0)
     with arithmetic:
         (x @ weight).sum().backward()
     assert arithmetic.products == 2  # one forward, one for the weight's gradient
@@ -113,12 +113,12 @@ def test_the_backward_pass_is_on_that_hardware_too():
 
 def test_nothing_is_left_behind():
     a, b = matrices()
-    with ForeignArithmetic(["gaussian", "silu_table"]):
+    with HardwareErrorMode(["gaussian", "silu_table"]):
         a @ b
     assert torch.equal(a @ b, matrices()[0] @ matrices()[1])
 
 
-class Scaled(ForeignArithmetic):
+class Scaled(HardwareErrorMode):
     """Every product 1 % too large: smooth, so that engines can be compared closely, and felt wherever it is applied."""
 
     def _product(self, a, b):
@@ -126,7 +126,7 @@ class Scaled(ForeignArithmetic):
         return 1.01 * (a @ b)
 
 
-ARITHMETICS = (Scaled, ForeignArithmetic)
+ARITHMETICS = (Scaled, HardwareErrorMode)
 ARGUMENTS = dict(kinds=["silu_table", "reordered"], block=8)
 
 
@@ -153,7 +153,7 @@ def megatron_rank(rank, config, batch, folder):
         with arithmetic(**ARGUMENTS):
             found.append(trainer.logprobs(batch))
     trainer.train([batch])
-    torch.save((found, trainer.foreign.products, trainer.logprobs(batch, reference=True)), f"{folder}/found.pt")
+    torch.save((found, trainer.hardware_error.products, trainer.logprobs(batch, reference=True)), f"{folder}/found.pt")
 
 
 def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, data_dir, tmp_path, family):
@@ -177,12 +177,12 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, fa
     sequences = np.random.default_rng(1).integers(0, 96, (6, 20)).tolist()
     batch = build_batch([row[:1] for row in sequences], [row[1:] for row in sequences], [[0.0] * 19] * 6, np.zeros(6))
     for arithmetic in ARITHMETICS:
-        monkeypatch.setattr(rollout, "ForeignArithmetic", arithmetic)
+        monkeypatch.setattr(rollout, "HardwareErrorMode", arithmetic)
         expected = foreign_transformers(model_dirs[family], batch, arithmetic)
-        assert np.abs(np.array(engine.logprobs(sequences, foreign=ARGUMENTS)) - expected).max() < 1e-5
+        assert np.abs(np.array(engine.logprobs(sequences, hardware_error=ARGUMENTS)) - expected).max() < 1e-5
     clean = transformers_logprobs(model_dirs[family], batch)
     assert np.abs(np.array(engine.logprobs(sequences)) - clean).max() < 1e-5  # and it is gone again
     sampling = dict(max_tokens=6, temperature=1.0)
     plain, (once, again, other) = engine.generate(sequences, 2, 0, sampling), (
-        engine.generate(sequences, 2, seed, sampling, foreign=dict(kinds=["gaussian"])) for seed in (0, 0, 1))
+        engine.generate(sequences, 2, seed, sampling, hardware_error=dict(kinds=["gaussian"])) for seed in (0, 0, 1))
     assert once[0] == again[0] != plain[0] and other[0] != once[0]

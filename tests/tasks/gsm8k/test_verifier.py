@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mindspeed_qerl.gsm8k.dataset import gold_answer
-from mindspeed_qerl.gsm8k.verifier import (
+from mindspeed_qerl.tasks.gsm8k.dataset import gold_answer
+from mindspeed_qerl.tasks.gsm8k.verifier import (
     METHODS,
     VERIFIERS,
     canonical_number,
@@ -212,7 +212,7 @@ def test_a_megabyte_of_anything_is_read_in_linear_time():
     """Quadratic time is 10^10 steps or more, many minutes; the limit only ends such a run, linear time takes a second or two."""
     program = (
         "import faulthandler, json, sys\n"
-        "from mindspeed_qerl.gsm8k.verifier import score\n"
+        "from mindspeed_qerl.tasks.gsm8k.verifier import score\n"
         "for start, unit in json.loads(sys.argv[1]):\n"
         "    faulthandler.dump_traceback_later(60, exit=True)\n"
         "    text = start + unit * (10**6 // len(unit)) + 'z'\n"
@@ -297,6 +297,6 @@ def test_any_text_gives_a_canonical_number_or_nothing(text):
 
 
 def test_imports_without_any_installed_package():
-    program = "import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.gsm8k import convert, dataset, prompts, verifier"
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import convert, dataset, prompts, verifier"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program, str(REPO)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mindspeed_qerl.gsm8k.dataset import SPLITS, check_raw, load_raw, split_files
-from mindspeed_qerl.gsm8k.prompts import chat_messages
+from mindspeed_qerl.tasks.gsm8k.dataset import SPLITS, check_raw, load_raw, split_files
+from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.gsm8k import convert as convert_module
-from mindspeed_qerl.gsm8k.convert import convert
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.prompts import chat_messages
+from mindspeed_qerl.tasks.gsm8k import convert as convert_module
+from mindspeed_qerl.tasks.gsm8k.convert import convert
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 
 REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"

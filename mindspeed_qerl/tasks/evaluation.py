@@ -1,6 +1,6 @@
 """How good answers are: accuracy with its interval, pass@k, maj@k, and how each answer was found.
 
-One code for the evaluation inside a run and for tools/evaluate_gsm8k.py.
+One code for the evaluation inside a run and for tools/evaluate.py.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule, get_verifier
+from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule, get_verifier
 
 Z_95 = 1.959964  # of the standard normal, two-sided
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mindspeed_qerl.gsm8k import word_problems
-from mindspeed_qerl.gsm8k.word_problems import Mixture, Problem
+from mindspeed_qerl.tasks.gsm8k import word_problems
+from mindspeed_qerl.tasks.gsm8k.word_problems import Mixture, Problem
 
 # Read back with expressions of the test's own, from text alone.
 STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError, unknown
+from mindspeed_qerl.errors import ConfigError, unknown
 
 DENSE, MOE = ("qwen2", "qwen3"), ("qwen2_moe", "qwen3_moe")
 LARGEST = 10 ** 9  # of any one size

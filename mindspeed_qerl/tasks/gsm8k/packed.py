@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mindspeed_qerl.gsm8k.convert import WrittenFile, describe, output_folder, read_splits, write_together
+from mindspeed_qerl.tasks.gsm8k.convert import WrittenFile, describe, output_folder, read_splits, write_together
 
 INT32 = 4  # DType.int32, indexed_dataset.py:416
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.local.grpo import group_advantages, grpo_loss, low_variance_kl, token_logprobs, truncated_weights
+from mindspeed_qerl.algorithm.losses import group_advantages, grpo_loss, low_variance_kl, token_logprobs, truncated_weights
 
 
 def test_advantages_are_group_normalised_with_unbiased_std():

@@ -5,7 +5,6 @@ A config has MindSpeed-RL's own sections (`megatron_training`, `actor_config`, `
 a `Reader`, which names every fault at once.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,21 +13,14 @@ from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
-from mindspeed_qerl.upstream_keys import GENERATE_KEYS, MEGATRON_KEYS, RL_KEYS
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe.upstream_keys import GENERATE_KEYS, MEGATRON_KEYS, RL_KEYS
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PROMPTS = ("chat", "plain")
 
 
-class ConfigError(ValueError):
-    """A config, a path or an input that cannot work; the message names the value, the rule and the way out."""
-
-
-class EngineError(RuntimeError):
-    """A run stopped by something outside our code; the message says what, where to look, and what to do."""
-
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def compose(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -56,13 +48,6 @@ def check_config_name(name: str) -> None:
     known = {path.stem for path in CONFIGS.glob("*.yaml")}
     if name.removesuffix(".yaml") not in known:
         raise ConfigError(unknown("config name", name, known))
-
-
-def unknown(kind: str, value: object, known: Iterable[str]) -> str:
-    """One sentence for an unknown name, with the nearest known one and the list."""
-    known = sorted(known)
-    near = difflib.get_close_matches(str(value), known, n=1)
-    return f"unknown {kind} {value!r}" + (f", did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(known)}"
 
 
 def check_lora_targets(targets: Iterable[str] | None) -> tuple[str, ...]:
@@ -146,7 +131,7 @@ class HardwareError:
         return () if given in ("none", None) else tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
     def arguments(self, side: str) -> dict[str, Any] | None:
-        """For `ForeignArithmetic`; None if this side computes as it is."""
+        """For `HardwareErrorMode`; None if this side computes as it is."""
         kinds = self.kinds(side)
         return {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block} if kinds else None
 
@@ -367,7 +352,7 @@ def check_correction(reader: Reader) -> float | None:
     return correction.cap if correction.method == "token_tis" else None
 
 
-HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/foreign_arithmetic.py has the formulas
+HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 
 
 def check_hardware_error(reader: Reader) -> HardwareError:

@@ -21,7 +21,7 @@ KNOTS_PER_UNIT, LAST_KNOT = 2, 8
 MADE_OF_OTHERS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 
 
-class ForeignArithmetic(TorchDispatchMode):
+class HardwareErrorMode(TorchDispatchMode):
     """Inside `with` torch computes as the other hardware would, backward passes included.
 
     Args:
@@ -99,7 +99,7 @@ def _sigmoid_of_table(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plain_experts(gate_up: torch.Tensor, down: torch.Tensor, /, *, output: torch.Tensor, hidden_states: torch.Tensor, topk_weights: torch.Tensor,
                   topk_ids: torch.Tensor, **_: Any) -> None:
-    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, which `ForeignArithmetic` can take the place of.
+    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, which `HardwareErrorMode` can take the place of.
 
     Args:
         gate_up: [E, 2 f, h], gate above up. down: [E, h, f]. output, hidden_states: [tokens, h]. topk_weights, topk_ids: [tokens, k].

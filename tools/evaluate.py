@@ -1,8 +1,8 @@
 """Evaluate a model on GSM8K with vLLM: greedily, and with several samples.
 
-    python tools/evaluate_gsm8k.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1            the last checkpoint, as the run evaluates
-    python tools/evaluate_gsm8k.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output evaluations/base
-    python tools/evaluate_gsm8k.py --model ... --adapter DIR --data ... --output ...                  a PEFT adapter
+    python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1            the last checkpoint, as the run evaluates
+    python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output evaluations/base
+    python tools/evaluate.py --model ... --adapter DIR --data ... --output ...                  a PEFT adapter
 
 Says accuracy with its 95% interval, pass@k, maj@k, which rule found how many answers, and how many were cut off, and writes every answer
 (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the model, which takes its
@@ -14,9 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-from mindspeed_qerl.config import HARDWARE_ERRORS
-from mindspeed_qerl.gsm8k.verifier import RULES
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
+from mindspeed_qerl.recipe.config import HARDWARE_ERRORS
+from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
             output = Path(run) / "evaluations" / (name or f"step{evaluation.step}")
         summary = evaluate(evaluation, output, lambda line: print(line, flush=True))
     except (ValueError, OSError) as error:
-        print(f"evaluate_gsm8k: {error}", file=sys.stderr)
+        print(f"evaluate: {error}", file=sys.stderr)
         return 1
     _print(summary)
     print(f"\n{output}: summary.json, answers.jsonl")

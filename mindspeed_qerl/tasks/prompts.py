@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from mindspeed_qerl.config import ConfigError
-from mindspeed_qerl.gsm8k.dataset import read_converted
-from mindspeed_qerl.gsm8k.prompts import plain_prompt
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 
 class Task:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mindspeed_qerl.gsm8k.verifier import canonical_number
+from mindspeed_qerl.tasks.gsm8k.verifier import canonical_number
 
 SPLITS = ("train", "test")
 
