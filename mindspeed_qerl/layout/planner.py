@@ -10,7 +10,8 @@ from math import isqrt, lcm, log2
 
 from mindspeed_qerl.families.shapes import ModelShape
 from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, Rule, broken
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")

@@ -19,7 +19,7 @@ import torch
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.algorithm.losses import group_advantages
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, build_batch, deal
 from mindspeed_qerl.local.rollout import join_movement

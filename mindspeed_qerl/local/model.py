@@ -8,7 +8,7 @@ from torch import nn
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families.shapes import ModelShape, read_shape
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.local.weights import Checkpoint, Mapping, check_tensors, load_weights, mappings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -35,6 +35,7 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing on the engine (keys.yaml says why)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""

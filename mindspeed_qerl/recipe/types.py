@@ -128,7 +128,7 @@ class Batch:
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
     dispatch: Mapping[str, int | None] = Field(default_factory=dict)  # actor_rollout_dispatch_size and so on; None: upstream's default
-    guarantee_order: bool = key("rl_config.guarantee_order", False)
+    guarantee_order: bool = key("rl_config.guarantee_order", True)
     seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
     max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)

@@ -9,7 +9,8 @@ import pytest
 
 from mindspeed_qerl.families.shapes import SHAPES, ModelShape
 from mindspeed_qerl.layout import rules
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import broken
 

@@ -18,7 +18,8 @@ from mindspeed_qerl.layout.memory import (
     rollout_weights,
     training_weights,
 )
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan, read_plan, shape_of_config
+from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.layout.plan import Plan, read_plan, shape_of_config
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.recipe.config import compose
 

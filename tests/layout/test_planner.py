@@ -14,7 +14,8 @@ import pytest
 from mindspeed_qerl.families.shapes import SHAPES
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import estimate, read_settings
-from mindspeed_qerl.layout.plan import Batch, Layout, read_plan, shape_of_config
+from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.planner import changes, complete, distance, fit_batch, legal_layouts, nearest, new_plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.config import compose

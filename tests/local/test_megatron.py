@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families.shapes import read_shape
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.engine import data_rank

@@ -10,7 +10,8 @@ import pytest
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families.shapes import SHAPES, read_shape
-from mindspeed_qerl.layout.plan import Layout, read_plan
+from mindspeed_qerl.recipe.types import Layout
+from mindspeed_qerl.layout.plan import read_plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
 from mindspeed_qerl.recipe.config import CONFIGS, Reader, compose

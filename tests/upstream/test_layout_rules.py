@@ -12,7 +12,8 @@ import pytest
 from test_configs import emulated
 
 from mindspeed_qerl.families.shapes import SHAPES
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken, citation
 
