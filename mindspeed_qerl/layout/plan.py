@@ -1,11 +1,9 @@
 """A plan: model shape, parallel layout and batch arithmetic of one run, which the rules look at."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mindspeed_qerl.families.shapes import ModelShape, read_shape
+from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
 from mindspeed_qerl.recipe.types import Batch, Layout, Recipe
 
 
@@ -44,9 +42,3 @@ def shape_of_model(recipe: Recipe) -> ModelShape:
     """The shape in the model's own config.json, which vLLM goes by; while the model is not there, what Megatron is told."""
     directory = Path(recipe.model.path)
     return read_shape(directory) if (directory / "config.json").is_file() else shape_of_arguments(recipe.model.arguments)
-
-
-def shape_of_arguments(arguments: Mapping[str, Any]) -> ModelShape:
-    """TEMPORARY until families has it."""
-    from mindspeed_qerl.layout.plan_old import shape_of_config
-    return shape_of_config({"actor_config": arguments})

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import ModelShape, read_shape
+from mindspeed_qerl.families import ModelShape, read_shape
 from mindspeed_qerl.layout import rules
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken

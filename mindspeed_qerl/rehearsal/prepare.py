@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.base import ModelShape
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe import keys

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.families.shapes import SHAPES
+from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import estimate, read_settings
-from mindspeed_qerl.recipe.types import Batch, Layout
 from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.planner import changes, complete, distance, fit_batch, legal_layouts, nearest, new_plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run
 
 ROOT = Path(__file__).parents[2]
-QWEN3, QWEN15, DENSE = (SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
+QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
 
 
 def sizes(plan) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import SHAPES, read_shape
-from mindspeed_qerl.recipe.types import Layout
+from mindspeed_qerl.families import NAMED_SHAPES, read_shape
 from mindspeed_qerl.layout.plan import read_plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
 from mindspeed_qerl.recipe.config import CONFIGS, Reader, compose
+from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
@@ -84,7 +84,7 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    shape = narrow(SHAPES[name], Layout(world=1))
+    shape = narrow(NAMED_SHAPES[name], Layout(world=1))
     if shape.moe:
         shape = replace(shape, num_experts=4, num_experts_per_tok=2)
     rows = read_converted(data / "gsm8k" / "train_chat.parquet")
