@@ -281,7 +281,7 @@ class RunObserver:
         if step % evaluation.every and step != self.recipe.run.train_iters:
             return
         self.progress.phase("evaluation")
-        answers = generate(self.task.prompts, evaluation.samples_per_problem, recipe.temperature)
+        answers = generate(self.task.prompts, evaluation.samples_per_problem, evaluation.temperature)
         limit = self.recipe.sampling.max_tokens
         texts = self.tokenizer.batch_decode([ids for group in answers for ids in group], skip_special_tokens=True)
         cut = [len(ids) >= limit and self.tokenizer.eos_token_id not in ids for group in answers for ids in group]

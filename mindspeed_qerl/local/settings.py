@@ -19,7 +19,7 @@ EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExper
 LAYOUT_RULES = (rules.ranks_fill_training_groups, rules.ranks_fill_expert_groups, rules.heads_by_tp, rules.kv_heads_by_tp,
                 rules.width_by_tp, rules.vocabulary_by_tp, rules.layers_by_pp, rules.layer_list_has_a_number_for_each_stage,
                 rules.layer_list_sums_to_the_layers, rules.dense_model_without_ep, rules.experts_by_training_ranks,
-                rules.mini_batch_by_training_dp)
+                rules.mini_batch_by_training_dp, rules.mini_batches_are_equal)
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layer_list",
                "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers")

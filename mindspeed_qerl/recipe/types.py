@@ -20,6 +20,8 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
 
+MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
+
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 
 
@@ -75,7 +77,7 @@ class Layout:
     """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep). Rollout: vLLM
     instances of infer TP x EP ranks."""
 
-    world: Size = key("rl_config.actor_resource.num_npus", 1, le=100_000)  # more is a typing error, and takes minutes to judge
+    world: Size = key("rl_config.actor_resource.num_npus", 1, required=True, le=MAX_RANKS)
     tp: Size = key("megatron.tensor_model_parallel_size", 1)
     pp: Size = key("megatron.pipeline_model_parallel_size", 1)
     cp: Size = key("megatron.context_parallel_size", 1)
