@@ -19,7 +19,7 @@ EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExper
 LAYOUT_RULES = (rules.ranks_fill_training_groups, rules.ranks_fill_expert_groups, rules.heads_by_tp, rules.kv_heads_by_tp,
                 rules.width_by_tp, rules.vocabulary_by_tp, rules.layers_by_pp, rules.layer_list_has_a_number_for_each_stage,
                 rules.layer_list_sums_to_the_layers, rules.dense_model_without_ep, rules.experts_by_training_ranks,
-                rules.mini_batch_by_training_dp, rules.mini_batches_are_equal)
+                rules.mini_batch_by_training_dp)
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layer_list",
                "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -82,6 +82,9 @@ def _shape(path: str, found: Found) -> ModelShape | None:
 def _check_layout(recipe: Recipe, shape: ModelShape, found: Found) -> None:
     if recipe.layout.cp > 1:
         found.faults.append(f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only")
+    prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
+    if prompts % mini:
+        found.faults.append(f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of rl_config.mini_batch_size = {mini}")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     found.faults += [f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES)]
 
