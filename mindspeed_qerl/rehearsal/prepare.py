@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.plan import Plan, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local.settings import check
@@ -121,14 +121,8 @@ def _adapted(raw: Mapping[str, Any], settings: RehearsalConfig, shape: ModelShap
 def _adapt_for_upstream(config: dict[str, Any], shape: ModelShape, data: Path) -> None:
     """What upstream is told of the model besides its config.json; random weights of its own; few CPUs for Ray to count."""
     training, actor = config["megatron_training"], config["actor_config"]
-    sizes = {"num_layers": shape.num_hidden_layers, "hidden_size": shape.hidden_size, "kv_channels": shape.head_dim,
-             "padded_vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_position_embeddings,
-             "ffn_hidden_size": shape.intermediate_size or shape.moe_intermediate_size}
-    if shape.moe:
-        sizes["moe_ffn_hidden_size"] = shape.moe_intermediate_size
-    if shape.shared_expert_intermediate_size:
-        sizes["n_shared_experts"] = shape.shared_expert_intermediate_size // shape.moe_intermediate_size
-    config["model"][training["model"]].update(sizes)
+    config["model"][training["model"]].update(family_of(shape).megatron_arguments(shape), padded_vocab_size=shape.vocab_size,
+                                              max_position_embeddings=shape.max_position_embeddings)
     training.update(data_path=str(data), save_interval=training["train_iters"])
     if training.get("recompute_num_layers"):
         training["recompute_num_layers"] = min(training["recompute_num_layers"], shape.num_hidden_layers)
