@@ -17,8 +17,9 @@ import yaml
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import family_of, read_shape
+from mindspeed_qerl.families import FAMILIES, family_of, read_config, read_shape
 from mindspeed_qerl.families.base import ModelShape
+from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
@@ -29,10 +30,6 @@ from mindspeed_qerl.tasks import validate as task
 from mindspeed_qerl.tasks.gsm8k.packed import convert_packed, read_packed
 
 MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
-def compare_with_model(arguments, config):
-    return []
-
-
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 # With LoRA on a mixture of experts these must stay off.
 LORA_MOE_REFUSED = {
@@ -128,21 +125,17 @@ def missing_rows(recipe: Recipe) -> list[str]:
 
 
 def _check_model(recipe: Recipe, found: Found) -> bool:
-    """Whether it is a mixture of experts; faults where Megatron's arguments and the model's config.json disagree."""
+    """Whether it is a mixture of experts; faults where the model that Megatron is told of is not the one in config.json."""
     path = Path(recipe.model.path) / "config.json"
     try:
-        config = json.loads(path.read_text())
-        family = family_of(config.get("model_type"))
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error) if isinstance(error, ConfigError) else f"no readable config.json of a Hugging Face model there ({error})"
-        found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: {reason}")
+        config = read_config(path)
+    except ConfigError as error:
+        found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable config.json of a Hugging Face "
+                            f"model there ({error})")
         return bool(recipe.model.arguments.get("num_experts"))
-    if family.conversion is None:
-        found.faults.append(f"{path}: model_type {family.model_type!r}: the NPU engine has no weight sync and no conversion for it; the local "
-                            "engine and the planner know it")
-    found.faults += [f"{fault} in {path}: Megatron and vLLM would run different models"
-                     for fault in compare_with_model(recipe.model.arguments, config)]
-    return family.experts
+    found.faults += compare_with_model(recipe.model.arguments, config, str(path))
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.experts
 
 
 def _check_lora(recipe: Recipe, moe: bool, found: Found) -> None:
@@ -166,22 +159,18 @@ def _check_lora(recipe: Recipe, moe: bool, found: Found) -> None:
 def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path) -> Recipe:
     """`recipe` with what upstream is told of the model besides its config.json, packed rows of its tokenizer, random weights, and few CPUs
     for Ray to count."""
-    arguments = dict(recipe.model.arguments)
-    sizes = {key: value for key, value in family_of(shape).megatron_arguments(shape).items() if key in arguments}
-    sections = dict(recipe.sections)
-    sections["megatron_training"] = {**sections["megatron_training"], **_overridden(sections, sizes)}
+    told = {**family_of(shape).megatron_arguments(shape), "padded_vocab_size": shape.vocab_size,
+            "max_position_embeddings": shape.max_position_embeddings}
+    told = {key: value for key, value in told.items() if value is not None and key not in recipe.sections["actor_config"]}
+    sections = {**recipe.sections, "megatron_training": {**recipe.sections["megatron_training"], **told}}
     optimizer = recipe.optimizer
     layers = optimizer.recompute_num_layers and min(optimizer.recompute_num_layers, shape.num_hidden_layers)
     return replace(
-        recipe, sections=sections, model=replace(recipe.model, load=None, arguments={**arguments, **sizes}),
+        recipe, sections=sections, model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
         optimizer=replace(optimizer, recompute_num_layers=layers), run=replace(recipe.run, save_interval=recipe.run.train_iters),
         task=replace(recipe.task, data_path=str(packed_rows(rows, model_dir))),
         npu=replace(recipe.npu, cpus_per_npu=1, hccl_buffer_mib=1, padded_vocab_size=shape.vocab_size))
 
-
-def _overridden(sections: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """`sizes` as keys of megatron_training, which go before those of section model."""
-    return {key: value for key, value in sizes.items() if key not in sections["actor_config"]}
 
 def packed_rows(rows: list[Mapping[str, Any]], directory: Path) -> Path:
     """The first rows, packed with the narrow model's tokenizer, beside the model in `directory`: the data_path of upstream."""
