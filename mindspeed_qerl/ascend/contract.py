@@ -77,22 +77,25 @@ class Report:
     findings: Sequence[Finding]
 
     @property
-    def at_pin(self) -> bool:
-        return self.content == self.pin.content
-
-    @property
     def changed(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.change]
 
+    @property
+    def at_pin(self) -> bool:
+        return self.content == self.pin.content and not self.changed
+
     def __str__(self) -> str:
+        """"MindSpeed in DIR is v2.2.0_core_r0.12.1 (f321067), not the pin ...; 5 of 5 things that the engine relies on are unchanged"."""
         version = str(self.pin)
         if not self.at_pin and self.commit == self.pin.commit:
             version += " with edited files"
         elif not self.at_pin:
             names = (name for name, content in self.pin.others.items() if content == self.content)
-            version = f"{next(names, 'an unknown version')} ({self.commit or 'no git checkout'}), not {self.pin}"
+            commit = self.commit[:7] if self.commit else "no git checkout"
+            version = f"{next(names, 'an unknown version')} ({commit}), not {self.pin}"
         unused = f"; not used, later on the path: {', '.join(map(str, self.unused))}" if self.unused else ""
-        return f"{self.pin.title} in {self.root} is {version}{unused}"
+        same = f"{len(self.findings) - len(self.changed)} of {len(self.findings)}"
+        return f"{self.pin.title} in {self.root} is {version}{unused}; {same} things that the engine relies on are unchanged"
 
 
 def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
@@ -139,7 +142,7 @@ def require(reports: Sequence[Report]) -> list[str]:
         raise EngineError("upstream does not fit: the engine relies on what is changed or gone in it. Put the pins first on "
                           "PYTHONPATH (docs/ascend.md); `python tools/check_upstream.py --all` prints the whole table\n  "
                           + "\n  ".join(map(str, faults)))
-    return [f"{report}; all that the engine relies on is unchanged" for report in reports if report.unused or not report.at_pin]
+    return [str(report) for report in reports if report.unused or not report.at_pin]
 
 
 def installed() -> dict[str, list[Path]]:
