@@ -231,6 +231,8 @@ def _canonical(node: Any) -> Any:
         return tuple(_canonical(each) for each in node if not _is_comment(each))
     if not isinstance(node, ast.AST):
         return repr(node)
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty parts in it
+        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
     fields = [(name, value) for name, value in ast.iter_fields(node) if name not in IGNORED_FIELDS and value not in (None, [])]
     return type(node).__name__, tuple((name, _canonical(value)) for name, value in fields)
 
