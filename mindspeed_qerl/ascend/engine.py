@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, installed_roots, require
+from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import (
     extra_arguments,
@@ -51,7 +51,8 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     environment |= {"VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
     if recipe.emulate_npu:
         environment |= _emulate(recipe)
-    check_upstream(recipe.emulate_npu)
+    for warning in check_upstream(recipe.emulate_npu):
+        progress.message(f"Warning: {warning}")
     progress.phase("starting Ray")
     os.environ.update(environment)
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
@@ -91,18 +92,14 @@ def _emulate(recipe: Recipe) -> dict[str, str]:
     return environment
 
 
-def check_upstream(emulated: bool) -> None:
-    """EngineError that names each thing in the installed upstream that is missing or not what we rely on (contract.py)."""
-    roots = installed_roots()
-    if emulated:
-        roots.pop("vllm_ascend")  # a stand-in
-    if missing := [PINS[key].title for key in PINS if key not in roots and not (emulated and key == "vllm_ascend")]:
+def check_upstream(emulated: bool) -> list[str]:
+    """Warnings of another version than the pin; EngineError if upstream is missing or not what we rely on (contract.py)."""
+    needed = [package for package in PINS if not (emulated and package == "vllm_ascend")]  # emulated: a stand-in
+    copies = installed()
+    if missing := [PINS[package].title for package in needed if package not in copies]:
         raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their checkouts on PYTHONPATH "
                           "(docs/ascend.md)")
-    try:
-        require(check(roots))
-    except UpstreamMismatch as error:
-        raise EngineError(str(error)) from error
+    return require(check({package: copies[package] for package in needed}))
 
 
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
