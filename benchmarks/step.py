@@ -134,15 +134,14 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from mindspeed_qerl.local.engine import prompt_indices
+    from mindspeed_qerl.local.batch import PromptOrder
     from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
     from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
     from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
 
     torch.set_num_threads(CORES)
     rows = read_converted(model_dir / "data" / "train_chat.parquet")
-    chosen = [index for step in range(setting.warm_up + setting.steps)
-              for index in prompt_indices(step, setting.prompts, len(rows), SEED)]
+    chosen = PromptOrder(len(rows), SEED).take((setting.warm_up + setting.steps) * setting.prompts)
     dataset = Dataset.from_dict({"prompt": [plain_prompt(rows[i]["question"]) for i in chosen],
                                  "gold": [rows[i]["answer"] for i in chosen]})
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.algorithm.losses import grpo_loss, low_variance_kl, token_logprobs, truncated_weights
+from mindspeed_qerl.algorithm.losses import LossConfig, LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
@@ -51,6 +52,7 @@ class TrainRank:
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
             expert_model_parallel_size=layout.tp * layout.ep if config.shape.moe else 1, expert_tensor_parallel_size=1)
         self.config = config
+        self.loss_config = LossConfig(config.clip_low, config.clip_high, config.kl_coefficient, config.correction_cap)
         self.tp_group, self.tp_size = parallel_state.get_tensor_model_parallel_group(), layout.tp
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
@@ -156,57 +158,41 @@ class TrainRank:
         return {**metrics, "time/logprobs": forward_seconds, "time/update": seconds - forward_seconds}
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
-        totals = torch.zeros(10, dtype=torch.float64, device=self.device)
-        largest = torch.zeros(1, dtype=torch.float64, device=self.device)
-        grad_norms = []
+        parts, grad_norms = [], []
         for shard in shards:
             tokens = torch.tensor(float(shard.mask.sum()), device=self.device)
             dist.all_reduce(tokens, group=self.data_group)
             self.optimizer.zero_grad(set_to_none=False)
-            totals += sum(self._run(shard, self.config.micro_batch_size, partial(self._loss, float(tokens), largest)))
+            parts += self._run(shard, self.config.micro_batch_size, partial(self._loss, float(tokens)))
             grad_norms.append(self._reduce_and_clip())
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        for group in (self.data_group, self.pipeline_group):  # only the last stage has anything to add
-            dist.all_reduce(totals, group=group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        policy, kl, clipped, count, k1, k3, difference, ratio, squared_ratio, truncated = totals.tolist()
-        return {
-            "loss/policy": policy / count,
-            "loss/kl": kl / count,
-            "loss/total": (policy + self.config.kl_coefficient * kl) / count,
-            "clip_fraction": clipped / count,
-            "grad_norm": sum(grad_norms) / len(grad_norms),
-            "lr": lr,
-            "mismatch/k1": k1 / count,
-            "mismatch/k3": k3 / count,
-            "mismatch/mean_abs_prob_diff": difference / count,
-            "mismatch/max_abs_prob_diff": largest.item(),
-            "mismatch/ratio_mean": ratio / count,
-            "mismatch/effective_sample_size": ratio**2 / (count * squared_ratio),
-            **({"rollout_correction/truncated_fraction": truncated / count} if self.config.correction_cap else {}),
-        }
+        reduced = {name: metric.value() for name, metric in self._merge_over_ranks(parts).items()}
+        return {**reduced, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr}
 
-    def _loss(self, mini_batch_tokens: float, largest: torch.Tensor, rows: np.ndarray, micro: Batch,
-              logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of one micro-batch, and its sums (policy, kl, clipped, tokens, k1, k3, |dp|, ratio, ratio^2, truncated)."""
-        mask = self._tensor(micro.mask)
-        old = logprobs.detach() if micro.old_logprobs is None else self._tensor(micro.old_logprobs)
-        reference = None if micro.reference_logprobs is None else self._tensor(micro.reference_logprobs)
-        rollout, cap = self._tensor(micro.rollout_logprobs), self.config.correction_cap
-        weights = truncated_weights(old, rollout, cap) if cap else None
-        terms = grpo_loss(logprobs, old, self._tensor(micro.advantages), mask, self.config.clip_low, self.config.clip_high,
-                          reference, weights)
-        sampled, trained = rollout[mask].double(), old[mask].double()
-        difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
-        if difference.numel():
-            largest.copy_(torch.maximum(largest, difference.max().reshape(1)))
-        sums = torch.tensor([terms.policy.item(), terms.kl.item(), terms.clipped_tokens.item(), float(mask.sum()),
-                             (sampled - trained).sum().item(), low_variance_kl(sampled, trained).sum().item(),
-                             difference.sum().item(), ratio.sum().item(), ratio.square().sum().item(),
-                             float((ratio > (cap or math.inf)).sum())], dtype=torch.float64, device=self.device)
-        return (terms.policy + self.config.kl_coefficient * terms.kl) / mini_batch_tokens, sums
+    def _loss(self, mini_batch_tokens: float, rows: np.ndarray, micro: Batch,
+              logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """What `backward` gets of one micro-batch, and its metrics."""
+        old, reference = micro.old_logprobs, micro.reference_logprobs
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else self._tensor(old),
+            rollout_logprobs=self._tensor(micro.rollout_logprobs),
+            advantages=self._tensor(micro.advantages),
+            mask=self._tensor(micro.mask),
+            reference_logprobs=None if reference is None else self._tensor(reference))
+        total, metrics = loss(inputs, self.loss_config)
+        return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), inputs.tokens)}
+
+    def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
+        """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage has any."""
+        merged = merge(parts)
+        for group in (self.data_group, self.pipeline_group):
+            of_ranks = [{}] * group.size()
+            dist.all_gather_object(of_ranks, merged, group=group)
+            merged = merge(of_ranks)
+        return merged
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
