@@ -6,7 +6,7 @@ clause without something of ours that needs it. Commits: PINS in contract.py. Ki
 """
 
 from mindspeed_qerl.ascend.clauses import Attributes, Class, Clause, Dictionary, Function, Globals, Source, Unchanged, Without
-from mindspeed_qerl.recipe import upstream_keys
+from mindspeed_qerl.recipe import keys
 
 # The names that upstream's verifier() knows; any other it skips without a word, so names are checked against these first.
 UPSTREAM_VERIFIERS = ("acc", "format", "step", "strict_format", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo",
@@ -49,10 +49,10 @@ START = (
         "hasattr(self, key)", "setattr(self, key, value)")),
     # "model" is taken out by BaseConfig.update.
     Attributes(f"{CONFIGS}/megatron_config.py", "MegatronConfig", "keys of megatron_training and actor_config that we let pass",
-               names=upstream_keys.MEGATRON_KEYS - {"model"}),
-    Attributes(f"{CONFIGS}/rl_config.py", "RLConfig", "keys of rl_config that we let pass", names=upstream_keys.RL_KEYS),
+               names=keys.MEGATRON_KEYS - {"model"}),
+    Attributes(f"{CONFIGS}/rl_config.py", "RLConfig", "keys of rl_config that we let pass", names=keys.RL_KEYS),
     Attributes(f"{CONFIGS}/generate_config.py", "GenerateConfig", "keys of generate_config that we let pass",
-               names=upstream_keys.GENERATE_KEYS),
+               names=keys.GENERATE_KEYS),
     Source(UTILS, "parse_args_from_config",
            "a list becomes several words only as a ListConfig, true a flag, false and None nothing", snippets=(
         "isinstance(value, omegaconf.listconfig.ListConfig)", "sys.argv.append(f'{i}')", "isinstance(value, bool)",

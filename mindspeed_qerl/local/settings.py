@@ -28,7 +28,7 @@ from mindspeed_qerl.recipe.config import (
     check_task_sections,
     check_verifiers,
 )
-from mindspeed_qerl.recipe.upstream_keys import SAMPLING_KEYS
+from mindspeed_qerl.recipe.keys import SAMPLING_KEYS
 from mindspeed_qerl.runs.directory import count_rows
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 

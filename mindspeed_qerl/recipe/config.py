@@ -14,7 +14,7 @@ from typing import Any
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.upstream_keys import GENERATE_KEYS, MEGATRON_KEYS, RL_KEYS
+from mindspeed_qerl.recipe.keys import GENERATE_KEYS, MEGATRON_KEYS, RL_KEYS
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PROMPTS = ("chat", "plain")

@@ -110,6 +110,7 @@ def _adapted(raw: Mapping[str, Any], settings: RehearsalConfig, shape: ModelShap
                    sampling_config={**(rollout.get("sampling_config") or {}), "max_tokens": settings.max_tokens})
     if raw["engine"] == "local":
         rollout.update(dtype="float32", infer_tensor_parallel_size=1)
+        rollout["sampling_config"].pop("seed", None)  # megatron_training.seed is the seed of everything there
     config["eval"] = {**config.get("eval", {}), "every": settings.steps, "n_problems": settings.eval_problems}
     run = config.setdefault("run", {})
     run["root"] = str(Path(run.get("root", "runs")) / "rehearsals")
