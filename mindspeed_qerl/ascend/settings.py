@@ -30,7 +30,7 @@ from mindspeed_qerl.recipe.config import (
     check_task_sections,
     check_verifiers,
 )
-from mindspeed_qerl.tasks.gsm8k.packed import count_documents
+from mindspeed_qerl.tasks.packed import count_documents
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 MODELS = {  # model_type of the model's config.json -> mixture of experts?

@@ -56,13 +56,13 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
 
 
 def read_packed(prefix: str) -> tuple[Any, Any]:
-    """(length of each row, all tokens) of an indexed dataset, int32, memory mapped; gsm8k/packed.py has the layout.
+    """(length of each row, all tokens) of an indexed dataset, int32, memory mapped; tasks/packed.py has the layout.
 
     FileNotFoundError; ValueError if the two files are not such a dataset.
     """
     import numpy as np
 
-    from mindspeed_qerl.tasks.gsm8k.packed import INT32
+    from mindspeed_qerl.tasks.packed import INT32
 
     index = Path(f"{prefix}.idx").read_bytes()
     rows = int.from_bytes(index[18:26], "little")

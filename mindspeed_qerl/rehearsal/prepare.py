@@ -25,7 +25,7 @@ from mindspeed_qerl.recipe.config import (
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.runs.directory import count_rows
 from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-from mindspeed_qerl.tasks.gsm8k.packed import convert_packed
+from mindspeed_qerl.tasks.packed import convert_packed
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 

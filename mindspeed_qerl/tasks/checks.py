@@ -1,0 +1,131 @@
+"""What is looked at in a task's files before a run: faults of the kind that leaves every curve plausible.
+
+Each check returns sentences: faults, which refuse the run, and warnings, which it says and goes on.
+"""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
+from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.rows import Row
+
+
+def check_rows(train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str],
+               allow_overlap: bool = False) -> tuple[list[str], list[str]]:
+    """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names `verifiers`."""
+    faults, warnings = [], []
+    first_of = {normalised(row.question): row for row in reversed(train)}
+    shared = [row for row in test if normalised(row.question) in first_of]
+    if shared:
+        twin = first_of[normalised(shared[0].question)]
+        found = (f"{len(shared):,} of {len(test):,} test questions are training questions too, the first {_cut(shared[0].question)} "
+                 f"({shared[0].where} and {twin.where})")
+        if allow_overlap:
+            warnings.append(f"{found}; task.allow_overlap = true")
+        else:
+            faults.append(f"{found}: the test would measure memory. Take them out of one file, or set task.allow_overlap=true")
+    elif len(test) > len(train):
+        warnings.append(f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): are they swapped?")
+    warnings += _duplicates(train)
+    if set(verifiers) & set(METHOD_OF_VERIFIER):
+        for name, rows in (("training", train), ("test", test)):
+            more_faults, more_warnings = _golds(name, rows)
+            faults, warnings = faults + more_faults, warnings + more_warnings
+    return faults, warnings
+
+
+def normalised(question: str) -> str:
+    """A question as it is compared with others: without case, width of characters, and spacing.
+
+    >>> normalised("How  many\\nApples?") == normalised("how many apples?")
+    True
+    """
+    return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+
+
+def _duplicates(rows: Sequence[Row]) -> list[str]:
+    repeated = {question: count for question, count in Counter(normalised(row.question) for row in rows).items() if count > 1}
+    if not repeated:
+        return []
+    times = Counter(repeated.values())
+    kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times" for count, questions in sorted(times.items())]
+    shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
+    distinct = len(rows) - sum(repeated.values()) + len(repeated)
+    return [f"{len(rows):,} training rows hold {distinct:,} different questions: {', '.join(shown)}, the first "
+            f"{_cut(next(iter(repeated)))}. They count that often in training"]
+
+
+def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """(faults, warnings): gold answers that GSM8K's verifiers cannot read, and those that are no integers."""
+    unreadable, fractions = [], []
+    for row in rows:
+        try:
+            number = canonical_number(row.answer)
+        except ValueError:
+            unreadable.append(row)
+        else:
+            if not number.lstrip("-").isdigit():
+                fractions.append(row)
+    count = f"of {len(rows):,} {name} rows have an answer that is"
+    faults = [f"{len(unreadable):,} {count} no number, which GSM8K's verifiers cannot compare with: {_listed(unreadable)}. Use another "
+              "verifier, or convert the file with tools/convert_gsm8k.py"] if unreadable else []
+    warnings = [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. Is the point a decimal point?"] if fractions else []
+    return faults, warnings
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    return ", ".join(f"{_cut(row.answer)} ({row.where})" for row in rows[:3]) + (", ..." if len(rows) > 3 else "")
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def check_prompts(task: Task, tokenizer: Any, chat: bool) -> list[str]:
+    """Faults of the prompts of a task: two questions with the same token ids, and a prompt that does not hold its question.
+
+    The decoded prompt is searched for the question as the tokenizer gives it back, so that no unknown word or lower-casing counts.
+    """
+    asked = [next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user") if chat else row.prompt
+             for row in task.rows]
+    cause = f"the {'chat template' if chat else 'tokenizer'} loses the question"
+    first_with: dict[tuple[int, ...], str] = {}
+    for row, text, ids in zip(task.rows, asked, task.prompts):
+        other = first_with.setdefault(tuple(ids), text)
+        if normalised(other) != normalised(text):
+            return [f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids: {cause}. Give the tokenizer "
+                    "that the model was trained with"]
+    given_back = tokenizer.batch_decode(tokenizer(asked, add_special_tokens=False).input_ids)
+    for row, text, prompt in zip(task.rows, given_back, tokenizer.batch_decode(task.prompts)):
+        if normalised(text) not in normalised(prompt):
+            return [f"{row.where}: the prompt does not hold its question: {cause}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"]
+    return []
+
+
+def self_before_base(config: str | Path) -> str | None:
+    """A warning if a YAML file for Hydra lists `_self_` before a config that it builds on: that one then overrides its own values.
+
+    Groups (`aqn: qerl`) count if the file has values of the same section. None if all is well, or the file cannot be read as such.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    defaults = values.pop("defaults", None) if isinstance(values, dict) else None
+    if not isinstance(defaults, list) or "_self_" not in defaults or not values:
+        return None
+    later = []
+    for entry in defaults[defaults.index("_self_") + 1:]:
+        group = next(iter(entry), "") if isinstance(entry, dict) else ""
+        if isinstance(entry, str) or group in values:
+            later.append(entry if isinstance(entry, str) else f"{group}: {entry[group]}")
+    if not later:
+        return None
+    return (f"{config}: `_self_` stands before {', '.join(later)} in `defaults`, so what these say overrides this file's own values. "
+            "Move `_self_` behind them")
