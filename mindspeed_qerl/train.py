@@ -45,12 +45,12 @@ def run(raw: dict[str, Any], name: str) -> int:
     from mindspeed_qerl.runs.metrics import MetricsWriter
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.runs.report import write_report
-    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+    from mindspeed_qerl.tasks.rows import read_rows
 
     try:
         for file in config.data_files.values():
             if file.endswith((".parquet", ".jsonl")):
-                read_converted(file)
+                read_rows(file)
         after = None
         if config.run.resume:
             after = engine.last_checkpoint(config)

@@ -30,8 +30,8 @@ from mindspeed_qerl.recipe.config import (
     check_task_sections,
     check_verifiers,
 )
-from mindspeed_qerl.tasks.packed import count_documents
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.tasks.packed import count_documents
 
 MODELS = {  # model_type of the model's config.json -> mixture of experts?
     "qwen2": False,

@@ -30,8 +30,8 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
 from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.rewards import score, try_reward
 
 
 def prompt_indices(step: int, batch_size: int, count: int, seed: int) -> list[int]:
@@ -135,7 +135,9 @@ class LocalEngine:
         eval_task = Task(config.gsm8k.test_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length, config.eval.n_problems)
         for name, task in (("training", train_task), ("evaluation", eval_task)):
             if task.dropped:
-                self.progress.message(f"{task.dropped} {name} prompts longer than {config.max_prompt_length} tokens are left out")
+                self.progress.message(task.left_out(name))
+        for name, _ in config.verifiers:
+            try_reward(name, train_task.rows)
         self.team.wait_until_ready()
         self.report_targets()
         self.run.record(processes=self.team.pids, engine_start_seconds=time.perf_counter() - started)
@@ -179,7 +181,7 @@ class LocalEngine:
             rows = [task.rows[i] for i in chosen for _ in range(config.samples_per_prompt)]
             answers = [answer for group in completions for answer in group]
             texts = self.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
-            rewards, per_verifier = self._rewards(texts, rows)
+            rewards, per_verifier = score(config.verifiers, texts, rows)
             advantages = group_advantages(torch.from_numpy(rewards), config.samples_per_prompt).numpy()
             prompts = [task.prompts[i] for i in chosen for _ in range(config.samples_per_prompt)]
             batch = build_batch(prompts, [a.token_ids for a in answers], [a.logprobs for a in answers], advantages)
@@ -194,7 +196,7 @@ class LocalEngine:
             "reward/mean": rewards.mean(),
             "reward/std": rewards.std(),
             "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean(),
-            **{f"verifier/{name}/mean": score for name, score in per_verifier.items()},
+            **{f"verifier/{name}/mean": scores.mean() for name, scores in per_verifier.items()},
             "response/length_mean": np.mean([len(a.token_ids) for a in answers]),
             "response/truncated_fraction": np.mean([a.truncated for a in answers]),
             **trained,
@@ -204,7 +206,7 @@ class LocalEngine:
         }
         self.metrics.log(step, values)
         self.metrics.log_rollouts(step, [
-            {"question": row["question"], "response": text, "answer": row["answer"], "reward": float(reward)}
+            {"question": row.question, "response": text, "answer": row.answer, "reward": float(reward)}
             for row, text, reward in list(zip(rows, texts, rewards))[: config.run.rollout_samples]])
         self.progress.step(step, values)
 
@@ -220,12 +222,6 @@ class LocalEngine:
     def _roll(self, method: str, *arguments) -> dict[Worker, ray.ObjectRef]:
         """Start `method` in all rollout engines, which share the work; the first one's result is that of all."""
         return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
-
-    def _rewards(self, texts: list[str], rows: list[dict]) -> tuple[np.ndarray, dict[str, float]]:
-        golds = [row["answer"] for row in rows]
-        scores = {name: np.array(get_verifier(name)(texts, golds)) for name, _ in self.config.verifiers}
-        total = sum(weight * scores[name] for name, weight in self.config.verifiers)
-        return total, {name: values.mean() for name, values in scores.items()}
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch; ranks that share the layers of one data-parallel rank get the same."""

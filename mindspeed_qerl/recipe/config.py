@@ -297,7 +297,7 @@ def check_verifiers(reader: Reader, known: Iterable[str]) -> tuple[tuple[str, fl
     names = reader.upstream("rl_config", "verifier_function", ["gsm8k"], (list,))
     weights = reader.upstream("rl_config", "verifier_weight", [1.0] * len(names), (list,))
     for name in names:
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in known and ":" not in name:  # your own, module:function
             reader.fault("rl_config.verifier_function: " + unknown("verifier", name, known))
     if len(names) != len(weights) or not names:
         reader.fault(f"rl_config: {len(names)} verifier_function and {len(weights)} verifier_weight must be as many, and at least one")

@@ -24,9 +24,9 @@ from mindspeed_qerl.recipe.config import (
 )
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.runs.directory import count_rows
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-from mindspeed_qerl.tasks.packed import convert_packed
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.tasks.packed import pack_rows
+from mindspeed_qerl.tasks.rows import Row, read_rows
 
 
 def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,11 +65,12 @@ def prepare(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw["engine"] == "local":
         _check_for_local_engine(raw, settings, shape)
     try:
-        rows = read_converted(gsm8k.train_file)
+        rows = read_rows(gsm8k.train_file)
     except (ValueError, OSError) as error:
         raise ConfigError(f"gsm8k.train_file: {error}") from error
     try:
-        directory = make_model(shape, rows, Path(settings.models))
+        known = [{"messages": row.messages, "answer": row.answer} for row in rows]
+        directory = make_model(shape, known, Path(settings.models))
     except OSError as error:
         raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: {error}") from error
     config = _adapted(raw, settings, shape, directory)
@@ -136,12 +137,6 @@ def _adapt_for_upstream(config: dict[str, Any], shape: ModelShape, data: Path) -
     config["rl_config"].update(num_cpus_for_placement_group=1, hccl_buffersize=1)
 
 
-def _packed_data(rows: list[dict], directory: Path) -> Path:
+def _packed_data(rows: list[Row], directory: Path) -> Path:
     """The first rows, packed with the narrow model's tokenizer, beside the model: the data_path of upstream."""
-    packed = directory / "data"
-    if not packed.is_dir():
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "train.jsonl"
-            raw.write_text("".join(json.dumps({"question": row["question"], "answer": row["solution"]}) + "\n" for row in rows[:2000]))
-            convert_packed(raw, packed, directory)
-    return packed.absolute() / "gsm8k_train"
+    return pack_rows(rows[:2000], directory / "data" / "train", directory).data_path

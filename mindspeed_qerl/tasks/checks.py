@@ -55,8 +55,8 @@ def _duplicates(rows: Sequence[Row]) -> list[str]:
     kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times" for count, questions in sorted(times.items())]
     shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
     distinct = len(rows) - sum(repeated.values()) + len(repeated)
-    return [f"{len(rows):,} training rows hold {distinct:,} different questions: {', '.join(shown)}, the first "
-            f"{_cut(next(iter(repeated)))}. They count that often in training"]
+    first = _cut(next(iter(repeated)))
+    return [f"{len(rows):,} training rows hold {distinct:,} different questions: {', '.join(shown)}, the first {first}"]
 
 
 def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
@@ -71,8 +71,8 @@ def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
             if not number.lstrip("-").isdigit():
                 fractions.append(row)
     count = f"of {len(rows):,} {name} rows have an answer that is"
-    faults = [f"{len(unreadable):,} {count} no number, which GSM8K's verifiers cannot compare with: {_listed(unreadable)}. Use another "
-              "verifier, or convert the file with tools/convert_gsm8k.py"] if unreadable else []
+    way_out = "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
+    faults = [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"] if unreadable else []
     warnings = [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. Is the point a decimal point?"] if fractions else []
     return faults, warnings
 
@@ -85,25 +85,33 @@ def _cut(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def check_prompts(task: Task, tokenizer: Any, chat: bool) -> list[str]:
-    """Faults of the prompts of a task: two questions with the same token ids, and a prompt that does not hold its question.
+def check_prompts(task: Task, tokenizer: Any, chat: bool) -> tuple[list[str], list[str]]:
+    """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt that does not hold its question,
+    and, as a warning, words that the tokenizer does not know.
 
-    The decoded prompt is searched for the question as the tokenizer gives it back, so that no unknown word or lower-casing counts.
+    The decoded prompt is searched for the question, and if it is not there, for what the tokenizer gives back of it: a tokenizer
+    that lower-cases is no fault.
     """
-    asked = [next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user") if chat else row.prompt
-             for row in task.rows]
-    cause = f"the {'chat template' if chat else 'tokenizer'} loses the question"
+    lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
+    asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
+    unreadable = [tokenizer.unk_token_id in ids for ids in task.prompts]
     first_with: dict[tuple[int, ...], str] = {}
-    for row, text, ids in zip(task.rows, asked, task.prompts):
+    for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
         other = first_with.setdefault(tuple(ids), text)
-        if normalised(other) != normalised(text):
-            return [f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids: {cause}. Give the tokenizer "
-                    "that the model was trained with"]
-    given_back = tokenizer.batch_decode(tokenizer(asked, add_special_tokens=False).input_ids)
-    for row, text, prompt in zip(task.rows, given_back, tokenizer.batch_decode(task.prompts)):
-        if normalised(text) not in normalised(prompt):
-            return [f"{row.where}: the prompt does not hold its question: {cause}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"]
-    return []
+        if not unknown and other != text and normalised(other) != normalised(text):
+            same = f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids"
+            return [f"{same}: {lost}. Use the tokenizer that the model was trained with"], []
+    for row, text, prompt in zip(task.rows, asked, tokenizer.batch_decode(task.prompts)):
+        if text not in prompt:
+            given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+            if normalised(given_back) not in normalised(prompt):
+                return [f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"], []
+    count = f"{sum(unreadable):,} of {len(asked):,} prompts hold words that the tokenizer does not know: is it the right one?"
+    return [], [count] if any(unreadable) else []
+
+
+def _last_asked(row: Row) -> str:
+    return next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user")
 
 
 def self_before_base(config: str | Path) -> str | None:

@@ -9,7 +9,8 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def _call(reward: Reward, responses: Sequence[str], rows: Sequence[Row]) -> Any:
 
 
 def _is_list(given: object) -> bool:
-    return isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, AbstractSet))
 
 
 def _number(value: Any) -> float | None:

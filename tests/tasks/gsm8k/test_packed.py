@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
+from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.prompts import Task
 
 REPO = Path(__file__).resolve().parents[3]
