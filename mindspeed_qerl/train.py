@@ -37,10 +37,24 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             raw = to_config(recipe)
         raw = _find_run_to_resume(raw, recipe, name, engine.MAY_CHANGE)
         recipe, checks = checked(raw) if not rehearsed else (read(raw)[0], found)
+        _check_task(recipe, engine, checks)
         directory, after = _directory(recipe, raw, name, engine, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         return _refuse(error)
     return _train(recipe, checks, name, engine, directory, after, rehearsed)
+
+
+def _check_task(recipe: Recipe, engine: Engine, found: Found) -> None:
+    """Warnings of the task's rows and rewards, added to `found`; ConfigError for its faults."""
+    from mindspeed_qerl.tasks.checks import check_task
+    from mindspeed_qerl.tasks.packed import read_packed_rows
+    from mindspeed_qerl.tasks.rows import read_rows
+
+    train = read_packed_rows(recipe.task.data_path) if engine.UPSTREAM else read_rows(recipe.task.train_file)
+    faults, warnings = check_task(recipe.task, train)
+    found.faults += faults
+    found.warnings += warnings
+    found.raise_faults()
 
 
 def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str) -> tuple[RunDirectory, int | None]:
