@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.directory import RunDirectory, runs_folder
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -29,19 +28,19 @@ class Outcome:
 
 
 def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]) -> Outcome:
-    """Run one config of a sweep, unless a run of it is finished; go on with one that stopped.
+    """Run one config of a sweep, unless a run of it is finished; resume one that stopped.
 
     Args:
         raw: its resolved config. name: the config's name. overrides: what makes it this one. command: the sweep's command line.
 
     Raises:
         KeyboardInterrupt: the run was interrupted.
-        ConfigError: a rehearsal, whose run has another config than was asked for, so that it could not be found again.
+        ConfigError: `run.root` or `run.name` is no text; or a rehearsal, whose run has another config than was asked for, so
+            that it could not be found again.
     """
     if (raw.get("rehearsal") or {}).get("enabled"):
         raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
-    section = raw.get("run") or {}
-    parent = Path(section.get("root", "runs")) / (section.get("name") or name)
+    parent = runs_folder(raw, name)
     what = " ".join(overrides)
     if done := RunDirectory.finished(parent, config=raw):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)

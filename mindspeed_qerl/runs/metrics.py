@@ -28,10 +28,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from mindspeed_qerl.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
 TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
@@ -44,8 +45,8 @@ class MetricsWriter:
     machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
     environment, WANDB_MODE=offline included.
 
-    With `after`, a run that stopped is gone on with: rows of later steps, which that run wrote and which will be made again, move to
-    `discarded/`.
+    With `after`, a run is resumed after that step: rows of later steps, which will be made again, move to `discarded/`.
+    `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost, as when the file was cut short.
 
     Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was asked for is missing.
     """
@@ -61,6 +62,7 @@ class MetricsWriter:
             raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run directory") from error
         for file in files if after is not None else ():
             _discard_after(file, after)
+        self.missing_steps = missing_steps((row["step"] for row in read_jsonl(run.metrics_file)), after or 0)
         self._wandb = _start_wandb(run, wandb) if wandb else None
         self._tensorboard = _start_tensorboard(run, after) if tensorboard else None
 
@@ -134,6 +136,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def missing_steps(steps: Iterable[int], last: int) -> list[int]:
+    """The steps of 1..`last` that are not among `steps`.
+
+    >>> missing_steps([1, 2, 5], 6)
+    [3, 4, 6]
+    """
+    return sorted(set(range(1, last + 1)) - set(steps))
+
+
 def read_columns(path: Path) -> dict[str, list[float]]:
     """metrics.jsonl as columns of equal length, "step" first; NaN where a row lacks the metric."""
     rows = read_jsonl(path)
@@ -151,16 +162,18 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def _to_line(step: int, values: dict[str, Any]) -> str:
+    if reserved := values.keys() & {"step", "nonfinite"}:
+        raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
+    row = {"step": step, **values}
+    nonfinite = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    if nonfinite:
+        row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
 def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
-    text = ""
-    for values in rows:
-        if reserved := values.keys() & {"step", "nonfinite"}:
-            raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
-        row = {"step": step, **values}
-        nonfinite = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-        if nonfinite:
-            row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-        text += json.dumps(row, allow_nan=False) + "\n"
+    text = "".join(_to_line(step, values) for values in rows)
     with open(file, "a", encoding="utf-8") as lines:
         lines.write(text)
 
@@ -175,11 +188,7 @@ def _discard_after(file: Path, step: int) -> None:
         aside.parent.mkdir(exist_ok=True)
         for row in later:
             _append(aside, row.pop("step"), row)
-    scratch = file.with_name(file.name + ".tmp")
-    scratch.write_text("")
-    for row in kept:
-        _append(scratch, row.pop("step"), row)
-    os.replace(scratch, file)
+    write_whole(file, "".join(_to_line(row.pop("step"), row) for row in kept))
 
 
 def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import read_columns, read_jsonl
+from mindspeed_qerl.runs.metrics import missing_steps, read_columns, read_jsonl
 from mindspeed_qerl.runs.plots import seconds_per_part, write_plots
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ def _warnings(rows: list[dict[str, Any]], rewards: list[float], noise: NoiseSumm
             if not math.isfinite(value):
                 nonfinite.setdefault(name, row["step"])
     warnings += [f"{name} was NaN or infinite, first in step {step}" for name, step in nonfinite.items()]
+    if lost := missing_steps((row["step"] for row in rows), rows[-1]["step"] if rows else 0):
+        warnings.append(f"metrics.jsonl has no row for {len(lost)} of {rows[-1]['step']} steps: {', '.join(map(str, lost))}")
     if rewards and not any(rewards):
         warnings.append("the reward was 0 at every step: look at rollouts.jsonl, and at the verifier's method")
     if noise and noise.noisy_syncs and noise.layers[0] == 0:
