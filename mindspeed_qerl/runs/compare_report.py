@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
-from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, stack
+from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, SMOOTHED_POINTS, STYLE, moving_mean, stack
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     if verdict.word == "no verdict":
         return f"**{verdict.group}** beside {verdict.baseline}: no verdict, {over}; it takes {LEAST_SEEDS}"
     difference = verdict.difference
-    limit = "" if verdict.limit == SIGNIFICANCE else f" (below {verdict.limit:.2g} counts: {round(SIGNIFICANCE / verdict.limit)} groups share the 5 %)"
+    sharing = round(SIGNIFICANCE / verdict.limit)
+    limit = "" if sharing == 1 else f" (below {verdict.limit:.2g} counts: {sharing} groups share the 5 %)"
     text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, {_signed(difference)}, "
             f"p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
     if verdict.word != "not distinguishable":
@@ -53,42 +54,55 @@ def _count(number: int, noun: str) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The comparison as a page."""
+    """The comparison as a page. Its tables fit a terminal of 80 columns, unless many groups differ in values that are long."""
     first, last = comparison.steps[0], comparison.steps[-1]
     lines = ["# Comparison", "", "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions (of the "
-             + "training reward: over seeds).", "", "## Verdict", ""]
+             "training reward: over seeds).", "", "## Verdict", ""]
     lines += [f"- {sentence(verdict, len(comparison.questions), last)}" for verdict in comparison.verdicts] or [
         "- one group only: nothing to compare it with"]
-    rows = [[group.name, ", ".join(map(str, group.seeds)), *(_interval(comparison.accuracy[group.name][step]) for step in dict.fromkeys((first, last)))]
+    evaluated = list(dict.fromkeys((first, last)))
+    rows = [[group.name, ", ".join(map(str, group.seeds)), *(_interval(comparison.accuracy[group.name][step]) for step in evaluated)]
             for group in comparison.groups]
-    lines += ["", "## Groups", "", *_table(["group", "seeds", *(f"accuracy after step {step}" for step in dict.fromkeys((first, last)))], rows)]
-    if len(comparison.groups) > 1:
-        lines += ["", "They differ in:", "", *_table(["group", *comparison.differing], [
-            [group.name, *(json.dumps(group.config.get(key)) for key in comparison.differing)] for group in comparison.groups])]
+    lines += ["", "## Groups", "", *_table(["group", "seeds", *(f"accuracy after step {step}" for step in evaluated)], rows)]
+    names = [group.name for group in comparison.groups]
+    if len(names) > 1:
+        settings = [[key, *(json.dumps(group.config[key]) if key in group.config else "-" for group in comparison.groups)]
+                    for key in comparison.differing]
+        lines += ["", "They differ in:", "", *_table(["key", *names], settings)]
     if comparison.left_out:
-        lines += ["", f"## Left out: {len(comparison.left_out)} of {len(comparison.left_out) + sum(len(g.runs) for g in comparison.groups)} runs", "",
+        of = len(comparison.left_out) + sum(len(group.runs) for group in comparison.groups)
+        lines += ["", f"## Left out: {len(comparison.left_out)} of {of} runs", "",
                   *(f"- {run.path}: {'; '.join(run.faults)}" for run in comparison.left_out)]
     if noted := [run for group in comparison.groups for run in group.runs if run.notes]:
         lines += ["", "## Notes", "", *(f"- {run.path}: {'; '.join(run.notes)}" for run in noted)]
-    names = [group.name for group in comparison.groups]
-    header = ["step", *names, *(f"{name} - {names[0]}" for name in names[1:])]
-    body = [[str(step), *(_interval(comparison.accuracy[name][step]) for name in names),
-             *(_signed(comparison.difference[name][step]) if step in comparison.difference[name] else "-" for name in names[1:])]
-            for step in comparison.steps]
-    lines += ["", "## Accuracy by step", "", *_table(header, body)]
-    if all(comparison.reward[name] for name in names):
-        shared = sorted(set.intersection(*(set(comparison.reward[name]) for name in names)))
-        shown = [step for step in comparison.steps if step in shared] or shared[-1:]
-        lines += ["", "## Training reward by step", "", *_table(["step", *names], [
-            [str(step), *(_interval(comparison.reward[name][step]) for name in names)] for step in shown])]
+    header = ["step", "group", "accuracy", *([f"difference to {names[0]}"] if names[1:] else [])]
+    lines += ["", "## Accuracy by step", "", *_table(header, [
+        [str(step) if name == names[0] else "", name, _interval(comparison.accuracy[name][step]),
+         *([_difference(comparison, name, step)] if names[1:] else [])]
+        for step in comparison.steps for name in names])]
+    if all(comparison.reward.values()):
+        shared = set.intersection(*(set(by_step) for by_step in comparison.reward.values()))
+        shown = [step for step in comparison.steps if step in shared] or [max(shared)]
+        lines += ["", "## Training reward by step", "", *_table(["step", "group", "training reward"], [
+            [str(step) if name == names[0] else "", name, _interval(comparison.reward[name][step])]
+            for step in shown for name in names])]
     return re.sub(r"(?<!\*)\*(?!\*)", r"\\*", "\n".join(lines)) + "\n"  # a pattern's star in a name is no emphasis
+
+
+def _difference(comparison: Comparison, name: str, step: int) -> str:
+    difference = comparison.difference.get(name, {}).get(step)
+    return _signed(difference) if difference else ""
 
 
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy, its difference to the baseline, and training reward, by step, with 95 % intervals."""
     import matplotlib as mpl
+    import numpy as np
 
     names = [group.name for group in comparison.groups]
+    legend = {group.name: group.name if group.name == group.settings else f"{group.name}: {group.settings}"
+              for group in comparison.groups}
+    legend = {name: textwrap.fill(text.replace("$", r"\$"), 110) for name, text in legend.items()}
     style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0])  # side by side, not on top of each other
 
@@ -97,8 +111,7 @@ def draw(comparison: Comparison, file: Path) -> None:
             values = list(by_step.values())
             axes.errorbar([step + offset * (i - (len(estimates) - 1) / 2) for step in by_step], [value.mean for value in values],
                           yerr=[[value.mean - value.low for value in values], [value.high - value.mean for value in values]],
-                          capsize=3, elinewidth=1.2, markersize=4, **style[name],
-                          label=textwrap.fill(name.replace("$", r"\$"), 110))
+                          capsize=3, elinewidth=1.2, markersize=4, **style[name], label=legend[name])
 
     def accuracy(axes: Axes) -> None:
         draw_bars(axes, comparison.accuracy)
@@ -110,17 +123,19 @@ def draw(comparison: Comparison, file: Path) -> None:
         axes.set(title=f"Difference of accuracy to {names[0]}, paired by seed and question", ylabel="difference")
 
     def reward(axes: Axes) -> None:
+        half = 0
         for name, by_step in comparison.reward.items():
-            values = list(by_step.values())
-            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"])
-            axes.fill_between(list(by_step), [value.low for value in values], [value.high for value in values],
-                              color=style[name]["color"], alpha=0.15, linewidth=0)
-        limits = [value.mean for by_step in comparison.reward.values() for value in by_step.values()]
-        margin = 0.2 * (max(limits) - min(limits) or 1)
-        axes.set(title="Training reward (shaded: 95% interval over seeds)", ylabel="mean reward",
-                 ylim=(min(limits) - margin, max(limits) + margin))
+            means, color = np.array([value.mean for value in by_step.values()]), style[name]["color"]
+            half = len(means) // 40 if len(means) > SMOOTHED_POINTS else 0  # as `draw_series`
+            if half:
+                axes.plot(list(by_step), means, color=color, alpha=0.25, linewidth=0.6)
+            axes.plot(list(by_step), moving_mean(means, half), color=color)
+        smoothed = f"; bold: mean of {2 * half + 1} steps" if half else ""
+        axes.set(title=f"Training reward (mean over seeds{smoothed})", ylabel="mean reward")
 
-    panels = [accuracy, *([difference] if any(comparison.difference.values()) else []), *([reward] if all(comparison.reward.values()) else [])]
+    panels = [accuracy]
+    panels += [difference] if any(comparison.difference.values()) else []
+    panels += [reward] if all(comparison.reward.values()) else []
     with mpl.rc_context(STYLE):
         figure = stack(panels, comparison.steps, panel_height=2.8)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)

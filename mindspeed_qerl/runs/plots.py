@@ -258,18 +258,29 @@ def _positive(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     return steps[values != 0], abs(values[values != 0])
 
 
-def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, linestyle: str = "-", label: str = "") -> None:
+def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
+    """The mean of each value and `half` neighbours on either side, fewer at both ends.
+
+    >>> import numpy
+    >>> moving_mean(numpy.array([0.0, 3.0, 3.0, 6.0]), 1).tolist()
+    [1.5, 2.0, 4.0, 4.5]
+    """
     import numpy as np
+
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    left = np.maximum(np.arange(len(values)) - half, 0)
+    right = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[right] - sums[left]) / (right - left)
+
+
+def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, linestyle: str = "-", label: str = "") -> None:
 
     if len(steps) <= SMOOTHED_POINTS:
         marker = "o" if len(steps) <= MARKED_POINTS else None
         axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, markersize=3.5, label=label or None)
         return
     half = len(steps) // 40  # a window of about a twentieth of the run, shorter at both ends
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    left = np.maximum(np.arange(len(values)) - half, 0)
-    right = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    mean = (sums[right] - sums[left]) / (right - left)
+    mean = moving_mean(values, half)
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, mean, color=color, linestyle=linestyle, label=f"{label}{', ' if label else ''}mean of {2 * half + 1} steps")
     axes.legend()
