@@ -38,6 +38,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def checkpoint_iterations(checkpoints: Path) -> list[int]:
-    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; a folder that is still being written has another name."""
+    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; a folder that is still being
+    written has another name."""
     numbers = [folder.name.removeprefix("iter_") for folder in checkpoints.glob("iter_*")]
     return sorted(int(number) for number in numbers if number.isdigit())

@@ -13,7 +13,7 @@ from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.runs.directory import RunDirectory, label_of, runs_folder
 
 # Each is a package with settings.check(raw), settings.MAY_CHANGE (keys that may change when a run is resumed),
-# engine.train(settings, directory, metrics, progress) and engine.last_checkpoint(settings), the step that a run can resume after.
+# engine.train(settings, directory, metrics, progress) and engine.last_checkpoint(settings), the step to resume after.
 ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
@@ -26,8 +26,8 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         overrides: those of the command line, "key=value", which the run's folder is labelled with.
 
     Returns:
-        process exit code: 0 finished, 1 stopped by a failure (the run directory stays, with the reason in status.json),
-        2 refused before a run directory was made, 130 interrupted.
+        process exit code: 0 finished, 1 stopped by a failure (the run directory stays, with the reason in
+        status.json), 2 refused before a run directory was made, 130 interrupted.
     """
     try:
         if raw.get("engine") not in ENGINES:
@@ -56,8 +56,8 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
                 read_converted(file)
         if config.run.resume:
             after = engine.last_checkpoint(config)
-            directory = RunDirectory.reopen(config.run.resume, config=raw, command=sys.argv, data_files=config.data_files,
-                                            may_change=settings.MAY_CHANGE)
+            directory = RunDirectory.reopen(config.run.resume, config=raw, command=sys.argv,
+                                            data_files=config.data_files, may_change=settings.MAY_CHANGE)
         else:
             after = None
             directory = RunDirectory.create(config.run.root, config.run.name or name, config=raw, command=sys.argv,
@@ -75,8 +75,9 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         with metrics, Progress(config.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
             if metrics.missing_steps:
-                progress.message(f"Warning: metrics.jsonl has lost the rows of steps {', '.join(map(str, metrics.missing_steps))}; "
-                                 "the training is whole, tables and pictures lack these steps")
+                steps = ", ".join(map(str, metrics.missing_steps))
+                progress.message(f"Warning: metrics.jsonl has lost the rows of steps {steps}; the training is whole, "
+                                 "tables and pictures lack these steps")
             for warning in config.warnings:
                 progress.message(f"Warning: {warning}")
             if config.ignored_keys and not rehearsed:  # a rehearsal's report names them
@@ -100,7 +101,8 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
 
 
 def _find_run_to_resume(raw: dict[str, Any], name: str, may_change: Iterable[str]) -> dict[str, Any]:
-    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and did not finish, or null if there is none."""
+    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and did not finish, or
+    null if there is none."""
     run = raw.get("run")
     if not isinstance(run, dict) or run.get("resume") != "auto":
         return raw
@@ -111,10 +113,12 @@ def _find_run_to_resume(raw: dict[str, Any], name: str, may_change: Iterable[str
 
 
 def how_to_resume(directory: RunDirectory) -> str:
-    """What an interrupted run says: the step that it reached, the command that resumes it, and the step that it resumes after."""
+    """What an interrupted run says: the step that it reached, the command that resumes it, and the step that it
+    resumes after."""
     step, checkpoints = directory.status()["step"], checkpoint_iterations(directory.checkpoints_dir)
     if not checkpoints:
-        return f"interrupted after step {step}, before the first checkpoint (megatron_training.save_interval): the same command starts anew"
+        return (f"interrupted after step {step}, before the first checkpoint (megatron_training.save_interval): the "
+                "same command starts anew")
     command = [part for part in sys.orig_argv if not re.match(r"\+{0,2}run\.resume=", part)]
     return (f"interrupted after step {step}; resume with\n  {shlex.join([*command, 'run.resume=auto'])}\n"
             f"It continues after step {checkpoints[-1]}, the last checkpoint")

@@ -1,7 +1,7 @@
 """Runs beside each other: groups that differ in nothing but the seed, and the difference of each to a baseline.
 
-A run is averaged in only if its numbers mean what they seem to: it finished and its last step was evaluated, its noise fired as its
-config says, and it used the same data and code as the others. Every other run is named with the reason.
+A run is averaged in only if its numbers mean what they seem to: it finished and its last step was evaluated, its noise
+fired as its config says, and it used the same data and code as the others. Every other run is named with the reason.
 """
 
 import json
@@ -34,6 +34,10 @@ class Group:
     runs: list[ComparedRun]
 
     @property
+    def legend(self) -> str:
+        return self.name if self.name == self.settings else f"{self.name}: {self.settings}"
+
+    @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
@@ -54,7 +58,7 @@ class Verdict:
     difference: Estimate | None  # None without such a seed; no verdict with fewer than `LEAST_SEEDS` of them
     word: str  # "better", "worse", "not distinguishable" or "no verdict"
     limit: float  # of p: 5 %, shared by all verdicts of a comparison (Bonferroni)
-    seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: no sensible number does
+    seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: no number would
 
 
 @dataclass
@@ -67,23 +71,30 @@ class Comparison:
     questions: list[str]
     accuracy: dict[str, dict[int, Estimate]] = field(default_factory=dict)  # group -> step ->
     reward: dict[str, dict[int, Estimate]] = field(default_factory=dict)
-    difference: dict[str, dict[int, Estimate]] = field(default_factory=dict)  # of accuracy to the baseline's, over common seeds
+    # of accuracy to the baseline's, over the seeds that both have
+    difference: dict[str, dict[int, Estimate]] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
 
     @cached_property
     def differing(self) -> list[str]:
         """The config keys that tell the groups apart; those of a section that is switched off say nothing."""
         keys = dict.fromkeys(key for group in self.groups for key in group.config)
-        return [key for key in keys
-                if len({json.dumps(group.config.get(key)) for group in self.groups if not is_off(group.config, key)}) > 1]
+
+        def values(key: str) -> set[str]:
+            return {json.dumps(group.config.get(key)) for group in self.groups if not is_off(group.config, key)}
+
+        return [key for key in keys if len(values(key)) > 1]
 
     def to_json(self) -> dict[str, Any]:
         def of(estimates: dict[str, dict[int, Estimate]]) -> dict[str, Any]:
-            return {name: {str(step): asdict(value) for step, value in steps.items()} for name, steps in estimates.items()}
+            return {name: {str(step): asdict(value) for step, value in by_step.items()}
+                    for name, by_step in estimates.items()}
 
         return {
-            "groups": [{"name": group.name, "settings": group.settings, "runs": [str(run.path) for run in group.runs], "seeds": group.seeds,
-                        "differs_in": {key: group.config.get(key) for key in self.differing}} for group in self.groups],
+            "groups": [{"name": group.name, "settings": group.settings, "seeds": group.seeds,
+                        "runs": [str(run.path) for run in group.runs],
+                        "differs_in": {key: group.config.get(key) for key in self.differing}}
+                       for group in self.groups],
             "left_out": [{"run": str(run.path), "reasons": run.faults} for run in self.left_out],
             "notes": {str(run.path): run.notes for group in self.groups for run in group.runs if run.notes},
             "questions": len(self.questions), "accuracy": of(self.accuracy), "reward": of(self.reward),
@@ -109,15 +120,16 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     """Group `runs`, leave out those that may not be averaged in, and compare each group with the baseline.
 
     Args:
-        baseline: the baseline group's name or settings, or a part of them that no other group has; None: the group without AQN,
-            or else the first one.
+        baseline: the baseline group's name or settings, or a part of them that no other group has; None: the group
+            without AQN, or else the first one.
 
     Raises:
         ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step or no question.
     """
     usable = [run for run in runs if not run.faults]
     faults = {run.path: list(run.faults) for run in runs}
-    for what, told in (("data", "its data differ"), ("code", "its code differs"), ("evaluation", "it was evaluated otherwise")):
+    reasons = {"data": "its data differ", "code": "its code differs", "evaluation": "it was evaluated otherwise"}
+    for what, told in reasons.items():
         for path, difference in _differing_from_most(usable, what).items():
             faults[path].append(f"{told}: {difference}")
     groups: dict[str, list[ComparedRun]] = {}
@@ -148,19 +160,22 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     for group in comparison.groups:
         comparison.accuracy[group.name] = {step: estimate(group.matrix(step, questions)) for step in steps}
         shared = sorted(set.intersection(*(set(run.rewards) for run in group.runs)))
-        comparison.reward[group.name] = {step: estimate(np.array([[run.rewards[step]] for run in group.runs])) for step in shared}
+        comparison.reward[group.name] = {
+            step: estimate(np.array([[run.rewards[step]] for run in group.runs])) for step in shared}
     others = comparison.groups[1:]
     for group in others:
         seeds = [seed for seed in group.seeds if seed in base.seeds]
         comparison.difference[group.name] = {
-            step: estimate(group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds)) for step in steps if seeds}
+            step: estimate(group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds))
+            for step in steps if seeds}
         last = comparison.difference[group.name].get(steps[-1])
         comparison.verdicts.append(_verdict(group.name, base.name, seeds, last, len(others)))
     return comparison
 
 
 def _named(groups: list[Group]) -> list[Group]:
-    """The groups under names that say in what they differ; all under letters where that would be long, the default baseline first."""
+    """The groups under names that say in what they differ; all under letters where that would be long, the default
+    baseline first."""
     differing = Comparison(groups, [], [], []).differing
     named: list[Group] = []
     for group in groups:
@@ -168,7 +183,8 @@ def _named(groups: list[Group]) -> list[Group]:
         if "aqn.enabled" in differing:
             parts = [{"aqn.enabled=true": "aqn on", "aqn.enabled=false": "aqn off"}.get(part, part) for part in parts]
         settings = ", ".join(parts).replace('"', "") or "all runs"
-        taken = sum(other.settings == settings or other.settings.startswith(f"{settings} (") for other in named)  # 1 and "1"
+        # 1 and "1" look alike:
+        taken = sum(other.settings == settings or other.settings.startswith(f"{settings} (") for other in named)
         unique = f"{settings} ({taken + 1})" if taken else settings
         named.append(replace(group, name=unique, settings=unique))
     if max(len(group.name) for group in named) <= LONGEST_NAME:
@@ -190,7 +206,7 @@ def _find_baseline(groups: list[Group], asked: str | None) -> Group:
     exact = [group for group in groups if asked in (group.name, group.settings)]
     found = exact or [group for group in groups if asked in group.settings]
     if len(found) != 1:
-        known = "; ".join(group.name if group.name == group.settings else f"{group.name} ({group.settings})" for group in groups)
+        known = "; ".join(group.legend for group in groups)
         raise ConfigError(f"--baseline {asked!r} names {len(found)} groups; the groups are: {known}")
     return found[0]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
-from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, SMOOTHED_POINTS, STYLE, moving_mean, stack
+from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, half_window, moving_mean, stack
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
-    files[0].write_text(to_markdown(comparison) + "\n![accuracy, difference and reward by step](comparison.png)\n", encoding="utf-8")
+    picture = "\n![accuracy, difference and reward by step](comparison.png)\n"
+    files[0].write_text(to_markdown(comparison) + picture, encoding="utf-8")
     files[1].write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     draw(comparison, files[2])
     return files
@@ -37,8 +38,8 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     difference = verdict.difference
     sharing = round(SIGNIFICANCE / verdict.limit)
     limit = "" if sharing == 1 else f" (below {verdict.limit:.2g} counts: {sharing} groups share the 5 %)"
-    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, {_signed(difference)}, "
-            f"p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
+    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, "
+            f"{_signed(difference)}, p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
     if verdict.word != "not distinguishable":
         return text
     if difference.mean == 0:
@@ -46,7 +47,8 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     if verdict.seeds_needed is None:
         return f"{text}. To tell a difference of this size from none takes more questions, or thousands of seeds"
     more = max(verdict.seeds_needed - len(verdict.seeds), 1)
-    return f"{text}. To tell a difference of this size from none with a power of 80 % would take about {_count(more, 'more seed')}"
+    return (f"{text}. To tell a difference of this size from none with a power of 80 % would take about "
+            f"{_count(more, 'more seed')}")
 
 
 def _count(number: int, noun: str) -> str:
@@ -54,21 +56,25 @@ def _count(number: int, noun: str) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The comparison as a page. Its tables fit a terminal of 80 columns, unless many groups differ in values that are long."""
+    """The comparison as a page. Its tables fit a terminal of 80 columns, unless many groups differ in values that are
+    long."""
     first, last = comparison.steps[0], comparison.steps[-1]
-    lines = ["# Comparison", "", "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions (of the "
-             "training reward: over seeds).", "", "## Verdict", ""]
+    explained = ("Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions "
+                 "(of the training reward: over seeds).")
+    lines = ["# Comparison", "", explained, "", "## Verdict", ""]
     lines += [f"- {sentence(verdict, len(comparison.questions), last)}" for verdict in comparison.verdicts] or [
         "- one group only: nothing to compare it with"]
     evaluated = list(dict.fromkeys((first, last)))
-    rows = [[group.name, ", ".join(map(str, group.seeds)), *(_interval(comparison.accuracy[group.name][step]) for step in evaluated)]
-            for group in comparison.groups]
-    lines += ["", "## Groups", "", *_table(["group", "seeds", *(f"accuracy after step {step}" for step in evaluated)], rows)]
+    header = ["group", "seeds", *(f"accuracy after step {step}" for step in evaluated)]
+    lines += ["", "## Groups", "", *_table(header, [
+        [group.name, ", ".join(map(str, group.seeds)),
+         *(_interval(comparison.accuracy[group.name][step]) for step in evaluated)] for group in comparison.groups])]
     names = [group.name for group in comparison.groups]
     if len(names) > 1:
-        settings = [[key, *(json.dumps(group.config[key]) if key in group.config else "-" for group in comparison.groups)]
-                    for key in comparison.differing]
-        lines += ["", "They differ in:", "", *_table(["key", *names], settings)]
+        configs = [group.config for group in comparison.groups]
+        lines += ["", "They differ in:", "", *_table(["key", *names], [
+            [key, *(json.dumps(config[key]) if key in config else "-" for config in configs)]
+            for key in comparison.differing])]
     if comparison.left_out:
         of = len(comparison.left_out) + sum(len(group.runs) for group in comparison.groups)
         lines += ["", f"## Left out: {len(comparison.left_out)} of {of} runs", "",
@@ -100,17 +106,16 @@ def draw(comparison: Comparison, file: Path) -> None:
     import numpy as np
 
     names = [group.name for group in comparison.groups]
-    legend = {group.name: group.name if group.name == group.settings else f"{group.name}: {group.settings}"
-              for group in comparison.groups}
-    legend = {name: textwrap.fill(text.replace("$", r"\$"), 110) for name, text in legend.items()}
-    style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    legend = {group.name: textwrap.fill(group.legend.replace("$", r"\$"), 110) for group in comparison.groups}
+    style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)])
+             for i, name in enumerate(names)}
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0])  # side by side, not on top of each other
 
     def draw_bars(axes: Axes, estimates: dict[str, dict[int, Estimate]]) -> None:
         for i, (name, by_step) in enumerate(estimates.items()):
-            values = list(by_step.values())
-            axes.errorbar([step + offset * (i - (len(estimates) - 1) / 2) for step in by_step], [value.mean for value in values],
-                          yerr=[[value.mean - value.low for value in values], [value.high - value.mean for value in values]],
+            values, shift = list(by_step.values()), offset * (i - (len(estimates) - 1) / 2)
+            below, above = [value.mean - value.low for value in values], [value.high - value.mean for value in values]
+            axes.errorbar([step + shift for step in by_step], [value.mean for value in values], yerr=[below, above],
                           capsize=3, elinewidth=1.2, markersize=4, **style[name], label=legend[name])
 
     def accuracy(axes: Axes) -> None:
@@ -126,7 +131,7 @@ def draw(comparison: Comparison, file: Path) -> None:
         half = 0
         for name, by_step in comparison.reward.items():
             means, color = np.array([value.mean for value in by_step.values()]), style[name]["color"]
-            half = len(means) // 40 if len(means) > SMOOTHED_POINTS else 0  # as `draw_series`
+            half = half_window(len(means))
             if half:
                 axes.plot(list(by_step), means, color=color, alpha=0.25, linewidth=0.6)
             axes.plot(list(by_step), moving_mean(means, half), color=color)

