@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
 from mindspeed_qerl.ascend.contract import CONTRACT
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
