@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_qerl.recipe.config import AQNConfig, compose
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.config import AQNConfig
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 

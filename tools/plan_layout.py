@@ -19,7 +19,8 @@ from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import Memory, Settings, read_settings
 from mindspeed_qerl.layout.plan import MAX_RANKS, Batch, Layout, Plan, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.recipe.config import OWN_SECTIONS, Reader, check_names, compose
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.config import OWN_SECTIONS, Reader, check_names
 from mindspeed_qerl.train import ENGINES
 
 PICTURES = (".png", ".pdf", ".svg")

@@ -18,7 +18,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight.case import Case, check_engine
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.preflight.npus import Seen
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 
 ROOT = Path(__file__).parents[2]
 

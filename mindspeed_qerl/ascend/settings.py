@@ -15,8 +15,8 @@ from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.layout.plan import arguments_of, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.config import (
-    CONFIGS,
     AQNConfig,
     EvalConfig,
     GSM8KConfig,

@@ -15,7 +15,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families.shapes import SHAPES
 from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.config import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
 
 ROOT = Path(__file__).parents[2]
 # the model's section -> name of its published shape, parameters as published, in billions

@@ -20,7 +20,7 @@ from mindspeed_qerl.layout.memory import (
 )
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan, read_plan, shape_of_config
 from mindspeed_qerl.layout.planner import new_plan
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 
 QWEN3, QWEN15, DENSE = (SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
 

@@ -13,7 +13,7 @@ from mindspeed_qerl.families.shapes import SHAPES, read_shape
 from mindspeed_qerl.layout.memory import estimate, read_settings
 from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.config import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
 PUBLISHED = {"qwen3_30b_a3b": "qwen3_30b_a3b", "qwen15_moe_a27b": "qwen15_moe_a2_7b", "qwen25_7b": "qwen25_7b", "qwen25_1_5b": "qwen25_1_5b"}

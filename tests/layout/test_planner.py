@@ -17,7 +17,7 @@ from mindspeed_qerl.layout.memory import estimate, read_settings
 from mindspeed_qerl.layout.plan import Batch, Layout, read_plan, shape_of_config
 from mindspeed_qerl.layout.planner import changes, complete, distance, fit_batch, legal_layouts, nearest, new_plan
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run

@@ -13,7 +13,8 @@ from mindspeed_qerl.families.shapes import SHAPES, read_shape
 from mindspeed_qerl.layout.plan import Layout, read_plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
-from mindspeed_qerl.recipe.config import CONFIGS, Reader, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.config import Reader
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
