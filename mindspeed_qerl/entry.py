@@ -20,7 +20,7 @@ def use_checkout() -> None:
     if (lacking or sys.version_info < (3, 11)) and python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
         os.execv(python, [str(python), *getattr(sys, "orig_argv", ["", *sys.argv])[1:]])
     if sys.version_info < (3, 11) or lacking not in ([], ["torch"]):
-        _explain_missing(" or ".join(lacking))
+        _explain(f"has no {', '.join(lacking)}" if lacking else "is older than Python 3.11")
         sys.exit(2)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, "" if str(CHECKOUT) in paths else str(CHECKOUT)]))
@@ -39,14 +39,14 @@ def _name_missing(kind, error, trace) -> None:
     """A package that is not installed is a sentence instead of a traceback."""
     name = (getattr(error, "name", None) or "").partition(".")[0]
     if issubclass(kind, ModuleNotFoundError) and name != "mindspeed_qerl":
-        _explain_missing(name)
+        _explain(f"has no {name}")
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def _explain_missing(what: str) -> None:
-    in_checkout = (CHECKOUT / "Makefile").exists()
-    way_out = f"`make install` in {CHECKOUT}" if in_checkout else "`pip install 'mindspeed_qerl[local]'`"
-    print(f"error: {sys.executable} (Python {sys.version.split()[0]}) has no {what or 'Python 3.11'}: {way_out} installs what the local engine "
-          f"needs{', ' + chr(96) + 'pip install .' + chr(96) + ' what needs no engine' if in_checkout else ''}; on NPUs see docs/ascend.md",
-          file=sys.stderr)
+def _explain(lack: str) -> None:
+    if (CHECKOUT / "Makefile").exists():
+        way_out = f"`make install` in {CHECKOUT} makes a .venv with everything, `pip install {CHECKOUT}` adds what needs no engine"
+    else:
+        way_out = "`pip install 'mindspeed_qerl[local]'` adds the local engine"
+    print(f"error: {sys.executable} {lack}: {way_out}; on NPUs see docs/ascend.md", file=sys.stderr)

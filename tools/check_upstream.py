@@ -10,6 +10,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.ascend.clauses import BROKEN
 from mindspeed_qerl.ascend.contract import PINS, Pin, check, commit_of, repository
 

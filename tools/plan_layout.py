@@ -13,6 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.families.shapes import SHAPES, ModelShape, read_shape
 from mindspeed_qerl.layout import planner, show
