@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.families.shapes import SHAPES, ModelShape, read_shape
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import Memory, Settings, read_settings
 from mindspeed_qerl.layout.plan import MAX_RANKS, Batch, Layout, Plan, read_plan, shape_of_model
@@ -38,7 +38,7 @@ examples:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face model")
+    parser.add_argument("--model", help=f"{', '.join(NAMED_SHAPES)}; or the directory of a Hugging Face model")
     parser.add_argument("--ranks", type=int, help="NPUs: dies, a 910C has two")
     parser.add_argument("--ranks-per-node", type=int, help=f"NPUs of one node (default: {NODE})")
     parser.add_argument("--check", metavar="KEY=SIZE,...", help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "

@@ -4,24 +4,15 @@ Two converters (docs/ascend.md): convert_ckpt_v2.py knows Qwen3 and Qwen3-MoE an
 Qwen2.5 as `llama2` with biases, and builds the whole model in memory.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import Family, family_of, read_config
 from mindspeed_qerl.layout.plan import arguments_of, shape_of_config
 
 TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
-OLD = ("--use-mcore-models", "--model-type", "GPT", "--add-qkv-bias", "--params-dtype", "bf16")
-# model_type -> script, its name for the family, and what the family needs besides
-FAMILIES = {
-    "qwen3": ("convert_ckpt_v2.py", "qwen3", ()),
-    "qwen3_moe": ("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
-    "qwen2": ("convert_ckpt.py", "llama2", OLD),
-    "qwen2_moe": ("convert_ckpt.py", "qwen2-moe", ("--moe-grouped-gemm", *OLD, "--spec", "mindspeed_llm.tasks.models.spec.qwen2_moe_spec",
-                                                   "layer_spec")),
-}
 
 
 def conversion_command(raw: Mapping[str, Any]) -> list[str]:
@@ -37,12 +28,12 @@ def conversion_command(raw: Mapping[str, Any]) -> list[str]:
     if not arguments.get("load"):
         raise ConfigError("actor_config.load is not set: there is nowhere to convert the base weights to")
     source, target = (str(Path(arguments[key]).absolute()) for key in ("tokenizer_name_or_path", "load"))
-    kind = model_type(source, raw)
-    if kind not in FAMILIES:
-        raise ConfigError(f"{source}: " + unknown("model_type for the conversion of weights", kind, FAMILIES))
-    script, family, options = FAMILIES[kind]
+    family = family_of_model(source, raw)
+    if family.conversion is None:
+        raise ConfigError(f"{source}: the NPU engine has no conversion of weights for model_type {family.model_type!r}; the local engine runs it")
+    conversion = family.conversion
     tp, pp, ep = (arguments.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline", "expert"))
-    command = ["python", script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", family, *options]
+    command = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", conversion.name, *conversion.options]
     if arguments.get("num_experts") and tp > 1:
         command.append("--moe-tp-extend-ep")
     command += ["--target-tensor-parallel-size", str(tp), "--target-pipeline-parallel-size", str(pp)]
@@ -52,17 +43,21 @@ def conversion_command(raw: Mapping[str, Any]) -> list[str]:
         if arguments.get(key):
             command += [f"--{key.replace('_', '-')}", str(arguments[key])]
     command += ["--load-dir", source, "--save-dir", target]
-    if script == "convert_ckpt.py":
+    if conversion.script == "convert_ckpt.py":
         command += ["--tokenizer-model", f"{source}/tokenizer.json"]
     return command
 
 
-def model_type(directory: str, raw: Mapping[str, Any]) -> str:
-    """The model_type of the model's config.json; while that is not there, what Megatron's arguments amount to."""
+def family_of_model(directory: str, raw: Mapping[str, Any]) -> Family:
+    """By the model's config.json; while that is not there, by what Megatron's arguments amount to. ConfigError for a family that is not known."""
     try:
-        return json.loads((Path(directory) / "config.json").read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return shape_of_config(raw).model_type
+        kind = read_config(Path(directory) / "config.json").get("model_type")
+    except ConfigError:
+        return family_of(shape_of_config(raw))
+    try:
+        return family_of(kind)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from error
 
 
 def rank_folder(t: int, p: int, e: int, *, pp: int, ep: int) -> str:

@@ -5,14 +5,15 @@ them once more (config_cls/validate_config.py), after minutes and without our na
 that it only meets in the middle of a run. Layouts and batches have their own (layout/rules.py), which are asked here.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import FAMILIES, Family, read_config
+from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import arguments_of, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.config import (
@@ -33,26 +34,6 @@ from mindspeed_qerl.recipe.config import (
 from mindspeed_qerl.tasks.gsm8k.packed import count_documents
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
-MODELS = {  # model_type of the model's config.json -> mixture of experts?
-    "qwen2": False,
-    "qwen3": False,
-    "qwen3_moe": True,
-    "qwen2_moe": True,
-}
-# What Megatron is told of the model's shape must be what its config.json says: vLLM goes by that. Upstream compares nothing.
-SHAPE = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "rms_norm_eps": "norm_epsilon",
-    "rope_theta": "rotary_base",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "norm_topk_prob": "norm_topk_prob",
-}
 # Upstream keys with one value that works here: section, key, value, why.
 FIXED = (
     ("megatron_training", "stage", "ray_grpo", "the engine runs GRPO"),
@@ -149,8 +130,8 @@ def check(raw: Mapping[str, Any]) -> Settings:
         if get(section, key, None, (bool, str)):
             reader.fault(f"{section}.{key} must be left out or false: {why}")
 
-    mixture = _check_model(reader, model_dir, arguments_of(raw))
-    targets = _check_lora(reader, training, mixture)
+    family = _check_model(reader, model_dir, arguments_of(raw))
+    targets = _check_lora(reader, training, family is not None and family.experts)
     sampling = (raw.get("generate_config") or {}).get("sampling_config") or {}
     seed = get("megatron_training", "seed", 1234, low=0)
     train_iters = get("megatron_training", "train_iters", 1, low=1, required=True)
@@ -185,7 +166,7 @@ def check(raw: Mapping[str, Any]) -> Settings:
         reader.fault(f"emulate_npu = {emulate!r} must be true or false")
     settings = dict(
         upstream={name: raw[name] for name in ("model", "megatron_training", "actor_config", "rl_config", "generate_config") if name in raw},
-        extra_arguments={"shared_expert_gate": True} if mixture == "shared" else {},
+        extra_arguments=dict(family.extra_arguments) if family else {},
         model_dir=model_dir, seed=seed, train_iters=train_iters, npus=npus,
         cpus_per_npu=get("rl_config", "num_cpus_for_placement_group", 8, low=1),
         cpus_for_tasks=get("rl_config", "num_cpus_for_local_task", 1, low=1),
@@ -204,27 +185,20 @@ def check(raw: Mapping[str, Any]) -> Settings:
     return Settings(**settings, warnings=tuple(reader.warnings))
 
 
-def _check_model(reader: Reader, model_dir: str, arguments: Mapping[str, Any]) -> bool | str:
-    """False for a dense model, True for a mixture of experts, "shared" for one with a shared expert; faults where Megatron's arguments
-    and the model's config.json disagree."""
+def _check_model(reader: Reader, model_dir: str, arguments: Mapping[str, Any]) -> Family | None:
+    """The model's family; faults where the model that Megatron is told of is not the one in config.json."""
     try:
-        shape = json.loads((Path(model_dir) / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = read_config(Path(model_dir) / "config.json")
+    except ConfigError as error:
         reader.fault(f"megatron_training.tokenizer_name_or_path = {model_dir!r}: no readable config.json of a Hugging Face model there ({error})")
-        return False
-    kind = shape.get("model_type")
-    if kind not in MODELS:
-        reader.fault(f"{model_dir}/config.json: " + unknown("model_type for the MindSpeed-RL engine", kind, MODELS))
-        return False
-    shape = {"num_experts": shape.get("num_local_experts"), **(shape.get("rope_parameters") or {}), **shape}  # as transformers 5 writes them
-    for theirs, ours in SHAPE.items():
-        if shape.get(theirs) is not None and ours in arguments and float(arguments[ours]) != float(shape[theirs]):
-            reader.fault(f"{ours} = {arguments[ours]} in the config, but {theirs} = {shape[theirs]} in {model_dir}/config.json: Megatron and vLLM "
-                         "would run different models")
-    return "shared" if kind == "qwen2_moe" else MODELS[kind]
+        return None
+    for fault in compare_with_model(arguments, config, f"{model_dir}/config.json"):
+        reader.fault(fault)
+    kind = config.get("model_type")
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
 
 
-def _check_lora(reader: Reader, training: Mapping[str, Any], mixture: bool | str) -> tuple[str, ...]:
+def _check_lora(reader: Reader, training: Mapping[str, Any], mixture: bool) -> tuple[str, ...]:
     """The LoRA targets, () for none, and the faults of what does not go together with them."""
     given = reader.upstream("megatron_training", "lora_target_modules", None, (list,))
     tp = training.get("tensor_model_parallel_size")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import ModelShape
+from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.plan import Plan, arguments_of
 from mindspeed_qerl.layout.rules import vllm_vocabulary
 from mindspeed_qerl.recipe.config import Reader
@@ -139,14 +139,14 @@ class Weights:
 
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
     """Parameters of one layer on one rank: (dense part, experts)."""
-    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    dense = (h * (q + 2 * kv) + q * h) // tp + 2 * h
-    dense += (q + 2 * kv) // tp if shape.qkv_bias else 0
-    dense += 2 * shape.head_dim if shape.qk_norm else 0
-    dense += 3 * h * (shape.intermediate_size + shape.shared_expert_intermediate_size) // tp
-    if shape.moe:
-        dense += h * shape.num_experts + (h if shape.shared_expert_intermediate_size else 0)  # router, shared expert's gate
-    return dense, 3 * h * shape.moe_intermediate_size * shape.num_experts // expert_ranks
+    family = family_of(shape)
+    dense, experts = family.other_parameters(shape, tp), 0
+    for linear in family.linears(shape):
+        if linear.split == "expert":
+            experts += linear.inputs * linear.outputs * linear.copies // expert_ranks
+        else:
+            dense += linear.inputs * linear.outputs // tp
+    return dense, experts
 
 
 def training_weights(plan: Plan, stage: int) -> Weights:
@@ -178,22 +178,16 @@ def model_parameters(shape: ModelShape) -> int:
 def adapter_weights(plan: Plan, settings: Settings, stage: int) -> Weights:
     """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A
     (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM tasks/posttrain/lora/moe/experts.py:437)."""
-    shape, it, r, on = plan.shape, plan.layout, settings.lora_r, settings.lora_targets
-    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-
-    def column(inputs: int, outputs: int) -> int:
-        return r * inputs + r * outputs // it.tp
-
-    def row(inputs: int, outputs: int) -> int:
-        return r * inputs // it.tp + r * outputs
-
-    dense = column(h, q + 2 * kv) if "linear_qkv" in on else 0
-    dense += row(q, h) if "linear_proj" in on else 0
-    width = shape.intermediate_size or shape.shared_expert_intermediate_size
-    if width:
-        dense += (column(h, 2 * width) if "linear_fc1" in on else 0) + (row(width, h) if "linear_fc2" in on else 0)
-    f, local = shape.moe_intermediate_size, shape.num_experts // (it.tp * it.ep)
-    experts = local * r * ((h + 2 * f if "linear_fc1" in on else 0) + (f + h if "linear_fc2" in on else 0)) if shape.moe else 0
+    it, r, dense, experts = plan.layout, settings.lora_r, 0, 0
+    for linear in family_of(plan.shape).linears(plan.shape):
+        if linear.target not in settings.lora_targets:
+            continue
+        if linear.split == "expert":
+            experts += linear.copies // (it.tp * it.ep) * r * (linear.inputs + linear.outputs)
+        elif linear.split == "column":
+            dense += r * linear.inputs + r * linear.outputs // it.tp
+        else:
+            dense += r * linear.inputs // it.tp + r * linear.outputs
     return Weights(dense * plan.layers[stage], 0, experts * plan.layers[stage])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import LARGEST, ModelShape, read_shape
+from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
 from mindspeed_qerl.recipe.config import Reader
 
 MAX_RANKS = 100_000  # more are a slip of the keys, and take minutes to judge
@@ -115,42 +115,8 @@ def arguments_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of_config(raw: Mapping[str, Any]) -> ModelShape:
-    """The shape that Megatron is told, for when the model's own directory is not there yet.
-
-    Raises:
-        ConfigError: a size is missing or impossible.
-    """
-    arguments, reader = arguments_of(raw), Reader(raw)
-
-    def size(key: str, default: int | None = None, low: int = 1) -> int:
-        if arguments.get(key) is None and default is None:
-            reader.fault(f"{key} of the model is missing: neither its config.json nor the section model says it")
-        value = default if arguments.get(key) is None else arguments[key]
-        return 1 if value is None else reader.value(key, value, 1, int, low, LARGEST)
-
-    heads, hidden = size("num_attention_heads"), size("hidden_size")
-    experts = size("num_experts", 0, low=0)
-    top, expert_width = (size("moe_router_topk", 2), size("moe_ffn_hidden_size")) if experts else (0, 0)
-    if top > experts and not reader.faults:
-        reader.fault(f"moe_router_topk = {top} must be at most num_experts = {experts}")
-    if hidden < heads and arguments.get("kv_channels") is None:
-        reader.fault(f"hidden_size = {hidden} must be at least num_attention_heads = {heads}, or kv_channels must say how wide a head is")
-    theta = 10000.0 if arguments.get("rotary_base") is None else reader.value("rotary_base", arguments["rotary_base"], 10000.0, float, 1, 1e30)
-    qk_norm = bool(arguments.get("qk_layernorm"))
-    shape = ModelShape(
-        name=str(arguments.get("model")), model_type=("qwen3" if qk_norm else "qwen2") + ("_moe" if experts else ""),
-        num_hidden_layers=size("num_layers"), hidden_size=hidden, num_attention_heads=heads,
-        num_key_value_heads=size("num_query_groups", heads) if arguments.get("group_query_attention") else heads,
-        head_dim=size("kv_channels", max(hidden // heads, 1)), intermediate_size=0 if experts else size("ffn_hidden_size"),
-        vocab_size=size("padded_vocab_size"), rope_theta=float(theta),
-        tie_word_embeddings=not arguments.get("untie_embeddings_and_output_weights"),
-        max_position_embeddings=size("max_position_embeddings", 32768), num_experts=experts,
-        num_experts_per_tok=top, moe_intermediate_size=expert_width,
-        shared_expert_intermediate_size=size("n_shared_experts", 0, low=0) * expert_width if experts else 0,
-        norm_topk_prob=bool(arguments.get("norm_topk_prob")))
-    if reader.faults:
-        raise ConfigError("\n".join(dict.fromkeys(reader.faults)))
-    return shape
+    """The shape that Megatron is told; ConfigError as for `shape_of_arguments`."""
+    return shape_of_arguments(arguments_of(raw))
 
 
 def shape_of_model(raw: Mapping[str, Any]) -> ModelShape:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.families.shapes import ModelShape
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
 from mindspeed_qerl.layout.plan import Layout, Plan
 from mindspeed_qerl.layout.planner import Ranked, idle_share, layer_collectives

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.families.shapes import ModelShape, read_shape
+from mindspeed_qerl.families import ModelShape, read_shape
 from mindspeed_qerl.layout import rules
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan, layer_list
 from mindspeed_qerl.layout.rules import broken

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_qerl.families.shapes import shape_of
+from mindspeed_qerl.families import shape_of
 from mindspeed_qerl.layout.memory import estimate, read_settings
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families.shapes import ModelShape
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.plan import Layout
 
 VERSION = 4  # raised when what is made changes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import ModelShape
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.plan import Plan, read_plan, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local.settings import check

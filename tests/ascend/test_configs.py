@@ -7,12 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import CONTRACT
 from mindspeed_qerl.ascend.settings import check, npu_environment
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import SHAPES
+from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.config import CONFIGS, compose
@@ -64,7 +64,7 @@ def raw(request, tmp_path, monkeypatch):
     config = compose(request.param)
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(asdict(SHAPES[MODELS[SHIPPED[request.param][0]][0]])))
+    (model / "config.json").write_text(json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]][0]])))
     train = Path(config["megatron_training"]["data_path"])
     assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
     train.parent.mkdir(parents=True)
@@ -151,10 +151,10 @@ def test_model_has_the_published_shape(model):
     """configs/model/ against the shapes of the published config.json files, and their parameters, counted matrix by matrix (norms and biases
     are too few to show), against the published number."""
     published, billions = MODELS[model]
-    section = yaml.safe_load((CONFIGS / "model" / f"{model}.yaml").read_text())
+    section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))  # to YAML 1.1 alone 1e-6 is text
     assert list(section) == [model]
     shape = shape_of_config({"model": section, "actor_config": {"model": model}})
-    assert replace(shape, name=published) == SHAPES[published]
+    assert replace(shape, name=published) == NAMED_SHAPES[published]
 
     m = section[model]
     h, heads, kv_heads = m["hidden_size"], m["num_attention_heads"] * m["kv_channels"], m["num_query_groups"] * m["kv_channels"]

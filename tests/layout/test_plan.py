@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import SHAPES, read_shape
+from mindspeed_qerl.families import NAMED_SHAPES, read_shape
 from mindspeed_qerl.layout.memory import estimate, read_settings
 from mindspeed_qerl.layout.plan import read_plan, shape_of_config
 from mindspeed_qerl.layout.rules import broken
@@ -23,7 +23,7 @@ PUBLISHED = {"qwen3_30b_a3b": "qwen3_30b_a3b", "qwen15_moe_a27b": "qwen15_moe_a2
 def test_the_configs_are_legal_and_fit(name):
     raw = compose(name)
     shape = shape_of_config(raw)
-    known = SHAPES[PUBLISHED[shape.name]]
+    known = NAMED_SHAPES[PUBLISHED[shape.name]]
     left_out = {"name", "norm_topk_prob", "rope_theta"}
     assert {key: value for key, value in vars(shape).items() if key not in left_out} == {
         key: value for key, value in vars(known).items() if key not in left_out}
@@ -49,9 +49,9 @@ def test_actor_config_overrides_the_model_and_megatron_training(raw):
     raw["model"]["qwen3_30b_a3b"]["micro_batch_size"] = 7
     raw["megatron_training"]["micro_batch_size"] = 6
     raw["actor_config"]["micro_batch_size"] = 5
-    assert read_plan(raw, SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 5
+    assert read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 5
     del raw["actor_config"]["micro_batch_size"]
-    assert read_plan(raw, SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
+    assert read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
 
 
 def test_what_is_left_out_is_upstreams_default(raw):
@@ -63,7 +63,7 @@ def test_what_is_left_out_is_upstreams_default(raw):
                           "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths")}.items():
         for key in keys:
             del raw[section][key]
-    plan, settings = read_plan(raw, SHAPES["qwen3_30b_a3b"]), read_settings(raw)
+    plan, settings = read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"]), read_settings(raw)
     assert (plan.batch.mini_batch_size, plan.batch.samples_per_prompt, plan.batch.guarantee_order, plan.share_backbone) == (1, 1, False, False)
     assert (plan.layout.infer_tp, plan.layout.infer_ep, plan.layout.enable_expert_parallel) == (8, 1, False)
     assert (plan.batch.max_model_len, plan.batch.max_num_batched_tokens) == (2048, 2048)
@@ -76,7 +76,7 @@ def test_layer_lists_and_dispatch_sizes(raw):
     raw["megatron_training"]["num_layer_list"] = "20,28"
     raw["actor_config"]["pipeline_model_parallel_size"] = 2
     raw["rl_config"]["actor_update_dispatch_size"] = 16
-    plan = read_plan(raw, SHAPES["qwen3_30b_a3b"])
+    plan = read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"])
     assert plan.layers == (20, 28) and plan.batch.dispatch["actor_update_dispatch_size"] == 16
     assert plan.batch.dispatch["ref_dispatch_size"] is None
 
@@ -93,7 +93,7 @@ def test_layer_lists_and_dispatch_sizes(raw):
 def test_a_wrong_value_is_named(raw, section, key, value, message):
     raw[section][key] = value
     with pytest.raises(ConfigError) as refused:
-        read_plan(raw, SHAPES["qwen3_30b_a3b"])
+        read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"])
     assert message in str(refused.value)
 
 
@@ -104,11 +104,11 @@ def test_a_model_without_sizes_is_named(raw):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("num_attention_heads", 0, "num_attention_heads = 0 must be at least 1"), ("hidden_size", -8, "hidden_size = -8 must be at least 1"),
-    ("num_layers", 4.0, "num_layers = 4.0 must be int"), ("padded_vocab_size", 10 ** 10, "padded_vocab_size = 10000000000 must be at least 1 and at most"),
+    ("num_attention_heads", 0, "num_attention_heads = 0 must be a whole number of at least 1"), ("hidden_size", -8, "hidden_size = -8 must be a whole number of at least 1"),
+    ("num_layers", 4.0, "num_layers = 4.0 must be a whole number"), ("padded_vocab_size", 10 ** 10, "padded_vocab_size = 10000000000 must be a whole number of at least 1 and at most"),
     ("moe_router_topk", 300, "moe_router_topk = 300 must be at most num_experts = 128"), ("moe_ffn_hidden_size", None, "moe_ffn_hidden_size of the model is missing"),
-    ("n_shared_experts", "4", "n_shared_experts = '4' must be int"), ("rotary_base", "big", "rotary_base = 'big' must be float"),
-    ("kv_channels", 0, "kv_channels = 0 must be at least 1"),
+    ("n_shared_experts", "4", "n_shared_experts = '4' must be a whole number"), ("rotary_base", "big", "rotary_base = 'big' must be a finite number above 0"),
+    ("kv_channels", 0, "kv_channels = 0 must be a whole number of at least 1"),
 ])
 def test_an_impossible_size_in_the_section_model(raw, key, value, message):
     raw["model"]["qwen3_30b_a3b"][key] = value
@@ -124,7 +124,7 @@ def test_shape_from_a_config_json(tmp_path):
                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     (tmp_path / "config.json").write_text(json.dumps(written))
     shape = read_shape(tmp_path)
-    assert {**vars(shape), "name": ""} == {**vars(SHAPES["qwen3_30b_a3b"]), "name": ""}
+    assert {**vars(shape), "name": ""} == {**vars(NAMED_SHAPES["qwen3_30b_a3b"]), "name": ""}
     with pytest.raises(ConfigError, match="unknown model 'qwen3_30b_a3', did you mean 'qwen3_30b_a3b'"):
         read_shape("qwen3_30b_a3")
 
@@ -141,7 +141,7 @@ WRITTEN = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64,
     *[({"head_dim": value}, f"head_dim = {value!r} in config.json must be a whole number") for value in ("128", 0, -1)],
     ({"hidden_size": 3}, "head_dim = 0 in config.json must be a whole number"),
     ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x' in config.json must be a whole number"),
-    ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size = -1 in config.json must be a whole number of at least 0"),
+    ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size = -1 in config.json must be a whole number of at least 0"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 in config.json must be at most num_experts = 8"),
     ({"model_type": "qwen3", "intermediate_size": 0}, "intermediate_size = 0 in config.json must be a whole number of at least 1"),
     *[({"rope_theta": value}, f"rope_theta = {value!r} in config.json must be a finite number above 0") for value in ("big", 0, -1.0, True, float("nan"))],

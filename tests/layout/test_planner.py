@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.families.shapes import SHAPES
+from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import estimate, read_settings
 from mindspeed_qerl.layout.plan import Batch, Layout, read_plan, shape_of_config
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run
 
 ROOT = Path(__file__).parents[2]
-QWEN3, QWEN15, DENSE = (SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
+QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
 
 
 def sizes(plan) -> tuple[int, ...]:

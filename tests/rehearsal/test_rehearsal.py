@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import SHAPES, read_shape
+from mindspeed_qerl.families import NAMED_SHAPES, read_shape
 from mindspeed_qerl.layout.plan import Layout, read_plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
@@ -83,7 +83,7 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    shape = narrow(SHAPES[name], Layout(world=1))
+    shape = narrow(NAMED_SHAPES[name], Layout(world=1))
     if shape.moe:
         shape = replace(shape, num_experts=4, num_experts_per_tok=2)
     rows = read_converted(data / "gsm8k" / "train_chat.parquet")

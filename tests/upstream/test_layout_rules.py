@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_configs import emulated
 
-from mindspeed_qerl.families.shapes import SHAPES
+from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout.plan import Batch, Layout, Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken, citation
@@ -39,7 +39,7 @@ def test_each_rule_cites_a_line_that_is_there(rule, upstream):
 
 def sampled(draw: random.Random) -> Plan:
     """Plans that upstream's checks say yes and no to."""
-    shape = SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
+    shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
     tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
     n, prompts = draw.choice([1, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
