@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 
 from mindspeed_qerl.recipe import keys
 
