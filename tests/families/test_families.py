@@ -150,6 +150,13 @@ def test_no_value_raises_and_each_other_value_is_a_fault(family):
             assert all(isinstance(fault, str) for fault in compare_with_model(arguments, {**config, key: value}))
 
 
+def test_a_family_that_the_npu_engine_lacks_is_refused_in_words(monkeypatch):
+    config, arguments = rehearsed("qwen2")
+    monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], adaptor=None))
+    assert compare_with_model(arguments, config, "M/config.json") == [
+        "M/config.json: the NPU engine has no weight adaptor for model_type 'qwen2'; the local engine runs it"]
+
+
 def test_arguments_of_no_family_are_refused():
     _, arguments = rehearsed("qwen3")
     with pytest.raises(ConfigError, match="qk_layernorm = True and add_qkv_bias = True with num_experts = 0 are of no known family: qwen2, qwen3"):
