@@ -643,8 +643,8 @@ def test_a_conversion_for_tensor_parallel_experts_and_stages(ready):
 def test_the_family_is_that_of_the_config_json(ready):
     """Of the Megatron arguments only while there is none."""
     file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
-    file.write_text(json.dumps({**QWEN3_MOE, "model_type": "llama"}))
-    with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'llama'"):
+    file.write_text(json.dumps({**QWEN3_MOE, "model_type": "gemma2"}))
+    with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'gemma2'"):
         conversion_command(ready)
     file.unlink()
     assert "qwen3-moe" in conversion_command(ready)
