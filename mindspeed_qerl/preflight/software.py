@@ -99,5 +99,5 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
             yield Check(report.pin.title, FAILED if report.changed else WARNING, f"{report}{first}",
                         f"(cd {report.root} && git checkout {report.pin.commit[:7]})    # or put a checkout of the pin first on PYTHONPATH\n"
                         "python tools/check_upstream.py    # shows each")
-    if right := [report.pin.title for report in reports if report.at_pin]:
+    if not missing and (right := [report.pin.title for report in reports if report.at_pin]):
         yield Check("upstream's sources", PASSED, f"{', '.join(right)} as pinned")
