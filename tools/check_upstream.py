@@ -1,8 +1,8 @@
 """Which versions of MindSpeed-RL and what it stands on are here, and are they what the engine was written for?
 
-Compares all that the engine relies on with the digests in mindspeed_qerl/ascend/contract.yaml. Sources are parsed and not
-imported: nothing of upstream has to be installed. Without folders the packages that this Python would import are compared,
-as the engine does when it starts; with folders only these.
+Compares all that the engine relies on with the digests in mindspeed_qerl/ascend/contract.yaml. Sources are parsed and
+not imported: nothing of upstream has to be installed. Without folders the packages that this Python would import are
+compared, as the engine does when it starts; with folders only these.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> int:
         option = f"--{package.replace('_', '-')}"
         parser.add_argument(option, type=Path, metavar="DIR", help=f"checkout of {pin.title}; {pin}")
     parser.add_argument("--all", action="store_true", help="print what is unchanged too, each with its reason")
-    parser.add_argument("--write", action="store_true", help="write the commits and digests of what is there to contract.yaml")
+    parser.add_argument("--write", action="store_true", help="write what is there to contract.yaml as the pins")
     args = parser.parse_args()
     given = {package: [root] for package in PINS if (root := getattr(args, package))}
     try:
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def write(reports: list[Report]) -> int:
-    """Put the commits, contents and digests of what is there into contract.yaml. The digest of a new entry may be any word."""
+    """Put the commits, contents and digests of what is there into contract.yaml. A new entry has any word as digest."""
     text = TABLE.read_text(encoding="utf-8")
     for report in reports:
         text = text.replace(report.pin.commit, report.commit or report.pin.commit)
@@ -51,8 +51,8 @@ def write(reports: list[Report]) -> int:
             if finding.change == "gone":
                 print(finding, file=sys.stderr)
                 continue
-            key = f"  {finding.name or finding.file}: "
-            text = text.replace(f"{key}{ENTRIES[finding.file][finding.name]}\n", f"{key}{finding.digest} {finding.why}\n")
+            key, entry = f"  {finding.name or finding.file}: ", ENTRIES[finding.file][finding.name]
+            text = text.replace(f"{key}{entry}\n", f"{key}{finding.digest} {finding.why}\n")
     TABLE.write_text(text, encoding="utf-8")
     print(f"wrote {TABLE}; refs, other versions and the entries of what is gone are written by hand")
     return 0
