@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_qerl.algorithm.losses import grpo_loss, low_variance_kl, token_logprobs, truncated_weights
+from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.local.settings import RunConfig
-from mindspeed_qerl.local.weights import Mapping, Split
 from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.seeds import derived_seed
 

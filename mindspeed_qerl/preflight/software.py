@@ -40,7 +40,7 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
     if case.nodes > 1 and not shell.get("HCCL_SOCKET_IFNAME"):
         yield Check("HCCL_SOCKET_IFNAME", WARNING, f"not set, with {case.nodes} nodes: HCCL picks an interface by itself",
                     "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between the nodes, on each")
-    if case.section("run").get("wandb_project") and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
+    if case.recipe.run.wandb_project and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
         yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY", "export WANDB_MODE=offline")
 
 

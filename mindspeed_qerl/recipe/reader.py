@@ -15,7 +15,7 @@ from mindspeed_qerl.aqn.schedule import KINDS
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.recipe import keys
-from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Model, Noise, Recipe
+from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
@@ -35,6 +35,7 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing on the engine (keys.yaml says why)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
@@ -56,6 +57,7 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     values = Values(sections)
     parts = {name: _part(name, kind, values, found) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
+    _check_models(sections, found)
     parts["batch"] = _derived_batch(parts, values, found)
     parts["task"] = replace(parts["task"], verifiers=_verifiers(values, found))
     parts["noise"] = _checked_noise(parts["noise"], parts["run"].train_iters, parts["model"].dtype, found)
@@ -134,6 +136,17 @@ def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
             if key not in known[name]:
                 found.faults.append(nearest_key(key, name))
     return sections
+
+
+def _check_models(sections: Mapping[str, Any], found: Found) -> None:
+    """Faults of a section model that is none, and of a named model that is not in it."""
+    models = sections["model"]
+    if not all(isinstance(sizes, Mapping) for sizes in models.values()):
+        found.faults.append(f"section model = {models!r} must be a mapping of names to sizes")
+    for section in ("megatron_training", "actor_config"):
+        name = sections[section].get("model")
+        if name is not None and name not in map(str, models):
+            found.faults.append(f"{section}.model: {unknown('model', name, map(str, models))}")
 
 
 # ---- values ----
@@ -246,9 +259,6 @@ def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
 def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     """Faults of values that do not go together."""
     batch, sampling, evaluation, optimizer = parts["batch"], parts["sampling"], parts["evaluation"], parts["optimizer"]
-    if batch.global_batch_size % batch.mini_batch_size:
-        found.faults.append(f"megatron_training.global_batch_size = {batch.global_batch_size} prompts must be a multiple of "
-                            f"rl_config.mini_batch_size = {batch.mini_batch_size}")
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
         found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = {sampling.max_tokens} "
                             f"exceeds generate_config.max_model_len = {batch.max_model_len}")

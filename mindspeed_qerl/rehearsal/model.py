@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families.shapes import ModelShape
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.recipe.types import Layout
 
 VERSION = 4  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
