@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, installed_roots, require
+from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import (
     extra_arguments,
@@ -34,7 +34,8 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
+from mindspeed_qerl.tasks.prompts import Prompts
 
 OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
@@ -51,7 +52,8 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     environment |= {"VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
     if recipe.emulate_npu:
         environment |= _emulate(recipe)
-    check_upstream(recipe.emulate_npu)
+    for warning in check_upstream(recipe.emulate_npu):
+        progress.message(f"Warning: {warning}")
     progress.phase("starting Ray")
     os.environ.update(environment)
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
@@ -91,18 +93,14 @@ def _emulate(recipe: Recipe) -> dict[str, str]:
     return environment
 
 
-def check_upstream(emulated: bool) -> None:
-    """EngineError that names each thing in the installed upstream that is missing or not what we rely on (contract.py)."""
-    roots = installed_roots()
-    if emulated:
-        roots.pop("vllm_ascend")  # a stand-in
-    if missing := [PINS[key].title for key in PINS if key not in roots and not (emulated and key == "vllm_ascend")]:
+def check_upstream(emulated: bool) -> list[str]:
+    """Warnings of another version than the pin; EngineError if upstream is missing or not what we rely on (contract.py)."""
+    needed = [package for package in PINS if not (emulated and package == "vllm_ascend")]  # emulated: a stand-in
+    copies = installed()
+    if missing := [PINS[package].title for package in needed if package not in copies]:
         raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their checkouts on PYTHONPATH "
                           "(docs/ascend.md)")
-    try:
-        require(check(roots))
-    except UpstreamMismatch as error:
-        raise EngineError(str(error)) from error
+    return require(check({package: copies[package] for package in needed}))
 
 
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
@@ -234,8 +232,9 @@ class RunObserver:
 
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
-        self.task = Task(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length,
+        self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length,
                          recipe.evaluation.n_problems)
+        self.packed_rows = read_packed_rows(recipe.task.data_path)
 
     def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
         """Names what is trained and what gets noise, once."""
@@ -249,7 +248,7 @@ class RunObserver:
             raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
         self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
         if self.task.dropped:
-            self.progress.message(f"{self.task.dropped} evaluation prompts longer than {self.recipe.sampling.max_prompt_length} tokens are left out")
+            self.progress.message(self.task.left_out("evaluation"))
         for target, total in totals.items():
             self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} parameters over all ranks")
         if ranks[0]["aqn"]:
@@ -266,8 +265,9 @@ class RunObserver:
         shown = range(min(self.recipe.run.rollout_samples, len(rewards)))
         texts = {column: self.tokenizer.batch_decode([experience[column][i] for i in shown], skip_special_tokens=True)
                  for column in ("prompts", "responses", "labels")}
+        answers = [row.answer for row in rows_of_labels(texts["labels"], self.packed_rows)]
         self.metrics.log_rollouts(step, [
-            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": texts["labels"][i], "reward": rewards[i]}
+            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": answers[i], "reward": rewards[i]}
             for i in shown])
         self.progress.step(step, values)
 
@@ -291,10 +291,10 @@ class RunObserver:
         self.progress.evaluated(step, result)
 
     def _verifier(self) -> str:
-        """The first of our verifiers in the config; "gsm8k" if all are upstream's."""
-        from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+        """The first verifier of the config that is not upstream's; "gsm8k" if all are."""
+        from mindspeed_qerl.tasks.rewards import is_reward
 
-        return next((name for name, _ in self.recipe.task.verifiers if name in VERIFIERS), "gsm8k")
+        return next(filter(is_reward, (name for name, _ in self.recipe.task.verifiers)), "gsm8k")
 
 
 # Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others keep theirs
