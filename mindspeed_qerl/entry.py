@@ -48,5 +48,5 @@ def _explain(lack: str) -> None:
     if (CHECKOUT / "Makefile").exists():
         way_out = f"`make install` in {CHECKOUT} makes a .venv with everything, `pip install {CHECKOUT}` adds what needs no engine"
     else:
-        way_out = "`pip install 'mindspeed_qerl[local]'` adds the local engine"
+        way_out = "the local engine needs `make install` or `pip install '.[local]'` in a checkout"
     print(f"error: {sys.executable} {lack}: {way_out}; on NPUs see docs/ascend.md", file=sys.stderr)
