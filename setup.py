@@ -27,7 +27,7 @@ setup(
     package_dir=INSIDE,
     package_data={
         "mindspeed_qerl.configs": ["**/*.yaml"],
-        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names; emulation.environment puts them on the path
+        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, for emulation.environment
     },
     entry_points={"console_scripts": [f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS]},
     python_requires=">=3.11",

@@ -100,7 +100,7 @@ def test_all_unknown_keys_are_named_at_once():
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_a_known_key_works_wherever_it_stands(prefix):
-    """entropy_coeff and sampling_config.seed are upstream's, train_iters is in the YAML, the section rehearsal is not."""
+    """entropy_coeff and sampling_config.seed are upstream's, train_iters is in the YAML, rehearsal is not."""
     config = compose(TINY, [f"{prefix}rl_config.entropy_coeff=0.1", f"{prefix}generate_config.sampling_config.seed=3",
                             f"{prefix}megatron_training.train_iters=7", f"{prefix}rehearsal.enabled=true"])
     assert config["rl_config"]["entropy_coeff"] == 0.1 and config["generate_config"]["sampling_config"]["seed"] == 3
