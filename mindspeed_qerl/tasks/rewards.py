@@ -59,7 +59,7 @@ def load_reward(name: str) -> Reward:
 
 
 def _import(name: str, path: str) -> Any:
-    if not all(part.isidentifier() for part in path.split(".")):
+    if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"verifier {name!r}: {path!r} is not a module. Write it as in an import, my_package.my_module:my_reward")
     if os.getcwd() not in sys.path:  # python cli/train_grpo.py has cli/ there instead
         sys.path.append(os.getcwd())

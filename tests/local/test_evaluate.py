@@ -16,7 +16,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
-from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 from .conftest import raw_config
 
@@ -74,7 +74,7 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny
         assert row["responses"] == [tokenizer.decode(tokens, skip_special_tokens=True)]
 
     numbers = json.loads((tmp_path / "out/summary.json").read_text())["sampled"]
-    verify = get_verifier("gsm8k")
+    verify = VERIFIERS["gsm8k"]
     scores = [[verify([text], [row["answer"]])[0] for text in row["responses"]] for row in sampled]
     assert all(len(row) == 3 for row in scores) and len({text for row in sampled for text in row["responses"]}) > 8
     assert numbers["accuracy"] == pytest.approx(sum(map(sum, scores)) / 24)
@@ -109,13 +109,13 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact': known verifiers are gsm8k"),
+    ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
     ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
     ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
     ({"temperature": 0.0}, ConfigError, "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples"),
     ({"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}}, ConfigError, "gaussian_std must be between 0 and 1"),
     ({"data": "no.parquet"}, OSError, "no.parquet"),
-    ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set gsm8k.prompt=plain"),
+    ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set task.prompt=plain"),
     ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
     ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
     ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError, "in one process only: leave out --tensor-parallel-size"),
