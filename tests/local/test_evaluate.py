@@ -63,6 +63,7 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny
         runpy.run_path(str(TOOL), run_name="__main__")
     printed = capsys.readouterr().out
     assert end.value.code == 0
+    assert "data/test_chat.parquet, 8 questions, verifier gsm8k" in printed
     greedy, sampled = read_jsonl(tmp_path / "out/greedy.jsonl"), read_jsonl(tmp_path / "out/answers.jsonl")
     assert len(greedy) == len(sampled) == 8
 
@@ -81,6 +82,23 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny
     assert numbers["pass@3"] == pytest.approx(sum(map(max, scores)) / 8)
     assert numbers["truncated_fraction"] == pytest.approx(sum(sum(row["truncated"]) for row in sampled) / 24)
     assert f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}" in printed and "maj@k" in printed
+
+
+def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
+    """Again with other answers beside them: the same. Of two equal questions, and of another seed: others."""
+    [first, *_] = (tiny_model / "data/raw/test.jsonl").read_text().splitlines()
+    prompt = json.dumps({"prompt": json.loads(first)["question"] + "\n", "answer": "x"})
+    (tmp_path / "rows.jsonl").write_text(f"{prompt}\n" * 4)
+    (tmp_path / "longer.py").write_text("def longer(responses, answers, rows):\n    return list(map(len, responses))\n")
+    sys.path.append(str(tmp_path))
+    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="longer:longer", samples=3, max_tokens=12,
+                      dtype="float32", kv_cache_gib=1, max_num_seqs=12)
+    asked = {"once": what, "again": replace(what, max_num_seqs=5), "other": replace(what, seed=2)}
+    numbers = {name: evaluate(one, tmp_path / name, print)["sampled"] for name, one in asked.items()}
+    texts = {name: [text for row in read_jsonl(tmp_path / name / "answers.jsonl") for text in row["responses"]] for name in asked}
+    assert texts["once"] == texts["again"] and len(set(texts["once"])) > 6 and not set(texts["once"]) & set(texts["other"])
+    assert numbers["once"]["accuracy"] == pytest.approx(sum(map(len, texts["once"])) / 12)
+    assert not any(key.startswith(("rule/", "maj@")) for key in numbers["once"])
 
 
 @pytest.fixture

