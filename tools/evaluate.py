@@ -4,8 +4,8 @@
     python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output base
     python tools/evaluate.py --model ... --adapter DIR --data ... --output ...          a PEFT adapter
 
-Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k), how many answers were
-cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes every answer
+Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k), how many answers
+were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes every answer
 (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the
 model, which takes its size in the temporary directory (TMPDIR). A run's evaluations lie in RUN/evaluations/NAME, where
 compare_runs.py --evaluation NAME finds them.
@@ -31,7 +31,8 @@ def main() -> int:
                       help="of the checkpoint (default: the last one); 0: the model before training")
     what.add_argument("--model", metavar="DIR", help="a Hugging Face model")
     what.add_argument("--adapter", metavar="DIR", help="a PEFT adapter for it")
-    what.add_argument("--data", metavar="FILE", help="rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)")
+    what.add_argument("--data", metavar="FILE",
+                      help="rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)")
     what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
     how = parser.add_argument_group("how")
@@ -59,8 +60,8 @@ def main() -> int:
     given = {key: value for key, value in args.items() if value is not None}
     complete = given.keys() >= {"model", "data"} and output
     if run is None and not complete or run is not None and (output or "adapter" in given):
-        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters are "
-                     "its own)")
+        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters "
+                     "are its own)")
     if run is None and (name or "step" in given):
         parser.error("--name and --step go with --run")
     sizes = {key: value for key, value in (("gaussian_std", std), ("block", block)) if value is not None}

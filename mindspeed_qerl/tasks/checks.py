@@ -112,8 +112,8 @@ def check_prompts(task: Task, tokenizer: Any, chat: bool) -> tuple[list[str], li
                 return [f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"], []
     if not any(unreadable):
         return [], []
-    return [], [f"{sum(unreadable):,} of {len(asked):,} prompts hold words that the tokenizer does not know: is it the "
-                "right one?"]
+    count = f"{sum(unreadable):,} of {len(asked):,} prompts"
+    return [], [f"{count} hold words that the tokenizer does not know: is it the right one?"]
 
 
 def _last_asked(row: Row) -> str:
