@@ -75,8 +75,7 @@ def loss(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str
     sampled, trained = inputs.rollout_logprobs[inputs.mask], inputs.old_logprobs[inputs.mask]
     metrics = mismatch(sampled, trained)
     if config.correction_cap:
-        weights = truncated_weights(inputs.old_logprobs, inputs.rollout_logprobs, config.correction_cap)
-        per_token = per_token * _inside(inputs.mask, weights)
+        per_token = per_token * truncated_weights(inputs.old_logprobs, inputs.rollout_logprobs, config.correction_cap)
         above = (trained.double() - sampled.double()).exp() > config.correction_cap
         metrics["rollout_correction/truncated_fraction"] = Mean(above.sum().item(), tokens)
     policy = _inside(inputs.mask, per_token).sum()
