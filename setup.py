@@ -21,7 +21,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]),
-    package_data={"mindspeed_qerl.emulation": ["stand_ins/**/*"]},  # packages of other names, put on the path by emulation.environment
+    package_data={
+        "mindspeed_qerl.ascend": ["contract.yaml"],
+        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, put on the path by emulation.environment
+    },
     python_requires=">=3.11",
     extras_require={
         "local": ["torch==2.13.0", *names("local.in")],  # `make install` installs the locked list, which leaves out what does not fit

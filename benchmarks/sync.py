@@ -77,7 +77,7 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     from mindspeed_qerl.local import settings
     from mindspeed_qerl.local.engine import LocalEngine
     from mindspeed_qerl.local.launch import launch
-    from mindspeed_qerl.recipe.config import compose
+    from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, write_problems

@@ -13,7 +13,7 @@ import hydra.types
 from omegaconf import DictConfig, OmegaConf
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.recipe.config import CONFIGS, check_config_name
+from mindspeed_qerl.recipe.compose import CONFIGS, check_config_name
 
 outcomes = []  # of a sweep
 

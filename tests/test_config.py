@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.settings import check
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[1]

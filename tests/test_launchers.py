@@ -97,7 +97,7 @@ def test_shellcheck():
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.stem)
 def test_dry_run_shows_everything_and_runs_nothing(script, machine):
-    from mindspeed_qerl.recipe.config import compose
+    from mindspeed_qerl.recipe.compose import compose
 
     nodes = 2 if "2x8" in script.stem else 1
     result = launch({**machine, "NODE_ADDR": "10.0.0.1"}, script, "--dry-run", "aqn=off")

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.config import HARDWARE_ERRORS
+from mindspeed_qerl.recipe.types import HARDWARE_ERRORS
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 

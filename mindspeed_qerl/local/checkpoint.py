@@ -20,8 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families.shapes import ModelShape
-from mindspeed_qerl.local.weights import mappings
+from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 STATE = "state.json"
@@ -140,7 +139,7 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
         with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
             tensors |= {key: file.get_tensor(key) for key in file.keys() if key.endswith((".lora_A", ".lora_B"))}  # noqa: SIM118
     weights = {}
-    for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
+    for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
             for name, b in zip(mapping.hf, mapping.split(tensors[f"{layer}.lora_B"])):

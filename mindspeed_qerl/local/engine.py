@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,13 @@ import torch
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, build_batch, deal
 from mindspeed_qerl.local.launch import Processes, launch
 from mindspeed_qerl.local.rollout import Completion, join_movement
-from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.workers import WorkerError, memory_in_use
+from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
@@ -86,51 +86,51 @@ def data_rank(rank: int, layout: Layout) -> int:
     return rank // layout.tp % layout.dp
 
 
-def _adapters(config: RunConfig) -> dict[str, Any]:
-    return checkpoint.describe(config.shape, config.lora_r, config.lora_alpha, config.lora_targets)
+def _adapters(recipe: Recipe) -> dict[str, Any]:
+    return checkpoint.describe(read_shape(recipe.model.path), recipe.lora.r, recipe.lora.alpha, recipe.lora.targets)
 
 
-def last_checkpoint(config: RunConfig) -> int:
-    """The iteration after which the run in `config.run.resume` can resume; ValueError if it has no checkpoint, a damaged one, or one of
+def last_checkpoint(recipe: Recipe) -> int:
+    """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a damaged one, or one of
     another model or other adapters."""
-    state = checkpoint.read_state(RunDirectory.open(config.run.resume).checkpoints_dir)
-    checkpoint.check_fit(state, _adapters(config))
+    state = checkpoint.read_state(RunDirectory.open(recipe.run.resume).checkpoints_dir)
+    checkpoint.check_fit(state, _adapters(recipe))
     return state["iteration"]
 
 
-def train(config: RunConfig, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `config` on the local engine. Raises WorkerError if a process fails, ConfigError if the data does not fit the model."""
+def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
+    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the data does not fit the model."""
     progress.phase("starting engines")
-    with launch(config, run) as processes:
-        LocalEngine(config, run, metrics, progress, processes).train()
+    with launch(recipe, run) as processes:
+        LocalEngine(recipe, run, metrics, progress, processes).train()
 
 
 class LocalEngine:
     """The loop, and what it knows from one iteration to the next: the position in the data, and whether the sync was proved."""
 
-    def __init__(self, config: RunConfig, run: RunDirectory, metrics: MetricsWriter, progress: Progress, processes: Processes):
-        self.config, self.run, self.metrics, self.progress, self.processes = config, run, metrics, progress, processes
+    def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress, processes: Processes):
+        self.recipe, self.run, self.metrics, self.progress, self.processes = recipe, run, metrics, progress, processes
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
         self.proved = False
         self.peak_memory = 0  # bytes, of all processes together
 
     def train(self) -> None:
         """All iterations."""
-        config, started = self.config, time.perf_counter()
+        recipe, started = self.recipe, time.perf_counter()
         self.load_data()
         self.processes.team.wait_until_ready()
         self.report_targets()
         self.run.record(processes=self.processes.team.pids, engine_start_seconds=time.perf_counter() - started)
-        done = self.restore() if config.run.resume else 0
+        done = self.restore() if recipe.run.resume else 0
         self.sync()
         if not done:
             self.evaluate(0)
-        for step in range(done + 1, config.train_iters + 1):
+        for step in range(done + 1, recipe.run.train_iters + 1):
             self.iteration(step)
             self.peak_memory = max(self.peak_memory, memory_in_use([os.getpid(), *self.processes.team.pids.values()]))
-            if step % config.eval.every == 0 or step == config.train_iters:
+            if step % recipe.evaluation.every == 0 or step == recipe.run.train_iters:
                 self.evaluate(step)
-            if step == config.train_iters or config.save_interval and step % config.save_interval == 0:
+            if step == recipe.run.train_iters or recipe.run.save_interval and step % recipe.run.save_interval == 0:
                 self.save(step)
         self.run.record(peak_memory_gib=self.peak_memory / 2**30)
         if not self.proved:
@@ -139,29 +139,29 @@ class LocalEngine:
 
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
-        config, started = self.config, time.perf_counter()
+        recipe, started = self.recipe, time.perf_counter()
         self.seconds = {}
         with self._timed("rollout"):
             samples, noise = self.sample(step)
         with self._timed("reward"):
             scores = self.score(samples)
-            batch = select(samples, scores.rewards, config.samples_per_prompt)
+            batch = select(samples, scores.rewards, recipe.batch.samples_per_prompt)
         self.progress.phase("update")
         trained = self.update(batch)
         with self._timed("sync"):
             self.sync()
-        values = {**sample_metrics(samples, scores, config.samples_per_prompt), **trained, **(noise.to_metrics() if noise else {}),
+        values = {**sample_metrics(samples, scores, recipe.batch.samples_per_prompt), **trained, **(noise.to_metrics() if noise else {}),
                   **self.seconds, "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
-        kept = list(zip(samples.rows, scores.texts, scores.rewards))[: config.run.rollout_samples]
+        kept = list(zip(samples.rows, scores.texts, scores.rewards))[: recipe.run.rollout_samples]
         self.metrics.log_rollouts(step, [
             {"question": row["question"], "response": text, "answer": row["answer"], "reward": float(reward)} for row, text, reward in kept])
         self.progress.step(step, values)
 
     def sample(self, step: int) -> tuple[Samples, NoiseReport | None]:
         """Answers to the next prompts, by the synced weights with the noise of this step on."""
-        task, n = self.train_task, self.config.samples_per_prompt
-        chosen = self.order.take(self.config.global_batch_size)
+        task, n = self.train_task, self.recipe.batch.samples_per_prompt
+        chosen = self.order.take(self.recipe.batch.global_batch_size)
         completions, noise = self._generate([task.prompts[i] for i in chosen], n, "rollout", step, noise_step=step - 1)
         if noise and step == 1:
             self.run.record(aqn_layers=noise.names)
@@ -173,15 +173,15 @@ class LocalEngine:
     def score(self, samples: Samples) -> Scores:
         """The reward of each answer: the weighted sum of the verifiers' scores."""
         texts, golds = self._decode(samples.answers), [row["answer"] for row in samples.rows]
-        scores = {name: np.array(get_verifier(name)(texts, golds)) for name, _ in self.config.verifiers}
-        rewards = sum(weight * scores[name] for name, weight in self.config.verifiers)
+        scores = {name: np.array(get_verifier(name)(texts, golds)) for name, _ in self.recipe.task.verifiers}
+        rewards = sum(weight * scores[name] for name, weight in self.recipe.task.verifiers)
         return Scores(texts, rewards, {name: values.mean() for name, values in scores.items()})
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
         ranks, shards = self.processes.ranks, self._deal(batch)
         trained = self.processes.team.gather(
-            {rank: rank.call("train", part, self.config.epochs) for rank, part in zip(ranks, shards)})[0]
+            {rank: rank.call("train", part, self.recipe.batch.epochs) for rank, part in zip(ranks, shards)})[0]
         self.seconds |= {part: trained.pop(part) for part in ("time/logprobs", "time/update")}
         return trained
 
@@ -217,13 +217,13 @@ class LocalEngine:
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
-        settings, task, started = self.config.eval, self.eval_task, time.perf_counter()
+        settings, task, started = self.recipe.eval, self.eval_task, time.perf_counter()
         self.progress.phase("evaluation")
         n = settings.samples_per_problem
         completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
         answers = [answer for group in completions for answer in group]
         truncated = [answer.truncated for answer in answers]
-        result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, self.config.verifiers[0][0])
+        result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, self.recipe.task.verifiers[0][0])
         result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, written)
         self.progress.evaluated(step, result)
@@ -232,26 +232,26 @@ class LocalEngine:
         """The tokenizer, and the questions as its token ids. ConfigError if they do not fit."""
         from transformers import AutoTokenizer
 
-        config = self.config
+        recipe = self.recipe
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
+            self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{config.model_dir} has no tokenizer that transformers can read: {error}") from error
-        self.train_task = Task(config.gsm8k.train_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length)
-        self.eval_task = Task(config.gsm8k.test_file, self.tokenizer, config.gsm8k.prompt, config.max_prompt_length, config.eval.n_problems)
-        self.order = PromptOrder(len(self.train_task.rows), config.seed)
+            raise ConfigError(f"{recipe.model.path} has no tokenizer that transformers can read: {error}") from error
+        self.train_task = Task(recipe.task.train_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length)
+        self.eval_task = Task(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
+        self.order = PromptOrder(len(self.train_task.rows), recipe.run.seed)
         for name, task in (("training", self.train_task), ("evaluation", self.eval_task)):
             if task.dropped:
                 count = task.dropped + len(task.rows)
                 self.progress.message(f"{task.dropped:,} of {count:,} {name} prompts ({task.dropped / count:.0%}) are longer than "
-                                      f"{config.max_prompt_length} tokens and left out")
+                                      f"{recipe.sampling.max_prompt_length} tokens and left out")
 
     def report_targets(self) -> None:
         """Say and record how many parameters LoRA trains, by target."""
         described, parts = zip(*self.processes.on_ranks("describe"))
         self.sync_parts = max(parts)
         totals = {target: {key: sum(counted[target][key] for counted in described) for key in ("modules", "parameters")}
-                  for target in self.config.lora_targets}
+                  for target in self.recipe.lora.targets}
         self.progress.message("LoRA trains " + ", ".join(
             f"{target}: {count['modules']} modules, {count['parameters']:,} parameters" for target, count in totals.items()))
         self.run.record(lora=totals)
@@ -259,11 +259,11 @@ class LocalEngine:
     def save(self, step: int) -> None:
         """The checkpoint after `step` iterations."""
         self.progress.phase("checkpoint")
-        updates = step * self.config.epochs * self.config.global_batch_size // self.config.mini_batch_size
+        updates = step * self.recipe.batch.epochs * self.recipe.batch.global_batch_size // self.recipe.batch.mini_batch_size
         folder = self.run.checkpoints_dir
-        state = {"updates": updates, "prompts_asked": self.order.position, **_adapters(self.config)}
+        state = {"updates": updates, "prompts_asked": self.order.position, **_adapters(self.recipe)}
         try:
-            checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)), self.config.local.keep_checkpoints)
+            checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)), self.recipe.local.keep_checkpoints)
         except (OSError, WorkerError) as error:
             there = checkpoint.iterations(folder)
             before = f"The last one is of step {there[-1]}: make room and go on with run.resume={self.run.path}" if there else "There is none yet"
@@ -275,7 +275,7 @@ class LocalEngine:
         iteration = state["iteration"]
         folder = checkpoint.folder(self.run.checkpoints_dir.resolve(), iteration)
         self.processes.on_ranks("restore", str(folder), iteration, state["updates"])
-        self.order.position = checkpoint.prompts_asked(state, self.config.global_batch_size)
+        self.order.position = checkpoint.prompts_asked(state, self.recipe.batch.global_batch_size)
         self.progress.message(f"Goes on after step {iteration}")
         return iteration
 
@@ -289,11 +289,11 @@ class LocalEngine:
     def _generate(self, prompts: Sequence[list[int]], n: int, purpose: str, step: int, noise_step: int | None = None,
                   temperature: float | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
         """`n` answers to each prompt, drawn with the seed of this purpose and step."""
-        config, eos = self.config, self.tokenizer.eos_token_id
-        sampling = asdict(config.sampling) | {"stop_token_ids": [] if eos is None else [eos]}
+        recipe, eos = self.recipe, self.tokenizer.eos_token_id
+        sampling = {"max_tokens": recipe.sampling.max_tokens, "temperature": recipe.sampling.temperature, "stop_token_ids": [] if eos is None else [eos]}
         if temperature is not None:
             sampling["temperature"] = temperature
-        seed, hardware_error = derived_seed(config.seed, purpose, step), config.hardware_error.arguments(purpose)
+        seed, hardware_error = derived_seed(recipe.run.seed, purpose, step), recipe.hardware_error.arguments(purpose)
         return self.processes.on_rollouts("generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
 
     def _decode(self, answers: Sequence[Completion]) -> list[str]:
@@ -301,8 +301,8 @@ class LocalEngine:
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch; ranks that share the layers of one data-parallel rank get the same."""
-        size = self.config.mini_batch_size * self.config.samples_per_prompt  # answers
-        layout = self.config.layout
+        size = self.recipe.batch.mini_batch_size * self.recipe.batch.samples_per_prompt  # answers
+        layout = self.recipe.layout
         shards = [[] for _ in range(layout.dp)]
         for start in range(0, len(batch), size):
             mini = batch.rows(np.arange(start, start + size))

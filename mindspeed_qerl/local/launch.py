@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.local.workers import Team, Worker, free_port
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 
 
@@ -38,7 +38,7 @@ class Processes:
 
 
 @contextmanager
-def launch(config: RunConfig, run: RunDirectory) -> Iterator[Processes]:
+def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """A Ray of this run's own and all its processes; inside, they are being built (`team.wait_until_ready`). Main thread only.
 
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary files are gone.
@@ -48,7 +48,7 @@ def launch(config: RunConfig, run: RunDirectory) -> Iterator[Processes]:
     rendezvous = logs.resolve() / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # of a run that was killed
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns of what its next version will do
-    world, rollouts = config.layout.world, config.rollout_tp
+    world, rollouts = recipe.layout.world, recipe.layout.infer_tp
     with ExitStack() as undo:
         undo.callback(rendezvous.unlink, missing_ok=True)
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -59,15 +59,15 @@ def launch(config: RunConfig, run: RunDirectory) -> Iterator[Processes]:
         team = Team()
         ranks = [
             team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log", _environment(scratch, world),
-                       config=config, rank=rank, rendezvous=f"file://{rendezvous}")
+                       recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
             for rank in range(world)]
-        yield Processes(team, ranks, _start_rollouts(team, config, logs, _environment(scratch, rollouts)))
+        yield Processes(team, ranks, _start_rollouts(team, recipe, logs, _environment(scratch, rollouts)))
 
 
-def _start_rollouts(team: Team, config: RunConfig, logs: Path, environment: dict[str, str]) -> list[Worker]:
-    size, port = config.rollout_tp, free_port()
-    arguments = dict(model_dir=config.model_dir, dtype=config.dtype, max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
-                     kv_cache_gib=config.local.kv_cache_gib, aqn=_noise_arguments(config), tp_size=size, port=port)
+def _start_rollouts(team: Team, recipe: Recipe, logs: Path, environment: dict[str, str]) -> list[Worker]:
+    size, port = recipe.layout.infer_tp, free_port()
+    arguments = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len, max_num_seqs=recipe.rollout.max_num_seqs,
+                     kv_cache_gib=recipe.local.kv_cache_gib, aqn=_noise_arguments(recipe), tp_size=size, port=port)
     rollouts = []
     for rank in range(size):
         number = str(rank) if size > 1 else ""
@@ -92,9 +92,9 @@ def _keep_compiled_code(scratch: Path) -> None:
     (scratch / cache.name).symlink_to(cache)
 
 
-def _noise_arguments(config: RunConfig) -> dict[str, Any] | None:
-    aqn = config.aqn
-    if not aqn.enabled:
+def _noise_arguments(recipe: Recipe) -> dict[str, Any] | None:
+    noise = recipe.noise
+    if not noise.enabled:
         return None
-    return dict(schedule=aqn.noise_schedule(config.train_iters), targets=aqn.targets, exclude=aqn.exclude,
-                multipliers=aqn.all_multipliers(), seed=config.seed if aqn.seed is None else aqn.seed)
+    return dict(schedule=noise.noise_schedule(recipe.run.train_iters), targets=noise.targets, exclude=noise.exclude,
+                multipliers=noise.factors, seed=recipe.noise_seed)

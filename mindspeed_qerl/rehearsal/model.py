@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families.shapes import ModelShape
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.recipe.types import Layout
 
 VERSION = 4  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
@@ -34,10 +34,9 @@ def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> Mode
         layers: fewer layers, or None for all of them.
     """
     widths = math.lcm(layout.tp, layout.infer_tp)
-    of_heads = shape.model_type.startswith("qwen2")  # their head_dim is hidden_size / heads
     return replace(
         shape, num_hidden_layers=layers or shape.num_hidden_layers, head_dim=HEAD_DIM,
-        hidden_size=shape.num_attention_heads * HEAD_DIM if of_heads else 2 * HEAD_DIM,
+        hidden_size=2 * HEAD_DIM if family_of(shape).own_head_dim else shape.num_attention_heads * HEAD_DIM,
         intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
         moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,
         shared_expert_intermediate_size=shape.shared_expert_intermediate_size and
@@ -91,14 +90,11 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    sizes = {key: value for key, value in asdict(shape).items() if key not in ("name", "model_type", "rope_theta")}
-    if not shape.moe:
-        sizes = {key: value for key, value in sizes.items() if "expert" not in key and "moe" not in key and key != "norm_topk_prob"}
     rope = {"rope_theta": shape.rope_theta}
     if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
         rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(
-        shape.model_type, **sizes, **rope, initializer_range=0.05, dtype="float32",
+        shape.model_type, **family_of(shape).hf_config(shape), **rope, initializer_range=0.05, dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.recipe.config import AQNConfig
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed

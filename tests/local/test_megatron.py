@@ -11,15 +11,16 @@ import torch
 import torch.multiprocessing as mp
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import read_shape
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.families import family_of, read_shape
+from mindspeed_qerl.families.tensors import COLUMN, GATED, ROW, merge_qkv, split_qkv
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.engine import data_rank
 from mindspeed_qerl.local.model import stage_layers
 from mindspeed_qerl.local.settings import check
-from mindspeed_qerl.local.weights import COLUMN, GATED, ROW, Checkpoint, check_tensors, mappings, merge_qkv, split_qkv
+from mindspeed_qerl.local.weights import Checkpoint, check_tensors
 from mindspeed_qerl.lora.export import save_merged, save_peft
+from mindspeed_qerl.recipe.types import Layout
 
 from .conftest import FAMILIES, make_model, raw_config, run_ranks
 
@@ -317,10 +318,10 @@ def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
     stages = stage_layers(shape, Layout(world=2, pp=2))
     assert stages == [range(1), range(1, 2)]
     parts = [range(4), range(4, 8)] if shape.moe else [range(0)]
-    tables = [mappings(shape, layers, experts, stage == 0, stage == 1) for stage, layers in enumerate(stages) for experts in parts]
+    tables = [family_of(shape).tensors(shape, layers, experts, stage == 0, stage == 1) for stage, layers in enumerate(stages) for experts in parts]
     names = {name for table in tables for mapping in table for name in mapping.hf}
     assert names == set(Checkpoint(model_dirs[family]).files)
-    once = [name for mapping in mappings(shape, range(2), range(shape.num_experts)) for name in mapping.hf]
+    once = [name for mapping in family_of(shape).tensors(shape, range(2), range(shape.num_experts)) for name in mapping.hf]
     assert sorted(once) == sorted(names)
 
 

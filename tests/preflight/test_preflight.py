@@ -27,7 +27,7 @@ from mindspeed_qerl.preflight.files import read_packed
 from mindspeed_qerl.preflight.machine import Machine, ProbeError, Process
 from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.packed import indexed_format
 

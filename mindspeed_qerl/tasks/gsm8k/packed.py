@@ -24,6 +24,7 @@ import struct
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mindspeed_qerl.tasks.gsm8k.convert import WrittenFile, describe, output_folder, read_splits, write_together
 
@@ -87,6 +88,24 @@ def count_documents(index: str | Path) -> int:
     """How many rows the .idx file of an indexed dataset describes."""
     with open(index, "rb") as file:
         return struct.unpack("<9sQBQQ", file.read(struct.calcsize("<9sQBQQ")))[3]
+
+
+def read_packed(prefix: str) -> tuple[Any, Any]:
+    """(length of each row, all tokens) of an indexed dataset, int32, memory mapped.
+
+    FileNotFoundError; ValueError if the two files are not such a dataset.
+    """
+    import numpy as np
+
+    index = Path(f"{prefix}.idx").read_bytes()
+    rows = int.from_bytes(index[18:26], "little")
+    if index[:9] != b"MMIDIDX\0\0" or index[17:18] != bytes([INT32]) or len(index) != 42 + 20 * rows:
+        raise ValueError(f"{prefix}.idx is not the index of a dataset of int32 tokens")
+    lengths = np.frombuffer(index, "<i4", rows, 34)
+    size = Path(f"{prefix}.bin").stat().st_size
+    if size != 4 * int(lengths.sum(dtype=np.int64)):
+        raise ValueError(f"{prefix}.bin has {size:,} bytes, its index {4 * int(lengths.sum(dtype=np.int64)):,}: a copy that was cut short?")
+    return lengths, np.memmap(f"{prefix}.bin", "<i4", "r") if size else np.zeros(0, "<i4")
 
 
 def load_tokenizer(directory: str | Path):
