@@ -23,6 +23,7 @@ setup(
     packages=find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]),
     package_data={
         "mindspeed_qerl.ascend": ["contract.yaml"],
+        "mindspeed_qerl.recipe": ["keys.yaml"],
         "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, put on the path by emulation.environment
     },
     python_requires=">=3.11",
