@@ -1,17 +1,19 @@
 """A run on one page: check the config, make the run directory, call the engine, report."""
 
+import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.engines import Engine, checked, engine_of
 from mindspeed_qerl.errors import ConfigError, EngineError
+from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
-from mindspeed_qerl.runs.directory import RunDirectory, label_of
+from mindspeed_qerl.runs.directory import RunDirectory, label_of, runs_folder
 
 
 def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
@@ -20,11 +22,11 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
     Args:
         raw: the resolved config as plain dicts and lists (recipe/types.py has its keys).
         name: the config's name, which names the run unless `run.name` does.
-        overrides: those of the command line, which the run's folder is labelled with.
+        overrides: those of the command line, "key=value", which the run's folder is labelled with.
 
     Returns:
-        process exit code: 0 finished, 1 stopped by a failure (the run directory stays, with the reason in status.json),
-        2 refused before a run directory was made, 130 interrupted.
+        process exit code: 0 finished, 1 stopped by a failure (the run directory stays, with the reason in
+        status.json), 2 refused before a run directory was made, 130 interrupted.
     """
     try:
         recipe, found = read(raw)
@@ -37,10 +39,24 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             raw = to_config(recipe)
         raw = _find_run_to_resume(raw, recipe, name, engine.MAY_CHANGE)
         recipe, checks = checked(raw) if not rehearsed else (read(raw)[0], found)
+        _check_task(recipe, engine, checks)
         directory, after = _directory(recipe, raw, name, engine, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         return _refuse(error)
     return _train(recipe, checks, name, engine, directory, after, rehearsed)
+
+
+def _check_task(recipe: Recipe, engine: Engine, found: Found) -> None:
+    """Warnings of the task's rows and rewards, added to `found`; ConfigError for its faults."""
+    from mindspeed_qerl.tasks.checks import check_task
+    from mindspeed_qerl.tasks.packed import read_packed_rows
+    from mindspeed_qerl.tasks.rows import read_rows
+
+    train = read_packed_rows(recipe.task.data_path) if engine.UPSTREAM else read_rows(recipe.task.train_file)
+    faults, warnings = check_task(recipe.task, train)
+    found.faults += faults
+    found.warnings += warnings
+    found.raise_faults()
 
 
 def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str) -> tuple[RunDirectory, int | None]:
@@ -48,8 +64,9 @@ def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, l
     section, data_files = recipe.run, engine.data_files(recipe)
     if section.resume:
         after = engine.last_checkpoint(recipe)
-        return RunDirectory.reopen(section.resume, config=raw, command=sys.argv, may_change=engine.MAY_CHANGE), after
-    return RunDirectory.create(Path(section.root), section.name or name, config=raw, command=sys.argv, seed=section.seed,
+        return RunDirectory.reopen(section.resume, config=raw, command=sys.argv, data_files=data_files,
+                                   may_change=engine.MAY_CHANGE), after
+    return RunDirectory.create(section.root, section.name or name, config=raw, command=sys.argv, seed=section.seed,
                                data_files=data_files, label=label), None
 
 
@@ -68,13 +85,17 @@ def _train(recipe: Recipe, found: Found, name: str, engine: Engine, directory: R
     try:
         with metrics, Progress(recipe.run.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
+            if metrics.missing_steps:
+                steps = ", ".join(map(str, metrics.missing_steps))
+                progress.message(f"Warning: metrics.jsonl has lost the rows of steps {steps}; the training is whole, "
+                                 "tables and pictures lack these steps")
             for warning in found.warnings:
                 progress.message(f"Warning: {warning}")
             if found.unused and not rehearsed:  # a rehearsal's report names them
                 progress.message(f"Warning: the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says why)")
             engine.train(recipe, directory, metrics, progress)
     except KeyboardInterrupt:
-        return _stop(directory, "interrupted", code=130)
+        return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))
     except (ConfigError, EngineError) as error:
         return _stop(directory, error)
     except BaseException as error:
@@ -91,22 +112,35 @@ def _train(recipe: Recipe, found: Found, name: str, engine: Engine, directory: R
 
 
 def _find_run_to_resume(raw: dict[str, Any], recipe: Recipe, name: str, may_change: Iterable[str]) -> dict[str, Any]:
-    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and did not finish, or null if there is none."""
+    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and did not finish, or
+    null if there is none."""
     if recipe.run.resume != "auto":
         return raw
-    found = RunDirectory.unfinished(Path(recipe.run.root) / (recipe.run.name or name), config=raw, may_change=may_change)
-    print(f"run.resume=auto: {f'resumes {found.path}' if found else 'no run of this config stopped with a checkpoint; a new one begins'}",
-          flush=True)
+    found = RunDirectory.unfinished(runs_folder(raw, name), config=raw, may_change=may_change)
+    word = f"resumes {found.path}" if found else "no run of this config stopped with a checkpoint; a new one begins"
+    print(f"run.resume=auto: {word}", flush=True)
     return {**raw, "run": {**(raw.get("run") or {}), "resume": found and str(found.path)}}
 
 
-def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1) -> int:
+def how_to_resume(directory: RunDirectory) -> str:
+    """What an interrupted run says: the step that it reached, the command that resumes it, and the step that it
+    resumes after."""
+    step, checkpoints = directory.status()["step"], checkpoint_iterations(directory.checkpoints_dir)
+    if not checkpoints:
+        return (f"interrupted after step {step}, before the first checkpoint (megatron_training.save_interval): the "
+                "same command starts anew")
+    command = [part for part in sys.orig_argv if not re.match(r"\+{0,2}run\.resume=", part)]
+    return (f"interrupted after step {step}; resume with\n  {shlex.join([*command, 'run.resume=auto'])}\n"
+            f"It continues after step {checkpoints[-1]}, the last checkpoint")
+
+
+def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1, message: str | None = None) -> int:
     from mindspeed_qerl.runs.report import write_report
 
     directory.fail(str(reason))
     if directory.status()["step"] > 0:
         write_report(directory)
-    print(f"\nerror: {reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
+    print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code
 
 

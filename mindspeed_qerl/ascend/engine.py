@@ -34,7 +34,8 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
+from mindspeed_qerl.tasks.prompts import Prompts
 
 OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
@@ -231,8 +232,9 @@ class RunObserver:
 
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
-        self.task = Task(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length,
+        self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length,
                          recipe.evaluation.n_problems)
+        self.packed_rows = read_packed_rows(recipe.task.data_path)
 
     def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
         """Names what is trained and what gets noise, once."""
@@ -246,7 +248,7 @@ class RunObserver:
             raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
         self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
         if self.task.dropped:
-            self.progress.message(f"{self.task.dropped} evaluation prompts longer than {self.recipe.sampling.max_prompt_length} tokens are left out")
+            self.progress.message(self.task.left_out("evaluation"))
         for target, total in totals.items():
             self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} parameters over all ranks")
         if ranks[0]["aqn"]:
@@ -263,8 +265,9 @@ class RunObserver:
         shown = range(min(self.recipe.run.rollout_samples, len(rewards)))
         texts = {column: self.tokenizer.batch_decode([experience[column][i] for i in shown], skip_special_tokens=True)
                  for column in ("prompts", "responses", "labels")}
+        answers = [row.answer for row in rows_of_labels(texts["labels"], self.packed_rows)]
         self.metrics.log_rollouts(step, [
-            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": texts["labels"][i], "reward": rewards[i]}
+            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": answers[i], "reward": rewards[i]}
             for i in shown])
         self.progress.step(step, values)
 
@@ -288,10 +291,10 @@ class RunObserver:
         self.progress.evaluated(step, result)
 
     def _verifier(self) -> str:
-        """The first of our verifiers in the config; "gsm8k" if all are upstream's."""
-        from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+        """The first verifier of the config that is not upstream's; "gsm8k" if all are."""
+        from mindspeed_qerl.tasks.rewards import is_reward
 
-        return next((name for name, _ in self.recipe.task.verifiers if name in VERIFIERS), "gsm8k")
+        return next(filter(is_reward, (name for name, _ in self.recipe.task.verifiers)), "gsm8k")
 
 
 # Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others keep theirs

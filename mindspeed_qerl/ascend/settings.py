@@ -5,10 +5,7 @@ upstream lacks, or that it only meets in the middle of a run; keys of one allowe
 layout/rules.py.
 """
 
-import json
 import math
-import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import yaml
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import FAMILIES, family_of, read_config, read_shape
+from mindspeed_qerl.families import family_of, read_config, read_shape
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import plan_of
@@ -26,23 +23,12 @@ from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
-from mindspeed_qerl.tasks import validate as task
-from mindspeed_qerl.tasks.gsm8k.packed import convert_packed, read_packed
+from mindspeed_qerl.tasks import checks
+from mindspeed_qerl.tasks.packed import pack_rows, read_packed
+from mindspeed_qerl.tasks.rows import Row
 
 MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
-# With LoRA on a mixture of experts these must stay off.
-LORA_MOE_REFUSED = {
-    "moe_alltoall_overlap_comm": "its fused backward (MindSpeed-LLM tasks/posttrain/lora/moe/experts.py) does not know merged experts",
-    "lora_fusion": "it uses MC2 kernels and replaces the forward that switches adapters off",
-    "recompute_activation_function": "LoRA on grouped experts keeps its activations",
-}
-# With a mixture of experts these have one value that works.
-MOE_FIXED = {
-    "moe_grouped_gemm": (True, "moe_tp_extend_ep needs it"),
-    "moe_permutation_async_comm": (True, "moe_tp_extend_ep needs it"),
-    "moe_token_dispatcher_type": ("alltoall_seq", "the only dispatcher that MindSpeed-LLM has LoRA for"),
-}
 
 
 def needed_cpus(recipe: Recipe) -> int:
@@ -82,8 +68,9 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
 def validate(recipe: Recipe) -> Found:
     """What this engine cannot do with `recipe`: its model, adapters, layout, task. Reads config.json and looks for files."""
     found = Found()
-    moe = _check_model(recipe, found)
-    _check_lora(recipe, moe, found)
+    _check_model(recipe, found)
+    if recipe.lora.targets and not recipe.npu.lora_ckpt_filter:
+        found.faults.append("megatron_training.lora_ckpt_filter must be true with LoRA: checkpoints hold the adapters only")
     try:
         found.faults += [f"{rule.message} ({rule.source})" for rule in broken(plan_of(recipe))]
     except ConfigError as error:
@@ -100,8 +87,8 @@ def validate(recipe: Recipe) -> Found:
             found.faults.append(f"hardware_error.{side} must be none: errors are modelled on the local engine only, NPUs have their own")
     if not recipe.task.data_path:
         found.faults.append("megatron_training.data_path is missing")
-    found.faults += task.missing_files(recipe.task, ("test_file",))
-    found.faults += task.unknown_verifiers(recipe.task, UPSTREAM_VERIFIERS)
+    found.faults += checks.missing_files(recipe.task, ("test_file",))
+    found.faults += checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
     found.faults += missing_rows(recipe)
     return found
 
@@ -124,39 +111,17 @@ def missing_rows(recipe: Recipe) -> list[str]:
             for path in files if recipe.task.data_path and not path.is_file()]
 
 
-def _check_model(recipe: Recipe, found: Found) -> bool:
-    """Whether it is a mixture of experts; faults where the model that Megatron is told of is not the one in config.json."""
+def _check_model(recipe: Recipe, found: Found) -> None:
+    """Faults where the model that Megatron is told of is not the one in config.json."""
     path = Path(recipe.model.path) / "config.json"
     try:
-        config = read_config(path)
+        found.faults += compare_with_model(recipe.model.arguments, read_config(path), str(path))
     except ConfigError as error:
         found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable config.json of a Hugging Face "
                             f"model there ({error})")
-        return bool(recipe.model.arguments.get("num_experts"))
-    found.faults += compare_with_model(recipe.model.arguments, config, str(path))
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.experts
 
 
-def _check_lora(recipe: Recipe, moe: bool, found: Found) -> None:
-    """Faults of what does not go together with experts, and with adapters."""
-    arguments = recipe.model.arguments
-    for key, (value, why) in MOE_FIXED.items() if moe else ():
-        if arguments.get(key) != value:
-            found.faults.append(f"{key} = {arguments.get(key)!r} must be {value!r} for a mixture of experts: {why}")
-    if not recipe.lora.targets:
-        return
-    for key, why in LORA_MOE_REFUSED.items() if moe else ():
-        if arguments.get(key):
-            found.faults.append(f"megatron_training.{key} must be left out or false with LoRA on a mixture of experts: {why}")
-    if recipe.layout.tp > 1 and arguments.get("lora_fusion") and not moe:
-        found.faults.append(f"megatron_training.lora_fusion must be left out or false with tensor_model_parallel_size = {recipe.layout.tp}: "
-                            "it uses MC2 kernels")
-    if not recipe.npu.lora_ckpt_filter:
-        found.faults.append("megatron_training.lora_ckpt_filter must be true with LoRA: checkpoints hold the adapters only")
-
-
-def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path) -> Recipe:
+def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:
     """`recipe` with what upstream is told of the model besides its config.json, packed rows of its tokenizer, random weights, and few CPUs
     for Ray to count."""
     told = {**family_of(shape).megatron_arguments(shape), "padded_vocab_size": shape.vocab_size,
@@ -168,16 +133,5 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Pa
     return replace(
         recipe, sections=sections, model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
         optimizer=replace(optimizer, recompute_num_layers=layers), run=replace(recipe.run, save_interval=recipe.run.train_iters),
-        task=replace(recipe.task, data_path=str(packed_rows(rows, model_dir))),
+        task=replace(recipe.task, data_path=str(pack_rows(rows[:2000], model_dir / "data" / "train", model_dir).data_path)),
         npu=replace(recipe.npu, cpus_per_npu=1, hccl_buffer_mib=1, padded_vocab_size=shape.vocab_size))
-
-
-def packed_rows(rows: list[Mapping[str, Any]], directory: Path) -> Path:
-    """The first rows, packed with the narrow model's tokenizer, beside the model in `directory`: the data_path of upstream."""
-    packed = directory / "data"
-    if not packed.is_dir():
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "train.jsonl"
-            raw.write_text("".join(json.dumps({"question": row["question"], "answer": row["solution"]}) + "\n" for row in rows[:2000]))
-            convert_packed(raw, packed, directory)
-    return packed.absolute() / "gsm8k_train"

@@ -16,6 +16,7 @@ import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.aqn.injector import NoiseReport
+from mindspeed_qerl.aqn.schedule import steps_of_epoch
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import checkpoint
@@ -28,9 +29,11 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.seeds import derived_seed
+from mindspeed_qerl.tasks.checks import check_prompts
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rewards import score
+from mindspeed_qerl.tasks.rows import Row
 
 # What the proof of a sync (`RolloutEngine.movement`) allows.
 ROUNDINGS = 2  # the rank rounds base + update to the weights' dtype and the proof rounds its own: each by at most one resolution
@@ -46,7 +49,7 @@ class Samples:
         rows: of the task. prompts: token ids. answers: as sampled.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     prompts: list[list[int]]
     answers: list[Completion]
 
@@ -100,16 +103,54 @@ def last_checkpoint(recipe: Recipe) -> int:
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
     """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the data does not fit the model."""
+    progress.phase("reading the task")
+    data = load_data(recipe, progress)
+    epoch = steps_of_epoch(len(data.train.rows), recipe.batch.global_batch_size)
+    if recipe.noise.restart_every == "epoch":
+        run.record(aqn_restart_every=epoch)
     progress.phase("starting engines")
-    with launch(recipe, run) as processes:
-        LocalEngine(recipe, run, metrics, progress, processes).train()
+    with launch(recipe, run, epoch) as processes:
+        LocalEngine(recipe, run, metrics, progress, processes, data).train()
+
+
+@dataclass(frozen=True)
+class Data:
+    """A task as one tokenizer reads it."""
+
+    tokenizer: Any
+    train: Prompts
+    test: Prompts
+
+
+def load_data(recipe: Recipe, progress: Progress) -> Data:
+    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, or the prompts lose their questions."""
+    from transformers import AutoTokenizer
+
+    task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} has no tokenizer that transformers can read: {error}") from error
+    train = Prompts(task.train_file, tokenizer, task.prompt, longest)
+    test = Prompts(task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems)
+    for name, prompts in (("training", train), ("evaluation", test)):
+        if prompts.dropped:
+            progress.message(prompts.left_out(name))
+        faults, warnings = check_prompts(prompts, tokenizer, task.prompt == "chat")
+        for warning in warnings:
+            progress.message(f"Warning: {name}: {warning}")
+        if faults:
+            raise ConfigError("\n".join(faults))
+    return Data(tokenizer, train, test)
 
 
 class LocalEngine:
     """The loop, and what it knows from one iteration to the next: the position in the data, and whether the sync was proved."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress, processes: Processes):
-        self.recipe, self.run, self.metrics, self.progress, self.processes = recipe, run, metrics, progress, processes
+    def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress, processes: Processes,
+                 data: Data):
+        self.recipe, self.run, self.metrics, self.progress, self.processes, self.data = recipe, run, metrics, progress, processes, data
+        self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
         self.proved = False
         self.peak_memory = 0  # bytes, of all processes together
@@ -117,7 +158,6 @@ class LocalEngine:
     def train(self) -> None:
         """All iterations."""
         recipe, started = self.recipe, time.perf_counter()
-        self.load_data()
         self.processes.team.wait_until_ready()
         self.report_targets()
         self.run.record(processes=self.processes.team.pids, engine_start_seconds=time.perf_counter() - started)
@@ -155,12 +195,12 @@ class LocalEngine:
         self.metrics.log(step, values)
         kept = list(zip(samples.rows, scores.texts, scores.rewards))[: recipe.run.rollout_samples]
         self.metrics.log_rollouts(step, [
-            {"question": row["question"], "response": text, "answer": row["answer"], "reward": float(reward)} for row, text, reward in kept])
+            {"question": row.question, "response": text, "answer": row.answer, "reward": float(reward)} for row, text, reward in kept])
         self.progress.step(step, values)
 
     def sample(self, step: int) -> tuple[Samples, NoiseReport | None]:
         """Answers to the next prompts, by the synced weights with the noise of this step on."""
-        task, n = self.train_task, self.recipe.batch.samples_per_prompt
+        task, n = self.data.train, self.recipe.batch.samples_per_prompt
         chosen = self.order.take(self.recipe.batch.global_batch_size)
         completions, noise = self._generate([task.prompts[i] for i in chosen], n, "rollout", step, noise_step=step - 1)
         if noise and step == 1:
@@ -172,10 +212,9 @@ class LocalEngine:
 
     def score(self, samples: Samples) -> Scores:
         """The reward of each answer: the weighted sum of the verifiers' scores."""
-        texts, golds = self._decode(samples.answers), [row["answer"] for row in samples.rows]
-        scores = {name: np.array(get_verifier(name)(texts, golds)) for name, _ in self.recipe.task.verifiers}
-        rewards = sum(weight * scores[name] for name, weight in self.recipe.task.verifiers)
-        return Scores(texts, rewards, {name: values.mean() for name, values in scores.items()})
+        texts = self._decode(samples.answers)
+        rewards, per_verifier = score(self.recipe.task.verifiers, texts, samples.rows)
+        return Scores(texts, rewards, {name: values.mean() for name, values in per_verifier.items()})
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
@@ -217,7 +256,7 @@ class LocalEngine:
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
-        settings, task, started = self.recipe.eval, self.eval_task, time.perf_counter()
+        settings, task, started = self.recipe.eval, self.data.test, time.perf_counter()
         self.progress.phase("evaluation")
         n = settings.samples_per_problem
         completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
@@ -227,24 +266,6 @@ class LocalEngine:
         result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, written)
         self.progress.evaluated(step, result)
-
-    def load_data(self) -> None:
-        """The tokenizer, and the questions as its token ids. ConfigError if they do not fit."""
-        from transformers import AutoTokenizer
-
-        recipe = self.recipe
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{recipe.model.path} has no tokenizer that transformers can read: {error}") from error
-        self.train_task = Task(recipe.task.train_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length)
-        self.eval_task = Task(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
-        self.order = PromptOrder(len(self.train_task.rows), recipe.run.seed)
-        for name, task in (("training", self.train_task), ("evaluation", self.eval_task)):
-            if task.dropped:
-                count = task.dropped + len(task.rows)
-                self.progress.message(f"{task.dropped:,} of {count:,} {name} prompts ({task.dropped / count:.0%}) are longer than "
-                                      f"{recipe.sampling.max_prompt_length} tokens and left out")
 
     def report_targets(self) -> None:
         """Say and record how many parameters LoRA trains, by target."""
@@ -276,7 +297,7 @@ class LocalEngine:
         folder = checkpoint.folder(self.run.checkpoints_dir.resolve(), iteration)
         self.processes.on_ranks("restore", str(folder), iteration, state["updates"])
         self.order.position = checkpoint.prompts_asked(state, self.recipe.batch.global_batch_size)
-        self.progress.message(f"Goes on after step {iteration}")
+        self.progress.message(f"Resumes after step {iteration}")
         return iteration
 
     @contextmanager
@@ -289,7 +310,7 @@ class LocalEngine:
     def _generate(self, prompts: Sequence[list[int]], n: int, purpose: str, step: int, noise_step: int | None = None,
                   temperature: float | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
         """`n` answers to each prompt, drawn with the seed of this purpose and step."""
-        recipe, eos = self.recipe, self.tokenizer.eos_token_id
+        recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
         sampling = {"max_tokens": recipe.sampling.max_tokens, "temperature": recipe.sampling.temperature, "stop_token_ids": [] if eos is None else [eos]}
         if temperature is not None:
             sampling["temperature"] = temperature
@@ -297,7 +318,7 @@ class LocalEngine:
         return self.processes.on_rollouts("generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
 
     def _decode(self, answers: Sequence[Completion]) -> list[str]:
-        return self.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
+        return self.data.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch; ranks that share the layers of one data-parallel rank get the same."""

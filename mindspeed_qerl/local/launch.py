@@ -38,8 +38,11 @@ class Processes:
 
 
 @contextmanager
-def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
+def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]:
     """A Ray of this run's own and all its processes; inside, they are being built (`team.wait_until_ready`). Main thread only.
+
+    Args:
+        epoch: iterations of one pass over the training rows, for noise that restarts with it.
 
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary files are gone.
     """
@@ -61,13 +64,14 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log", _environment(scratch, world),
                        recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
             for rank in range(world)]
-        yield Processes(team, ranks, _start_rollouts(team, recipe, logs, _environment(scratch, rollouts)))
+        yield Processes(team, ranks, _start_rollouts(team, recipe, _noise_arguments(recipe, epoch), logs, _environment(scratch, rollouts)))
 
 
-def _start_rollouts(team: Team, recipe: Recipe, logs: Path, environment: dict[str, str]) -> list[Worker]:
+def _start_rollouts(team: Team, recipe: Recipe, noise: dict[str, Any] | None, logs: Path,
+                    environment: dict[str, str]) -> list[Worker]:
     size, port = recipe.layout.infer_tp, free_port()
     arguments = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len, max_num_seqs=recipe.rollout.max_num_seqs,
-                     kv_cache_gib=recipe.local.kv_cache_gib, aqn=_noise_arguments(recipe), tp_size=size, port=port)
+                     kv_cache_gib=recipe.local.kv_cache_gib, aqn=noise, tp_size=size, port=port)
     rollouts = []
     for rank in range(size):
         number = str(rank) if size > 1 else ""
@@ -92,9 +96,9 @@ def _keep_compiled_code(scratch: Path) -> None:
     (scratch / cache.name).symlink_to(cache)
 
 
-def _noise_arguments(recipe: Recipe) -> dict[str, Any] | None:
+def _noise_arguments(recipe: Recipe, epoch: int) -> dict[str, Any] | None:
     noise = recipe.noise
     if not noise.enabled:
         return None
-    return dict(schedule=noise.noise_schedule(recipe.run.train_iters), targets=noise.targets, exclude=noise.exclude,
+    return dict(schedule=noise.noise_schedule(recipe.run.train_iters, epoch), targets=noise.targets, exclude=noise.exclude,
                 multipliers=noise.factors, seed=recipe.noise_seed)

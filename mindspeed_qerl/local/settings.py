@@ -12,7 +12,8 @@ from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.tasks import validate as task
+from mindspeed_qerl.tasks import checks
+from mindspeed_qerl.tasks.rows import Row
 
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.
@@ -48,8 +49,8 @@ def validate(recipe: Recipe) -> Found:
     if recipe.local.kv_cache_gib >= available:
         found.faults.append(f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for "
                             "vLLM's KV cache. Ask for less, or free some")
-    found.faults += task.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
-    found.faults += task.unknown_verifiers(recipe.task)
+    found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
+    found.faults += checks.unknown_rewards(recipe.task.verifiers)
     return found
 
 
@@ -58,7 +59,7 @@ def data_files(recipe: Recipe) -> dict[str, str]:
     return {"train": recipe.task.train_file, **recipe.data_files}
 
 
-def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path) -> Recipe:
+def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:
     """`recipe` for one vLLM engine, in float32: bfloat16 is slow on most CPUs."""
     return replace(recipe, model=replace(recipe.model, dtype="float32"), layout=replace(recipe.layout, infer_tp=1))
 

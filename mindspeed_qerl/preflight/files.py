@@ -13,7 +13,7 @@ from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.tasks.gsm8k.packed import read_packed
+from mindspeed_qerl.tasks.packed import read_packed
 
 
 def training_data(machine: Machine, case: Case) -> Iterator[Check]:
@@ -64,15 +64,15 @@ def absent(file: str) -> str:
 
 
 def _converted(name: str, file: str) -> Iterator[Check]:
-    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+    from mindspeed_qerl.tasks.rows import read_rows
 
     try:
-        rows = read_converted(file)
+        rows = read_rows(file)
     except (OSError, ValueError) as error:
         yield Check(name, FAILED, absent(file) if isinstance(error, FileNotFoundError) else str(error),
                     f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(file).parent}")
         return
-    yield Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with messages, question, answer and solution")
+    yield Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
 
 
 def conversion(case: Case) -> list[str]:

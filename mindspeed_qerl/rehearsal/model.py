@@ -7,8 +7,6 @@ to answer with numbers that GSM8K has often: about one answer in forty is right.
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.recipe.types import Layout
 
 VERSION = 4  # raised when what is made changes
@@ -54,20 +53,12 @@ def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
-    for left in root.glob(".*.making-*"):
-        if not Path("/proc", left.name.rpartition("-")[2]).exists():  # its process was killed
-            shutil.rmtree(left, ignore_errors=True)
-    making = root / f".{directory.name}.making-{os.getpid()}"
-    making.mkdir(parents=True)
-    try:
-        rows = list(rows)
+    rows = list(rows)
+    with new_directory(directory) as making:
         print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights", flush=True)
         tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row["messages"]], shape.vocab_size)
         _random_model(shape, tokenizer, [row["answer"] for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
-        making.rename(directory)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
     return directory
 
 

@@ -14,8 +14,8 @@ from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.rehearsal.model import make_model, narrow
-from mindspeed_qerl.tasks import validate as task
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks import checks
+from mindspeed_qerl.tasks.rows import read_rows
 
 FOR_ENGINE = "mindspeed_rl"  # what is rehearsed is a config for NPUs, whichever engine rehearses it
 
@@ -34,8 +34,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     plan = plan_to_rehearse(recipe, found)
     found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.unused = keys.check(recipe.sections, recipe.engine)[1]
-    found.faults += task.missing_files(recipe.task, ("train_file", "test_file"))
-    found.faults += task.unknown_verifiers(recipe.task)
+    found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
+    found.faults += checks.unknown_rewards(recipe.task.verifiers)
     if not recipe.lora.targets:
         found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, linear_fc1, linear_fc2")
     if plan and settings.layers is not None and (settings.layers < plan.layout.pp or settings.layers % plan.layout.pp):
@@ -48,11 +48,12 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     if not engine.UPSTREAM:
         _check_as_small(recipe, shape)
     try:
-        rows = read_converted(recipe.task.train_file)
+        rows = read_rows(recipe.task.train_file)
     except (ValueError, OSError) as error:
         raise ConfigError(f"task.train_file: {error}") from error
     try:
-        directory = make_model(shape, rows, Path(settings.models))
+        known = [{"messages": row.messages, "answer": row.answer} for row in rows]
+        directory = make_model(shape, known, Path(settings.models))
     except OSError as error:
         raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: {error}") from error
     return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found

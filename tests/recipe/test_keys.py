@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mindspeed_qerl.recipe.config import compose
 
 from mindspeed_qerl.recipe import keys
-from mindspeed_qerl.recipe.config import compose
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

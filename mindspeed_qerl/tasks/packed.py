@@ -1,11 +1,14 @@
-r"""Write GSM8K as MindSpeed-RL's trainer reads it: token ids in Megatron's indexed format. Needs numpy and transformers, no torch.
+r"""Write a task as MindSpeed-RL's trainer reads it: token ids in Megatron's indexed format. Needs numpy and transformers, no torch.
 
 With `data_path: DIR/gsm8k_train` the trainer opens DIR/gsm8k_train_packed_{field}_document.{bin,idx} for every field it finds
 (mindspeed_rl/datasets/indexed_dataset.py:23-43 at commit 05a90d7). We write two, a row each for every problem, in the order of the
 source:
 
-    input_ids   the prompt: the chat template applied to `prompts.chat_messages`, with the header of the assistant's turn
-    labels      the canonical gold answer, "72", without special tokens; the reward process decodes it and verifies against it
+    input_ids   the prompt: the chat template applied to the row's messages, with the header of the assistant's turn
+    labels      without special tokens; the reward process decodes them, and they are all that it gets to know of the row.
+                GSM8K (`convert_packed`): the canonical gold answer, "72", to verify against.
+                Any other task (`pack_rows`): the number of the row, "0" for the first, in DIR/NAME_rows.jsonl, which holds all
+                columns, so that a reward gets any answer exactly, and its whole row.
 
 .bin is the tokens of all rows as int32, one after the other. .idx is, little-endian (indexed_dataset.py:749-812):
 
@@ -20,20 +23,25 @@ source:
     34 + 12n   int64[n+1]    where each document begins, and the end: 0, 1, ..., n, since a document is a row
 """
 
+import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import WrittenFile, describe, output_folder, read_splits, write_together
+from mindspeed_qerl.tasks.prompts import chat_ids
+from mindspeed_qerl.tasks.rows import Row, read_rows, row_of
 
 INT32 = 4  # DType.int32, indexed_dataset.py:416
 
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """What `convert_packed` wrote for one split. `data_path` is absolute and goes into MindSpeed-RL's config as it is."""
+    """What was written for one `data_path`, which is absolute and goes into MindSpeed-RL's config as it is."""
 
     data_path: Path
     files: list[WrittenFile]
@@ -43,6 +51,18 @@ class PackedSplit:
     def dropped(self, max_prompt_length: int) -> int:
         """How many rows MindSpeed-RL leaves out: it keeps prompts shorter than `max_prompt_length` (indexed_dataset.py:545)."""
         return sum(length >= max_prompt_length for length in self.prompt_lengths)
+
+    def report(self, max_prompt_length: int | None) -> str:
+        """Lines for the terminal; with the `max_prompt_length` of a config, how many rows it leaves out."""
+        rows, lengths = len(self.prompt_lengths), self.prompt_lengths
+        lines = [*map(str, self.files), f"  prompts of {min(lengths)} to {max(lengths)} tokens"]
+        if max_prompt_length is not None:
+            lines.append(f"  {self.dropped(max_prompt_length):,} of {rows:,} have {max_prompt_length} tokens or more: "
+                         f"with max_prompt_length: {max_prompt_length} MindSpeed-RL leaves them out")
+        if self.prompts_with_unknown:
+            lines.append(f"  warning: {self.prompts_with_unknown:,} of {rows:,} prompts hold the tokenizer's unknown token: "
+                         "is it the right one?")
+        return "\n".join([*lines, f"  data_path: {json.dumps(str(self.data_path), ensure_ascii=False)}"])
 
 
 def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path, progress: bool = False) -> list[PackedSplit]:
@@ -57,19 +77,73 @@ def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path
     output = output_folder(output).absolute()
     check_data_path(output)
     tokenizer = load_tokenizer(tokenizer)
-    encoded = {split: _encode_split(tokenizer, split, rows, progress) for split, rows in read_splits(source, progress).items()}
-    contents = {split: _contents(split, fields) for split, fields in encoded.items()}
-    _refuse_other_fields(output, contents)
+    encoded = {}
+    for split, columns in read_splits(source, progress).items():
+        rows = [row_of(row, f"{split} row {number}") for number, row in enumerate(columns, 1)]
+        encoded[f"gsm8k_{split}"] = _encode(tokenizer, rows, [row.answer for row in rows], progress)
+    contents = {name: _contents(name, fields) for name, fields in encoded.items()}
+    return _write(output, tokenizer, encoded, contents)
+
+
+def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path, progress: bool = False) -> PackedSplit:
+    """Write the rows of a task for `data_path`: {data_path}_packed_{input_ids,labels}_document.{bin,idx} and {data_path}_rows.jsonl,
+    the columns of each row, which the labels count. Earlier ones are replaced; errors, and what happens then, as `convert_packed`.
+    """
+    data_path = Path(data_path).absolute()
+    check_data_path(data_path)
+    tokenizer = load_tokenizer(tokenizer)
+    fields = _encode(tokenizer, rows, [str(number) for number in range(len(rows))], progress)
+    contents = _contents(data_path.name, fields) | {f"{data_path.name}_rows.jsonl": "".join(map(_json_line, rows)).encode()}
+    [packed] = _write(output_folder(data_path.parent), tokenizer, {data_path.name: fields}, {data_path.name: contents})
+    return packed
+
+
+def read_packed_rows(data_path: str | Path) -> list[Row] | None:
+    """The rows that the labels of `data_path` count; None if its labels are the answers themselves."""
+    path = Path(f"{data_path}_rows.jsonl")
+    return read_rows(path) if path.exists() else None
+
+
+def rows_of_labels(labels: Sequence[str], packed: Sequence[Row] | None) -> list[Row]:
+    """The row of each decoded label. Without `packed` rows it is what the label says, its answer.
+
+    ConfigError if a label is empty, or counts no row.
+
+    >>> rows_of_labels([" 72"], None)[0].columns
+    {'answer': '72'}
+    """
+    labels = [label.strip() for label in labels]
+    if not all(labels):
+        raise ConfigError(f"label {labels.index('')} of {len(labels)} is empty: pack the data again with tools/convert_gsm8k.py "
+                          "--format mindspeed, or tools/pack_task.py")
+    if packed is None:
+        return [Row([], None, "", label, {"answer": label}) for label in labels]
+    for label in labels:
+        if not (label.isdecimal() and int(label) < len(packed)):
+            raise ConfigError(f"label {label!r} is not the number of one of the {len(packed):,} packed rows ({packed[0].where}): the "
+                              "files were not written together. Pack the data again with tools/pack_task.py")
+    return [packed[int(label)] for label in labels]
+
+
+def _write(output: Path, tokenizer: Any, encoded: dict[str, dict[str, list]], contents: dict[str, dict[str, bytes]]) -> list[PackedSplit]:
+    _refuse_other_files(output, contents)
     write_together(output, {name: partial(Path.write_bytes, data=data) for files in contents.values() for name, data in files.items()})
     return [
         PackedSplit(
-            data_path=output / f"gsm8k_{split}",
-            files=[describe(output / name, len(fields["labels"])) for name in contents[split]],
+            data_path=output / name,
+            files=[describe(output / file, len(fields["labels"])) for file in contents[name]],
             prompt_lengths=list(map(len, fields["input_ids"])),
             prompts_with_unknown=sum(tokenizer.unk_token_id in prompt for prompt in fields["input_ids"]),
         )
-        for split, fields in encoded.items()
+        for name, fields in encoded.items()
     ]
+
+
+def _json_line(row: Row) -> str:
+    try:
+        return json.dumps(row.columns) + "\n"
+    except TypeError as error:
+        raise ConfigError(f"{row.where}: {error}: columns of a packed row are texts, numbers, lists and dicts") from None
 
 
 def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
@@ -124,11 +198,6 @@ def load_tokenizer(directory: str | Path):
     return tokenizer
 
 
-def encode_prompt(tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of the chat template applied to `messages`, up to where the model's answer begins."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
 def encode_answer(tokenizer, answer: str) -> list[int]:
     """Token ids of a gold answer. ValueError if they are not decoded to the same text.
 
@@ -150,34 +219,34 @@ def check_data_path(folder: Path) -> None:
                          "choose another output folder")
 
 
-def _encode_split(tokenizer, split: str, rows: list[dict], progress: bool) -> dict[str, list[list[int]]]:
+def _encode(tokenizer: Any, rows: Sequence[Row], labels: Sequence[str], progress: bool) -> dict[str, list[list[int]]]:
     """{field: token ids of each row}."""
-    from jinja2 import TemplateError
     from tqdm import tqdm
 
     fields = {"input_ids": [], "labels": []}
-    for number, row in enumerate(tqdm(rows, desc=f"tokenising {split}", unit=" rows", disable=not progress), 1):
+    for row, label in zip(tqdm(rows, desc="tokenising", unit=" rows", disable=not progress), labels):
+        fields["input_ids"].append(chat_ids(tokenizer, row))
         try:
-            fields["input_ids"].append(encode_prompt(tokenizer, row["messages"]))
-            fields["labels"].append(encode_answer(tokenizer, row["answer"]))
-        except (TemplateError, ValueError) as error:
-            raise ValueError(f"{split} row {number}: {error}") from error
+            fields["labels"].append(encode_answer(tokenizer, label))
+        except ValueError as error:
+            raise ValueError(f"{row.where}: {error}") from error
     return fields
 
 
-def _contents(split: str, fields: dict[str, list[list[int]]]) -> dict[str, bytes]:
-    """{file name: content} of a split."""
+def _contents(name: str, fields: dict[str, list[list[int]]]) -> dict[str, bytes]:
+    """{file name: content} of a data_path of this name."""
     contents = {}
     for field, rows in fields.items():
-        name = f"gsm8k_{split}_packed_{field}_document"
-        contents[f"{name}.bin"], contents[f"{name}.idx"] = indexed_format(rows)
+        file = f"{name}_packed_{field}_document"
+        contents[f"{file}.bin"], contents[f"{file}.idx"] = indexed_format(rows)
     return contents
 
 
-def _refuse_other_fields(output: Path, contents: dict[str, dict[str, bytes]]) -> None:
-    """MindSpeed-RL reads every field beside ours too, such as the attention_mask of an earlier run of its preprocessor."""
-    for split, files in contents.items():
-        for path in sorted(output.glob(f"gsm8k_{split}_packed_*_document*")):
+def _refuse_other_files(output: Path, contents: dict[str, dict[str, bytes]]) -> None:
+    """MindSpeed-RL reads every field beside ours too, such as the attention_mask of an earlier run of its preprocessor; and rows that
+    an earlier packing counted would be taken for the labels' own."""
+    for name, files in contents.items():
+        for path in sorted([*output.glob(f"{name}_packed_*_document*"), *output.glob(f"{name}_rows.jsonl")]):
             if path.name not in files:
-                raise ValueError(f"{path} was not written by this tool, and MindSpeed-RL would read it as a part of the same data: "
+                raise ValueError(f"{path} was not written by this tool, and would be read as a part of the same data: "
                                  "remove it or choose another output folder")
