@@ -256,7 +256,7 @@ class LocalEngine:
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
-        settings, task, started = self.recipe.eval, self.data.test, time.perf_counter()
+        settings, task, started = self.recipe.evaluation, self.data.test, time.perf_counter()
         self.progress.phase("evaluation")
         n = settings.samples_per_problem
         completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
