@@ -13,6 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 import numpy as np
 
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, compare

@@ -19,6 +19,12 @@ import time
 from pathlib import Path
 from typing import Self
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,6 +19,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from rich.console import Console
 from rich.table import Table
 

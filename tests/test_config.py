@@ -209,22 +209,13 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
 
 
 def test_checks_come_before_heavy_imports():
-    program = ("import sys; sys.argv = ['train_grpo.py', 'rl_config.verifier_function=[nope]']; import runpy\n"
+    program = ("import sys; sys.argv = ['train_grpo.py', '--config-name', 'grpo_tiny_moe_cpu', 'rl_config.verifier_function=[nope]']; import runpy\n"
                "try: runpy.run_path('cli/train_grpo.py', run_name='__main__')\n"
                "except SystemExit as stop: assert stop.code == 2, stop.code\n"
                "heavy = {'torch', 'vllm', 'ray', 'megatron', 'transformers'} & set(sys.modules); assert not heavy, heavy")
     done = subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "unknown verifier 'nope'" in done.stderr
-
-
-@pytest.mark.parametrize("argument, message", [("--config-name=grpo_tny", "grpo_tiny_moe_cpu"), ("aqn=loud", "Available options in 'aqn'"),
-                                               ("rl_config.epoch=2", "rl_config.epoch")])
-def test_names_hydra_does_not_know_are_refused(argument, message):
-    done = subprocess.run([sys.executable, "cli/train_grpo.py", argument], check=False, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert message in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(raw, capsys):

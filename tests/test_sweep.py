@@ -42,7 +42,7 @@ def run(raw, name):
 
 train.run = run
 sys.argv[0] = __file__
-exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__"}})  # runpy would change argv
+exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__", "__file__": {cli!r}}})  # runpy would change argv
 '''
 
 
@@ -120,7 +120,7 @@ def test_an_interrupted_sweep_stops_whole(sweep, tmp_path):
         os.kill(int(child), signal.SIGINT)  # a terminal sends it to both
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
-    assert process.returncode == 130 and "the sweep goes on" in error
+    assert process.returncode == 130 and "the same command resumes the sweep" in error
     assert len(calls(tmp_path)) == 1
 
 

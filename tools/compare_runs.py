@@ -16,6 +16,12 @@ import argparse
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.runs.compare import compare
 from mindspeed_qerl.runs.compare_report import to_markdown, write_comparison
 from mindspeed_qerl.runs.compared_run import find_runs, read_run

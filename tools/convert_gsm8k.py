@@ -16,6 +16,13 @@ Every row is checked first. A bad row stops the conversion with its file and lin
 
 import argparse
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
 
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import convert_packed

@@ -14,6 +14,12 @@ import os
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
 from mindspeed_qerl.recipe.types import HARDWARE_ERRORS
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES

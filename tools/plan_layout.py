@@ -12,6 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape

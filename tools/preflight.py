@@ -11,6 +11,13 @@ import json
 import shlex
 import sys
 from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, headline, preflight, print_table

@@ -11,6 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.engines import engine_named

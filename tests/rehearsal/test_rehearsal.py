@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mindspeed_qerl.recipe.config import CONFIGS, Reader, compose
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, read_shape
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.rehearsal import prepare
