@@ -15,6 +15,7 @@ from mindspeed_qerl.aqn.schedule import KINDS
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.recipe import keys
+from mindspeed_qerl.recipe.overrides import nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
@@ -95,22 +96,10 @@ def key_of(part: type, name: str) -> str | None:
     return extra["key"] if extra else f"{part.section}.{name}"
 
 
-def nearest_key(name: str, section: str | None = None) -> str:
-    """The sentence for an unknown key: the nearest one of its section, or else of another.
-
-    >>> nearest_key("lora_rank", "megatron_training")
-    "unknown key in megatron_training: 'lora_rank', did you mean 'lora_r'?"
-    """
-    known = known_keys()
-    sentence = unknown(f"key in {section}:", name, known[section])
-    if "did you mean" in sentence:
-        return sentence
-    elsewhere = {key: other for other, names in known.items() for key in names}
-    near = unknown("", name, elsewhere)
-    if "did you mean" not in near:
-        return sentence
-    key = near.split("did you mean '")[1].split("'")[0]
-    return f"unknown key in {section}: {name!r}, did you mean {elsewhere[key]}.{key}?"
+def _unknown_key(key: Any, section: str, sections: Mapping[str, Any]) -> str:
+    """The sentence for an unknown key, with the nearest known ones of its section and of all."""
+    near = [name.removeprefix(f"{section}.") for name in nearest(f"{section}.{key}", sections, known_keys())]
+    return f"unknown key in {section}: {key!r}" + (f", did you mean {' or '.join(map(repr, near))}?" if near else "")
 
 
 def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
@@ -134,7 +123,7 @@ def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
         given = nested[name] if name in nested else sections[name]
         for key in given if isinstance(given, Mapping) else ():
             if key not in known[name]:
-                found.faults.append(nearest_key(key, name))
+                found.faults.append(_unknown_key(key, name, sections))
     return sections
 
 
