@@ -11,7 +11,7 @@ from mindspeed_qerl.local.tiny_model import build_tokenizer
 from mindspeed_qerl.tasks.checks import check_prompts, check_rows, self_before_base
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[2]
@@ -93,14 +93,14 @@ def tokenizer():
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompts_without_a_fault_are_silent(folder, tokenizer, chat):
-    task = Task(folder / "train_chat.parquet", tokenizer, "chat" if chat else "plain", 96)
+    task = Prompts(folder / "train_chat.parquet", tokenizer, "chat" if chat else "plain", 96)
     faults, warnings = check_prompts(task, tokenizer, chat)
     assert not faults and bool(warnings) == chat  # the instruction's words are none of the tiny vocabulary
 
 
 def test_a_template_that_ignores_the_question_is_refused(folder, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<eos>Tom has 3 apples.{% endfor %}"
-    task = Task(folder / "train_chat.parquet", tokenizer, "chat", 96)
+    task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], warnings = check_prompts(task, tokenizer, True)
     assert "become the same 7 token ids: the chat template loses the question" in fault and not warnings
     assert f"({task.rows[1].where}) and '{task.rows[0].question[:20]}" in fault
@@ -108,7 +108,7 @@ def test_a_template_that_ignores_the_question_is_refused(folder, tokenizer):
 
 def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<eos>{{ m.content[7:] }}{% endfor %}"
-    task = Task(folder / "train_chat.parquet", tokenizer, "chat", 96)
+    task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], _ = check_prompts(task, tokenizer, True)
     assert fault.startswith(f"{task.rows[0].where}: the chat template loses the question. Asked is ")
     assert repr(tokenizer.decode(task.prompts[0]))[:60] in fault
@@ -117,7 +117,7 @@ def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
 def test_a_tokenizer_that_does_not_know_the_words_is_a_warning(tmp_path, tokenizer):
     """Names that it lacks make two questions one: no fault of a template."""
     (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{name} has 3 apples.", "answer": "3"}}\n' for name in ("Tom", "Zoe", "Ida")))
-    task = Task(tmp_path / "a.jsonl", tokenizer, "plain", 96)
+    task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     assert task.prompts[1] == task.prompts[2]
     assert check_prompts(task, tokenizer, False) == (
         [], ["2 of 3 prompts hold words that the tokenizer does not know: is it the right one?"])
@@ -129,26 +129,26 @@ def test_a_tokenizer_may_change_the_case(tmp_path):
     tokenizer = build_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("apples", "books")  # what it gives back is another text
     (tmp_path / "a.jsonl").write_text('{"prompt": "Tom has 3 apples.", "answer": "3"}\n')
-    task = Task(tmp_path / "a.jsonl", tokenizer, "plain", 96)
+    task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     assert "books" in tokenizer.decode(task.prompts[0]) and check_prompts(task, tokenizer, False) == ([], [])
 
 
 def test_too_long_prompts_are_counted_of_all(folder, tokenizer):
-    lengths = sorted(map(len, Task(folder / "test_chat.parquet", tokenizer, "plain", 96).prompts))
-    task = Task(folder / "test_chat.parquet", tokenizer, "plain", lengths[9])
+    lengths = sorted(map(len, Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).prompts))
+    task = Prompts(folder / "test_chat.parquet", tokenizer, "plain", lengths[9])
     left = sum(length > lengths[9] for length in lengths)
     assert task.left_out("evaluation") == f"{left} of 60 evaluation prompts are longer than {lengths[9]} tokens and are left out"
-    assert Task(folder / "test_chat.parquet", tokenizer, "plain", 96).left_out("evaluation") == ""
+    assert Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).left_out("evaluation") == ""
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
     turns = '[{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "Tom"}, {"role": "user", "content": "Tom"}]'
     (tmp_path / "a.jsonl").write_text(f'{{"messages": {turns}, "answer": "3"}}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:1: its messages are a conversation, which has no plain form"):
-        Task(tmp_path / "a.jsonl", tokenizer, "plain", 96)
+        Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"a.jsonl:1: the tokenizer's chat template refuses its messages: roles must alternate"):
-        Task(tmp_path / "a.jsonl", tokenizer, "chat", 96)
+        Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
 
 
 BASE = "actor: {lr: 2e-4}\naqn: {enabled: true}\n"
