@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_qerl import train
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.directory import RunDirectory, runs_folder
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.report import summarize
@@ -159,9 +160,10 @@ def test_rows_that_a_cut_lost_are_named(stopped):
     assert summarize(stopped).warnings[-1] == "metrics.jsonl has no row for 2 of 5 steps: 3, 4"
 
 
-@pytest.mark.parametrize("section, message", [({"root": None}, "run.root = None must be text"), ({"name": 5}, "run.name = 5 must be text")])
-def test_resume_auto_with_a_folder_that_is_no_text_is_refused_in_words(capsys, section, message):
-    assert train.run({"engine": "local", "run": {"resume": "auto", **section}}, "tiny") == 2
+@pytest.mark.parametrize("override, message", [
+    ("run.root=null", "run.root = None must be text"), ("run.name=5", "run.name = 5 must be text")])
+def test_resume_auto_with_a_folder_that_is_no_text_is_refused_in_words(capsys, override, message):
+    assert train.run(compose("grpo_tiny_moe_cpu", ["run.resume=auto", override]), "tiny") == 2
     assert message in capsys.readouterr().err
 
 
