@@ -9,7 +9,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama")
 
 
 def make_model(family, directory, **changes):

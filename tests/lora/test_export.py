@@ -34,6 +34,7 @@ def mlp_shapes(prefix, width):
 
 MIXTURE = {name: shape for i in range(EXPERTS) for name, shape in mlp_shapes(f"mlp.experts.{i}", EXPERT_FFN).items()}
 FAMILIES = {
+    "llama": SHAPES | mlp_shapes("mlp", FFN),
     "qwen2": SHAPES | mlp_shapes("mlp", FFN),
     "qwen3": SHAPES | mlp_shapes("mlp", FFN),
     "qwen3_moe": SHAPES | MIXTURE,
@@ -124,7 +125,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("family", "tp", "stages", "ep"), [
-    ("qwen2", 1, (2,), 1), ("qwen2", 2, (2, 1), 1), ("qwen3", 2, (1, 1), 1),
+    ("llama", 2, (1, 1), 1), ("qwen2", 1, (2,), 1), ("qwen2", 2, (2, 1), 1), ("qwen3", 2, (1, 1), 1),
     ("qwen3_moe", 1, (2,), 1), ("qwen3_moe", 1, (2,), 2), ("qwen3_moe", 2, (2,), 1), ("qwen3_moe", 2, (1, 2), 2),
     ("qwen3_moe", 1, (1, 1), 1), ("qwen2_moe", 1, (2,), 4), ("qwen2_moe", 2, (1, 1), 2)])
 def test_every_layout_gives_the_whole_tensors(tmp_path, family, tp, stages, ep):
