@@ -84,13 +84,16 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
         steps = [row["step"] for row in scored]
         accuracy = np.array([row["accuracy"] for row in scored])
         margin = 1.96 * np.nan_to_num([row.get("standard_error", 0.0) for row in scored])
-        below, above = np.minimum(margin, accuracy), np.minimum(margin, 1 - accuracy)  # within 0..1
-        axes.errorbar(steps, accuracy, yerr=np.array([below, above]), color=RED, marker="o", markersize=5, capsize=3,
-                      elinewidth=1.2)
+        fraction = accuracy.min() >= 0 and accuracy.max() <= 1  # the mean score of a user's own reward may be anything
+        errors = np.array([margin, margin])  # below and above
+        if fraction:
+            errors = np.minimum(errors, [accuracy, 1 - accuracy])
+            axes.set_ylim(-0.04, 1.19)
+        axes.errorbar(steps, accuracy, yerr=errors, color=RED, marker="o", markersize=5, capsize=3, elinewidth=1.2)
         for k in sorted({0, len(steps) - 1}):
-            axes.annotate(f"{accuracy[k]:.1%}", (steps[k], accuracy[k] + above[k]), xytext=(0, 5),
-                          textcoords="offset points", ha="center", color=RED, fontsize=9)
-        axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy", ylim=(-0.04, 1.19))
+            axes.annotate(f"{accuracy[k]:.1%}" if fraction else f"{accuracy[k]:.3g}", (steps[k], accuracy[k] + errors[1, k]),
+                          xytext=(0, 5), textcoords="offset points", ha="center", color=RED, fontsize=9)
+        axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
 
     if len(rewards[0]):
         panels.append(draw_reward)

@@ -141,6 +141,13 @@ def test_pictures_draw_the_values_of_the_files(made_run):
     bars = [segment[:, 1] for segment in accuracy.collections[0].get_segments()]
     numpy.testing.assert_allclose(bars, [(0.25 - 0.0392, 0.25 + 0.0392), (0.75 - 0.0588, 0.75 + 0.0588)])
 
+    for row in evals:  # the mean of a user's own reward is no fraction
+        row["accuracy"] -= 1
+    *_, accuracy = plots.learning(columns, evals).axes
+    bars = [segment[:, 1] for segment in accuracy.collections[0].get_segments()]
+    numpy.testing.assert_allclose(bars, [(-0.75 - 0.0392, -0.75 + 0.0392), (-0.25 - 0.0588, -0.25 + 0.0588)])
+    assert [text.get_text() for text in accuracy.texts] == ["-0.75", "-0.25"] and accuracy.get_ylim()[0] < -0.75
+
     sigma_axes = plots.noise(columns).axes[0]
     nominal, measured = (line.get_ydata() for line in sigma_axes.lines)
     numpy.testing.assert_array_equal(nominal, [math.nan if sigma == 0 else sigma for sigma in columns["aqn/sigma"]])
