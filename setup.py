@@ -13,29 +13,29 @@ def names(file: str) -> list[str]:
     return [line for line in lines if line]
 
 
-FOLDERS = ("cli", "tools", "configs")  # of a checkout; installed inside the package
+INSIDE = {f"mindspeed_qerl.{folder}": folder for folder in ("cli", "tools", "configs")}  # the package
 COMMANDS = ["train", *(file.stem.replace("_", "-") for file in sorted((ROOT / "tools").glob("*.py")))]
 
 setup(
     name="mindspeed_qerl",
     version="0.1.0",
-    description="GRPO + LoRA + AQN for Megatron models: a MindSpeed-RL extension, and an engine that runs the recipe without an NPU",
+    description="GRPO + LoRA + AQN for Megatron models: a MindSpeed-RL extension, and an engine that needs no NPU",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=[*find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]), *(f"mindspeed_qerl.{folder}" for folder in FOLDERS)],
-    package_dir={f"mindspeed_qerl.{folder}": folder for folder in FOLDERS},
+    packages=[*find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]), *INSIDE],
+    package_dir=INSIDE,
     package_data={
         "mindspeed_qerl.ascend": ["contract.yaml"],
         "mindspeed_qerl.configs": ["**/*.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],
-        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, put on the path by emulation.environment
+        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, for emulation.environment
     },
     entry_points={"console_scripts": [f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS]},
     python_requires=">=3.11",
     install_requires=names("base.in"),
     extras_require={
-        "local": ["torch==2.13.0", *names("local.in")],  # `make install` installs the locked list, which leaves out what does not fit
+        "local": ["torch==2.13.0", *names("local.in")],  # `make install` takes the locked list
         "dev": names("dev.in"),
     },  # on NPUs torch, vLLM and Ray are MindSpeed-RL's own
 )

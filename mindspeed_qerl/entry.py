@@ -1,4 +1,4 @@
-"""How cli/*.py and tools/*.py start: as files, with any Python, or as the console commands of an installation. Standard library only."""
+"""How cli/*.py and tools/*.py start: as files, with any Python, or as console commands. Standard library only."""
 
 import importlib
 import importlib.util
@@ -11,13 +11,14 @@ NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")  # of requirements/base.
 
 
 def use_checkout() -> None:
-    """Start again with the checkout's .venv if this Python lacks packages; exit status 2 with a sentence if there is none.
+    """Start again with the .venv of the checkout if this Python lacks packages; exit status 2 if there is none.
 
-    A file is run from its checkout, whatever is installed: processes that it starts find the checkout on PYTHONPATH.
+    The processes that a file of a checkout starts find the checkout on PYTHONPATH, whatever is installed.
     """
     python = CHECKOUT / ".venv" / "bin" / "python"
     lacking = [name for name in (*NEEDED, "torch") if importlib.util.find_spec(name) is None]
-    if (lacking or sys.version_info < (3, 11)) and python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
+    unfit = lacking or sys.version_info < (3, 11)
+    if unfit and python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
         os.execv(python, [str(python), *getattr(sys, "orig_argv", ["", *sys.argv])[1:]])
     if sys.version_info < (3, 11) or lacking not in ([], ["torch"]):
         _explain(f"has no {', '.join(lacking)}" if lacking else "is older than Python 3.11")
@@ -46,7 +47,8 @@ def _name_missing(kind, error, trace) -> None:
 
 def _explain(lack: str) -> None:
     if (CHECKOUT / "Makefile").exists():
-        way_out = f"`make install` in {CHECKOUT} makes a .venv with everything, `pip install {CHECKOUT}` adds what needs no engine"
+        way_out = (f"`make install` in {CHECKOUT} makes a .venv with everything, "
+                   f"`pip install {CHECKOUT}` adds what needs no engine")
     else:
-        way_out = "`pip install 'mindspeed_qerl[local]'` adds the local engine"
+        way_out = "the local engine needs `make install` or `pip install '.[local]'` in a checkout"
     print(f"error: {sys.executable} {lack}: {way_out}; on NPUs see docs/ascend.md", file=sys.stderr)

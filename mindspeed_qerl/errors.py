@@ -16,7 +16,7 @@ FEW = 12  # names that a sentence can list
 
 
 def unknown(kind: str, value: object, known: Iterable[str], listing: str = "") -> str:
-    """One sentence for an unknown name: the nearest known ones, at most three, and the list, or where many are known, how many.
+    """One sentence for an unknown name: the nearest known ones, and the list, or where many are known, their number.
 
     Args:
         listing: what lists them all, as the end of the sentence.

@@ -1,4 +1,4 @@
-"""The command line as a new user meets it: usage, help, names of keys, any Python, an installation in another folder."""
+"""The command line as a new user meets it: usage, help, names of keys, any Python, an installation."""
 
 import os
 import shutil
@@ -21,7 +21,8 @@ TINY = "grpo_tiny_moe_cpu"
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
-    return subprocess.run(list(map(str, command)), check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    words = list(map(str, command))
+    return subprocess.run(words, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def train(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -34,14 +35,16 @@ def test_without_a_config_nothing_is_trained(arguments, tmp_path):
     assert done.returncode == 2 and done.stdout == "" and not list(tmp_path.iterdir())
     assert done.stderr.startswith("usage: train_grpo.py --config-name NAME [key=value ...]")
     listed = dict(line.split(maxsplit=1) for line in done.stderr.split("configs:\n")[1].splitlines())
-    assert listed == {file.stem: file.read_text().splitlines()[0].removeprefix("# ") for file in CONFIGS.glob("*.yaml")}
+    first_lines = {file.stem: file.read_text().splitlines()[0] for file in CONFIGS.glob("*.yaml")}
+    assert listed == {name: line.removeprefix("# ") for name, line in first_lines.items()}
 
 
 def test_help_is_the_text_of_the_config_and_of_its_parts():
     """Asked for before the name, with another part chosen, and for a config that stands on another."""
     done = train("aqn=off", "--help", "--config-name", TINY)
     assert done.returncode == 0 and "--multirun" in done.stdout
-    assert (CONFIGS / f"{TINY}.yaml").read_text() in done.stdout and (CONFIGS / "aqn" / "off.yaml").read_text() in done.stdout
+    assert (CONFIGS / f"{TINY}.yaml").read_text() in done.stdout
+    assert (CONFIGS / "aqn" / "off.yaml").read_text() in done.stdout
     assert (CONFIGS / "aqn" / "qerl.yaml").read_text() not in done.stdout
     based = train("--help", "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu").stdout
     assert (CONFIGS / "grpo_qwen3_30b_a3b_gsm8k_16npu.yaml").read_text() in based
@@ -97,12 +100,13 @@ def test_all_unknown_keys_are_named_at_once():
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_a_known_key_works_wherever_it_stands(prefix):
-    """rl_config.entropy_coeff and sampling_config.seed are upstream's, megatron_training.train_iters is in the YAML, `rehearsal` is not."""
+    """entropy_coeff and sampling_config.seed are upstream's, train_iters is in the YAML, rehearsal is not."""
     config = compose(TINY, [f"{prefix}rl_config.entropy_coeff=0.1", f"{prefix}generate_config.sampling_config.seed=3",
                             f"{prefix}megatron_training.train_iters=7", f"{prefix}rehearsal.enabled=true"])
     assert config["rl_config"]["entropy_coeff"] == 0.1 and config["generate_config"]["sampling_config"]["seed"] == 3
     assert config["megatron_training"]["train_iters"] == 7 and config["rehearsal"] == {"enabled": True}
-    assert compose(TINY, ["aqn.multipliers.post_attention=2"])["aqn"]["multipliers"] == {"post_attention": 2}, "names that only the user knows"
+    of_the_user = compose(TINY, ["aqn.multipliers.post_attention=2"])["aqn"]["multipliers"]
+    assert of_the_user == {"post_attention": 2}
     assert "epochs" not in compose(TINY, ["~rl_config.epochs"])["rl_config"]
 
 
@@ -133,7 +137,8 @@ def test_an_override_that_cannot_be_is_refused_in_words(override, message):
 
 def test_a_config_name_that_nobody_has():
     done = train("--config-name", "grpo_tny_moe_cpu", "seed=2")
-    assert done.returncode == 2 and "unknown config name 'grpo_tny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'" in done.stderr
+    assert done.returncode == 2
+    assert "unknown config name 'grpo_tny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'" in done.stderr
 
 
 def test_the_resolved_config_is_printed():
@@ -145,7 +150,8 @@ def test_the_combinations_of_a_sweep():
     """Hydra's syntax: lists, ranges, globs of parts."""
     assert combinations(TINY, ["aqn=off,qerl", "seed=range(1,3)", "eval.every=5"]) == [
         [f"aqn={aqn}", f"seed={seed}", "eval.every=5"] for aqn in ("off", "qerl") for seed in (1, 2)]
-    assert combinations(TINY, ["rollout_correction=glob(*)"]) == [["rollout_correction=none"], ["rollout_correction=token_tis"]]
+    assert combinations(TINY, ["rollout_correction=glob(*)"]) == [
+        ["rollout_correction=none"], ["rollout_correction=token_tis"]]
     with pytest.raises(ConfigError, match="with seed="):
         combinations(TINY, ["seed=1,["])
     done = train("--multirun", "--config-name", TINY, "aqn=off,loud")
@@ -154,8 +160,9 @@ def test_the_combinations_of_a_sweep():
 
 def test_keys_with_values_and_comments():
     listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"]).splitlines()
-    assert next(line for line in listed if line.startswith("rl_config.mini_batch_size")).split("  # ")[1] == "prompts per update"
-    assert next(line for line in listed if line.startswith("rl_config.epochs")).startswith("rl_config.epochs=3 ")
+    lines = {line.partition("=")[0]: line for line in listed}
+    assert lines["rl_config.mini_batch_size"].split("  # ")[1] == "prompts per update"
+    assert lines["rl_config.epochs"].startswith("rl_config.epochs=3 ")
     assert "rl_config.actor_resource.num_npus=2" in " ".join(listed) and "entropy_coeff" in " ".join(listed)
     everything = list_of_keys(TINY)
     assert "entropy_coeff" not in everything and "rl_config has 94 more, not set here: --keys rl_config" in everything
@@ -200,7 +207,8 @@ def test_pure_functions_on_their_own():
 
 def test_many_known_names_are_counted_and_few_are_listed():
     many = [f"name{number}" for number in range(30)]
-    assert unknown("thing", "name", many, "ask") == "unknown thing 'name', did you mean 'name9', 'name8' or 'name7'? 30 are known: ask"
+    assert unknown("thing", "name", many, "ask") == (
+        "unknown thing 'name', did you mean 'name9', 'name8' or 'name7'? 30 are known: ask")
     assert unknown("thing", "zzz", many) == "unknown thing 'zzz'. 30 are known"
     assert unknown("thing", "zzz", many[:3]) == "unknown thing 'zzz'. Known: name0, name1, name2"
 
@@ -224,29 +232,37 @@ def checkout(tmp_path) -> Path:
 
 def test_a_tool_starts_again_with_the_venv_of_its_checkout(bare_python, checkout, tmp_path):
     (checkout / ".venv").symlink_to(sys.prefix)
-    done = run(bare_python, "-u", checkout / "tools" / "plan_layout.py", "--config-name", TINY, "seeed=1", cwd=tmp_path)
+    tool = checkout / "tools" / "plan_layout.py"
+    done = run(bare_python, "-u", tool, "--config-name", TINY, "seeed=1", cwd=tmp_path)
     assert done.returncode == 2 and "did you mean 'seed'?" in done.stderr, done.stderr
     program = checkout / "tools" / "which.py"
-    header = (checkout / "tools" / "plan_layout.py").read_text().split("from mindspeed_qerl.errors")[0].split("import argparse")[1]
-    program.write_text(f"{header}import os, mindspeed_qerl; print(sys.prefix, mindspeed_qerl.__file__, os.environ['PYTHONPATH'], sys.argv[1:])")
+    header = tool.read_text().split("from mindspeed_qerl.errors")[0].split("import argparse")[1]
+    program.write_text(f"{header}import os, mindspeed_qerl\n"
+                       "print(sys.prefix, mindspeed_qerl.__file__, os.environ['PYTHONPATH'], sys.argv[1:])")
     shown = run(bare_python, program, "a b", cwd=tmp_path).stdout.split(maxsplit=3)
-    assert shown == [str(checkout / ".venv"), str(checkout / "mindspeed_qerl" / "__init__.py"), str(checkout), "['a b']\n"]
+    package = checkout / "mindspeed_qerl" / "__init__.py"
+    assert shown == [str(checkout / ".venv"), str(package), str(checkout), "['a b']\n"]
 
 
-@pytest.mark.parametrize("file", ["cli/train_grpo.py", *(f"tools/{file.name}" for file in (ROOT / "tools").glob("*.py"))])
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
+
+
+@pytest.mark.parametrize("file", ["cli/train_grpo.py", *(f"tools/{file.name}" for file in TOOLS)])
 def test_without_a_venv_a_sentence_says_what_to_do(file, bare_python, checkout, tmp_path):
     shutil.copy(ROOT / "Makefile", checkout)
     done = run(bare_python, checkout / file, "--help", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"error: {bare_python} has no hydra, numpy,") and f"`make install` in {checkout}" in done.stderr
+    assert done.stderr.startswith(f"error: {bare_python} has no hydra, numpy,")
+    assert f"`make install` in {checkout}" in done.stderr
 
 
 def test_every_entry_starts_alike():
     """Any Python will do: what is imported before `use_checkout` is the standard library."""
-    entries = [ROOT / "cli" / "train_grpo.py", ROOT / "examples" / "grpo" / "facts.py", *(ROOT / "tools").glob("*.py")]
+    entries = [ROOT / "cli" / "train_grpo.py", ROOT / "examples" / "grpo" / "facts.py", *TOOLS]
     for file in entries:
         before, found, _ = file.read_text().partition("    use_checkout()\n")
-        imported = {line.split()[1].partition(".")[0] for line in before.splitlines() if line.startswith(("import ", "from "))}
+        imports = [line for line in before.splitlines() if line.startswith(("import ", "from "))]
+        imported = {line.split()[1].partition(".")[0] for line in imports}
         assert found and imported <= sys.stdlib_module_names, file
 
 
@@ -254,15 +270,15 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     """A wheel, in a folder of its own, used from another, with the packages of this Python."""
     for file in ("setup.py", "pyproject.toml", "README.md", "requirements"):
         (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, checkout / file)
-    built = run(sys.executable, "-m", "pip", "wheel", checkout, "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", tmp_path)
+    built = run(sys.executable, "-m", "pip", "wheel", checkout, "--no-deps", "--no-build-isolation", "-w", tmp_path)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    packed = {name.removeprefix("mindspeed_qerl/configs/") for name in names if name.startswith("mindspeed_qerl/configs/")}
-    assert packed == {str(file.relative_to(CONFIGS)) for file in CONFIGS.rglob("*.yaml")}
+    packed = {name for name in names if name.startswith("mindspeed_qerl/configs/")}
+    assert packed == {f"mindspeed_qerl/configs/{file.relative_to(CONFIGS)}" for file in CONFIGS.rglob("*.yaml")}
     assert not any(name.startswith(("tests", "configs", "tools", "cli", "benchmarks")) for name in names)
     commands = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    assert {f"qerl-{file.stem.replace('_', '-')}" for file in (ROOT / "tools").glob("*.py")} | {"qerl-train"} == {
+    assert {f"qerl-{file.stem.replace('_', '-')}" for file in TOOLS} | {"qerl-train"} == {
         line.partition(" ")[0] for line in commands.splitlines() if line.startswith("qerl-")}
 
     site = tmp_path / "site"
@@ -276,7 +292,8 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     judged = call(sys.executable, "bin/qerl-plan-layout", "--config-name", "grpo_qwen25_7b_gsm8k_8npu")
     assert judged.returncode == 0 and "legal" in judged.stdout, judged.stderr
     lacking = call(bare_python, "bin/qerl-export-adapter", "--help")
-    assert lacking.returncode == 1 and lacking.stderr.startswith(f"error: {bare_python} has no ") and "Traceback" not in lacking.stderr
+    assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
+    assert lacking.stderr.startswith(f"error: {bare_python} has no ")
 
 
 def test_the_readme_fits_on_two_screens_and_its_commands_exist():

@@ -1,8 +1,8 @@
 """Which versions of MindSpeed-RL and what it stands on are here, and are they what the engine was written for?
 
-Compares all that the engine relies on with the digests in mindspeed_qerl/ascend/contract.yaml. Sources are parsed and not imported:
-nothing of upstream has to be installed. Without folders the packages that this Python would import are compared, as the engine does
-when it starts; with folders only these.
+Compares all that the engine relies on with the digests in mindspeed_qerl/ascend/contract.yaml. Sources are parsed and
+not imported: nothing of upstream has to be installed. Without folders the packages that this Python would import are
+compared, as the engine does when it starts; with folders only these.
 """
 
 import argparse
@@ -23,13 +23,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 all that was compared is unchanged, 1 something is not, 2 wrong arguments or a missing folder\n\n"
-        "example:\n  python tools/check_upstream.py --mindspeed-rl MindSpeed-RL --mindspeed-llm MindSpeed-LLM --mindspeed MindSpeed",
+        epilog="exit status: 0 all that was compared is unchanged, 1 something is not, 2 wrong arguments or a missing "
+        "folder\n\nexample:\n  python tools/check_upstream.py --mindspeed-rl MindSpeed-RL --mindspeed MindSpeed",
     )
     for package, pin in PINS.items():
-        parser.add_argument(f"--{package.replace('_', '-')}", type=Path, metavar="DIR", help=f"checkout of {pin.title}; {pin}")
+        option = f"--{package.replace('_', '-')}"
+        parser.add_argument(option, type=Path, metavar="DIR", help=f"checkout of {pin.title}; {pin}")
     parser.add_argument("--all", action="store_true", help="print what is unchanged too, each with its reason")
-    parser.add_argument("--write", action="store_true", help="make what is there the pins: write commits and digests to contract.yaml")
+    parser.add_argument("--write", action="store_true", help="write what is there to contract.yaml as the pins")
     args = parser.parse_args()
     given = {package: [root] for package in PINS if (root := getattr(args, package))}
     try:
@@ -47,18 +48,19 @@ def main() -> int:
 
 
 def write(reports: list[Report]) -> int:
-    """Put the commits, contents and digests of what is there into contract.yaml. For a new entry write any word as its digest."""
+    """Put the commits, contents and digests of what is there into contract.yaml. A new entry has any word as digest."""
     text = TABLE.read_text(encoding="utf-8")
     for report in reports:
-        text = text.replace(report.pin.commit, report.commit or report.pin.commit).replace(report.pin.content, report.content)
+        text = text.replace(report.pin.commit, report.commit or report.pin.commit)
+        text = text.replace(report.pin.content, report.content)
         for finding in report.changed:
             if finding.change == "gone":
                 print(finding, file=sys.stderr)
                 continue
-            name = finding.name or finding.file
-            text = text.replace(f"  {name}: {ENTRIES[finding.file][finding.name]}\n", f"  {name}: {finding.digest} {finding.why}\n")
+            key, entry = f"  {finding.name or finding.file}: ", ENTRIES[finding.file][finding.name]
+            text = text.replace(f"{key}{entry}\n", f"{key}{finding.digest} {finding.why}\n")
     TABLE.write_text(text, encoding="utf-8")
-    print(f"wrote {TABLE}; its refs, the contents of other versions and the entries of what is gone are written by hand")
+    print(f"wrote {TABLE}; refs, other versions and the entries of what is gone are written by hand")
     return 0
 
 

@@ -2,8 +2,8 @@
 
     warnings = require(check(installed()))     # the engine, before it starts anything
 
-contract.yaml holds the pins, and a digest with its reason for all that we extend, replace, call or read. Sources are parsed,
-never imported. For a new pin: `tools/check_upstream.py --write`, then read what changed between the two.
+contract.yaml has the pins, and a digest with its reason for all that we extend, replace, call or read. Sources are
+parsed, never imported. For a new pin: `tools/check_upstream.py --write`, then read what changed between the two.
 """
 
 import ast
@@ -12,6 +12,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,17 @@ import yaml
 from mindspeed_qerl.errors import ConfigError, EngineError
 
 TABLE = Path(__file__).with_suffix(".yaml")
-# The names that upstream's `verifier` knows; any other it skips without a word, so names are checked against these first.
-UPSTREAM_VERIFIERS = ("acc", "format", "step", "strict_format", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo",
-                      "math_verify_reward", "retool_reward")
+# The names that upstream's `verifier` knows; it skips any other without a word, so we compare names with these first.
+UPSTREAM_VERIFIERS = ("acc", "format", "step", "strict_format", "base_acc", "math_17k_acc", "acc_for_dapo",
+                      "acc_for_ppo", "math_verify_reward", "retool_reward")
 GENERATED = ("_version.py", "_build_info.py")  # written when vllm-ascend is installed
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Fields that differ between Python versions, or that do not change what the code does.
 IGNORED_FIELDS = ("ctx", "kind", "type_comment", "type_params")
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The version of a repository that the engine was written for; `content` and `others` (by name) are from `content_of`."""
+    """The version of a repository that the engine was written for. content, others (by name): from `content_of`."""
 
     title: str
     commit: str
@@ -52,14 +52,14 @@ ENTRIES = {file: {"": entry} if isinstance(entry, str) else entry for file, entr
 
 @dataclass(frozen=True)
 class Finding:
-    """One entry beside its source. change: "", "changed" or "gone"; digest and line: what is there, if it is."""
+    """One entry beside its source. change: "", "changed" or "gone"; digest, line: of what is there."""
 
     file: str
     name: str
     why: str
     change: str
-    digest: str = ""
-    line: int = 1
+    digest: str
+    line: int
 
     def __str__(self) -> str:
         return f"{self.change or 'same'} {self.file}:{self.line} {self.name or '(whole)'}: {self.why}"
@@ -67,7 +67,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """One repository that is here. unused: more copies, later on the path. commit: None without git. content: from `content_of`."""
+    """One repository that is here. unused: more copies, later on the path. content: from `content_of`."""
 
     pin: Pin
     root: Path
@@ -85,24 +85,19 @@ class Report:
         return self.content == self.pin.content and not self.changed
 
     def __str__(self) -> str:
-        """"MindSpeed in DIR is v2.2.0_core_r0.12.1 (f321067), not the pin ...; 5 of 5 things that the engine relies on are unchanged"."""
-        version = str(self.pin)
-        if not self.at_pin and self.commit == self.pin.commit:
-            version += " with edited files"
-        elif not self.at_pin:
-            names = (name for name, content in self.pin.others.items() if content == self.content)
-            commit = self.commit[:7] if self.commit else "no git checkout"
-            version = f"{next(names, 'an unknown version')} ({commit}), not {self.pin}"
+        names = [name for name, content in self.pin.others.items() if content == self.content]
+        commit = self.commit[:7] if self.commit else "no git checkout"
+        version = f"{names[0] if names else 'an unknown version'} ({commit}), not {self.pin}"
+        if self.commit == self.pin.commit:
+            version = f"{self.pin} with edited files"
         unused = f"; not used, later on the path: {', '.join(map(str, self.unused))}" if self.unused else ""
         same = f"{len(self.findings) - len(self.changed)} of {len(self.findings)}"
-        return f"{self.pin.title} in {self.root} is {version}{unused}; {same} things that the engine relies on are unchanged"
+        return (f"{self.pin.title} in {self.root} is {self.pin if self.at_pin else version}{unused}; "
+                f"{same} things that the engine relies on are unchanged")
 
 
 def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
-    """Compare sources with contract.yaml.
-
-    Args:
-        copies: keys of PINS -> checkouts, or folders that the package's folder is in; the first one is compared.
+    """Compare sources with contract.yaml. copies: keys of PINS -> folders that hold the package; the first counts.
 
     Raises:
         ConfigError: a first folder without the package.
@@ -110,7 +105,7 @@ def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
     reports = []
     for package, (root, *unused) in copies.items():
         if not (root / package).is_dir():
-            raise ConfigError(f"{root} holds no folder {package}: give a checkout of {PINS[package].title}, or the folder it is in")
+            raise ConfigError(f"{root} holds no folder {package}: give a checkout of {PINS[package].title}")
         files = [file for file in ENTRIES if file.split("/")[0].replace("cli", "mindspeed_rl") == package]
         findings = [finding for file in files for finding in compare(root, file)]
         reports.append(Report(PINS[package], root, unused, commit_of(root), content_of(root / package), findings))
@@ -125,23 +120,20 @@ def compare(root: Path, file: str) -> Iterator[Finding]:
         module = ast.Module([], [])
     for name, entry in ENTRIES[file].items():
         expected, why = entry.split(" ", 1)
-        if nodes := definitions(module, name):
-            here = digest(nodes)
-            yield Finding(file, name, why, "changed" if here != expected else "", here, nodes[-1].lineno if name else 1)
-        else:
-            yield Finding(file, name, why, "gone")
+        nodes = definitions(module, name)
+        here, line = digest(nodes), nodes[-1].lineno if nodes and name else 1
+        yield Finding(file, name, why, "gone" if not nodes else "changed" if here != expected else "", here, line)
 
 
 def require(reports: Sequence[Report]) -> list[str]:
     """Warnings: not the pin, though all that we rely on is unchanged, or a second copy on the path.
 
     Raises:
-        EngineError: something that we rely on changed: which version is here, and what changed, where, and why we need it.
+        EngineError: something that we rely on changed: the version that is here, what changed, where, why we need it.
     """
     if faults := [line for report in reports if report.changed for line in (report, *report.changed)]:
-        raise EngineError("upstream does not fit: the engine relies on what is changed or gone in it. Put the pins first on "
-                          "PYTHONPATH (docs/ascend.md); `python tools/check_upstream.py --all` prints the whole table\n  "
-                          + "\n  ".join(map(str, faults)))
+        raise EngineError("upstream does not fit: the engine relies on what is changed or gone in it. Put the pins "
+                          "first on PYTHONPATH (docs/ascend.md)\n  " + "\n  ".join(map(str, faults)))
     return [str(report) for report in reports if report.unused or not report.at_pin]
 
 
@@ -149,92 +141,77 @@ def installed() -> dict[str, list[Path]]:
     """Keys of PINS -> the folders that hold the package, the one that Python takes first; imports nothing."""
     copies = {}
     for package in PINS:
-        try:
+        with suppress(ValueError):  # put into sys.modules by hand, without a spec
             spec = importlib.util.find_spec(package)
-        except ValueError:  # put into sys.modules by hand, without a spec
-            continue
-        taken = list(spec.submodule_search_locations or []) if spec else []
-        folders = [Path(folder) for folder in (*taken, *(f"{entry or '.'}/{package}" for entry in sys.path))]
-        # Megatron has no __init__.py: any folder of its name would count as a part of it.
-        there = [folder for folder in folders if (folder / "__init__.py").is_file() or (folder / "core").is_dir()]
-        if there:
+            taken = list(spec.submodule_search_locations or []) if spec else []
+            folders = [Path(folder) for folder in (*taken, *(f"{entry or '.'}/{package}" for entry in sys.path))]
+            # Megatron has no __init__.py: any folder of its name would count as a part of it.
+            there = [folder for folder in folders if (folder / "__init__.py").is_file() or (folder / "core").is_dir()]
             copies[package] = list(dict.fromkeys(folder.resolve().parent for folder in there))
-    return copies
+    return {package: roots for package, roots in copies.items() if roots}
 
 
 def upstream_versions() -> dict[str, str]:
-    """Title of each repository that is installed -> its commit, without git or with edited files "sha256:..." of its files."""
-    reports = check(installed())
-    edited = [report for report in reports if report.commit == report.pin.commit and not report.at_pin]
-    return {report.pin.title: f"sha256:{report.content}" if report in edited or not report.commit else report.commit
-            for report in reports}
+    """Title of each installed repository -> its commit, or "sha256:..." of its files: without git, or edited."""
+    return {report.pin.title: report.commit if report.commit and (report.at_pin or report.commit != report.pin.commit)
+            else f"sha256:{report.content}" for report in check(installed())}
 
 
 def commit_of(root: Path) -> str | None:
     """The commit of the git checkout whose top folder is `root`; None if it is none, or git is not there."""
-    command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
+    command = ["git", "-C", str(root), "rev-parse", "--show-prefix", "HEAD"]
     try:
-        top, commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:2]
+        prefix, commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:2]
     except (OSError, subprocess.CalledProcessError):
         return None
-    # A package in the site-packages of another project's checkout has no commit of its own.
-    return commit if Path(top) == Path(root).resolve() else None
+    return None if prefix else commit  # site-packages inside another project's checkout have no commit of their own
 
 
 def content_of(folder: Path) -> str:
-    """12 hex digits over names and bytes of the Python files below `folder`, but for those that an installation writes."""
+    """12 hex digits over names and bytes of the Python files below `folder`, except those an installation writes."""
     hashes = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
               for path in folder.rglob("*.py") if path.name not in GENERATED}
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:12]
 
 
 def definitions(scope: ast.AST, name: str) -> list[ast.stmt]:
-    """The functions, classes or assignments of a qualified name, also below if and try; the whole body for "".
+    """The functions, classes or assignments of a qualified name, [] if there are none; the body of `scope` for "".
 
-    >>> [node.lineno for node in definitions(ast.parse("if fast:\\n    N = 1\\nelse:\\n    N = 2"), "N")]
-    [2, 4]
+    >>> [node.lineno for node in definitions(ast.parse("class C:\\n    N: int = 1\\n    N = 2"), "C.N")]
+    [2, 3]
     """
     if not name:
         return scope.body
     first, _, rest = name.partition(".")
-    found = [statement for statement in _statements(scope) if first in _names(statement)]
+    found = [statement for statement in scope.body if first in _names(statement)]
     return definitions(found[-1], rest) if found and rest else found
 
 
-def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a body and of the blocks in it, but not those of functions and classes in it."""
-    for child in ast.iter_child_nodes(scope):
-        if isinstance(child, (ast.stmt, ast.excepthandler)):
-            yield child
-            yield from () if isinstance(child, SCOPES) else _statements(child)
-
-
-def _names(statement: ast.AST) -> list[str]:
-    if isinstance(statement, SCOPES):
-        return [statement.name]
+def _names(statement: ast.stmt) -> list[str]:
+    """What a statement defines; a definition below an if or try is none."""
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    return [getattr(statement, "name", None), *(target.id for target in targets if isinstance(target, ast.Name))]
 
 
 def digest(statements: list[ast.stmt]) -> str:
     """12 hex digits over syntax trees, without comments, docstrings and layout; the same on every Python from 3.10.
 
-    >>> digest(ast.parse("def f(a): return a").body) == digest(ast.parse("def f(a):\\n    'Docs.'\\n    return (a)").body)
+    >>> digest(ast.parse("def f(): return 1").body) == digest(ast.parse("def f():\\n 'Docs.'\\n return (1)").body)
     True
     """
     return hashlib.sha256("".join(map(repr, _canonical(statements))).encode()).hexdigest()[:12]
 
 
 def _canonical(node: Any) -> Any:
-    """A syntax tree as nested tuples, without positions, statements that are a string, and what only some Python versions record."""
+    """A syntax tree as nested tuples, without positions, docstrings and what only some Python versions record."""
     if isinstance(node, list):
         return tuple(_canonical(each) for each in node if not _is_comment(each))
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty parts in it
         node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
-    fields = [(name, value) for name, value in ast.iter_fields(node) if name not in IGNORED_FIELDS and value not in (None, [])]
-    return type(node).__name__, tuple((name, _canonical(value)) for name, value in fields)
+    return type(node).__name__, tuple((name, _canonical(value)) for name, value in ast.iter_fields(node)
+                                      if name not in IGNORED_FIELDS and value not in (None, []))
 
 
 def _is_comment(node: Any) -> bool:

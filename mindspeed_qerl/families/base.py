@@ -13,7 +13,8 @@ LARGEST = 10 ** 9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers or other tensors
 ALIKE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {})}
 # the same for what changes no size: planned, but neither engine computes it
-BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False), "mlp_bias": (None, False)}
+BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False), "mlp_bias": (None, False),
+         "qkv_bias": (None, True)}
 HF_KEYS = {  # argument of Megatron -> key of config.json that it repeats
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",

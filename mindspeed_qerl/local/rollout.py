@@ -247,17 +247,16 @@ class RolloutEngine:
         return weight.chunk(self.tp_size, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
 
     def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of every linear weight as vLLM holds it now; packed tensors are taken apart."""
+        """(HF name, tensor) of every linear weight as vLLM holds it now; fused and packed tensors are taken apart."""
+        from vllm.model_executor.layers.linear import LinearBase
+
         for name, module in self.model.named_modules():
-            if name.endswith("qkv_proj"):
-                sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
-                for part, weight in zip("qkv", module.weight.split(sizes)):
-                    yield f"{name.removesuffix('qkv_proj')}{part}_proj.weight", weight
-            elif name.endswith("gate_up_proj"):
-                for part, weight in zip(("gate", "up"), module.weight.chunk(2)):
-                    yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", weight
-            elif name.endswith(("o_proj", "down_proj")):
-                yield f"{name}.weight", module.weight
+            if isinstance(module, LinearBase):
+                parent, _, leaf = name.rpartition(".")
+                fused = self.model.packed_modules_mapping.get(leaf)
+                parts = zip(fused, module.weight.split(module.output_partition_sizes)) if fused else [(leaf, module.weight)]
+                for part, weight in parts:
+                    yield f"{parent}.{part}.weight", weight
         for name, module, w13_packing, w2_packing in self._experts:
             prefix = name.removesuffix(".routed_experts")
             for expert, (w13, w2) in enumerate(zip(w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))):

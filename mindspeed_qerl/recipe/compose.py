@@ -1,4 +1,4 @@
-"""A config by its name: the folders where configs lie, the files that one is made of, and the mapping that Hydra resolves it to."""
+"""A config by its name: where configs lie, the files that one is made of, and what Hydra resolves it to."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +9,9 @@ from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.overrides import checked
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())  # installed, or a checkout's
+CONFIGS = PACKAGE / "configs"  # of an installation
+if not CONFIGS.is_dir():
+    CONFIGS = PACKAGE.parent / "configs"  # of a checkout
 
 
 def config_files(config_dir: str | None = None) -> dict[str, Path]:
@@ -21,7 +23,7 @@ def config_files(config_dir: str | None = None) -> dict[str, Path]:
 
 
 def check_config_name(name: str, config_dir: str | None = None) -> Path:
-    """The file of a config; ConfigError with the nearest names if there is none (Hydra would only show where it looked)."""
+    """The file of a config; ConfigError with the nearest names if there is none (Hydra only shows where it looked)."""
     known = config_files(config_dir)
     if name.removesuffix(".yaml") not in known:
         raise ConfigError(unknown("config name", name, known, "`python cli/train_grpo.py` lists them"))
@@ -63,7 +65,7 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = N
 
 
 def combinations(name: str, overrides: Iterable[str], config_dir: str | None = None) -> list[list[str]]:
-    """The overrides of each run of a sweep: one value of each that lists several, as `aqn=off,qerl` and `seed=range(1,4)` do."""
+    """The overrides of each run of a sweep: one value of each that lists several, as in `aqn=off,qerl seed=1,2`."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -84,7 +86,7 @@ def known_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
 
 
 def config_parts(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> dict[str, Path]:
-    """{part: file} of what a config is made of, such as grpo_tiny_moe_cpu and aqn/qerl: itself first, then what its defaults name."""
+    """{part: file} of what a config is made of: itself first, then what its defaults name, such as aqn/qerl."""
     import yaml
 
     folders = config_folders(name, config_dir)
@@ -110,7 +112,7 @@ def config_parts(name: str, overrides: Iterable[str] = (), config_dir: str | Non
 
 
 def config_folders(name: str, config_dir: str | None = None) -> list[Path]:
-    """Where the parts of a config are looked for: beside its own file first; ConfigError if there is no such config."""
+    """Where the parts of a config are looked for: beside its file first; ConfigError if there is no such config."""
     own = check_config_name(name, config_dir).parent
     return [own, *(folder for folder in _folders(config_dir) if folder != own)]
 
@@ -124,7 +126,7 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 @contextmanager
 def _hydra(name: str, overrides: list[str], folders: list[Path]) -> Iterator[list[str]]:
-    """Hydra on the first of these folders; gives the override that adds the others. What Hydra refuses is a ConfigError."""
+    """Hydra on the first of these folders; yields the override that adds the others. A refusal is a ConfigError."""
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -135,5 +137,5 @@ def _hydra(name: str, overrides: list[str], folders: list[Path]) -> Iterator[lis
             yield [f"hydra.searchpath=[{others}]"] if others else []
     except ConfigError:
         raise
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own, for a group set to a value
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError is Hydra's own
         raise ConfigError(f"{name} with {' '.join(overrides)}: {error}") from error

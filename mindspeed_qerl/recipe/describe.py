@@ -1,4 +1,4 @@
-"""What `cli/train_grpo.py` prints about configs: their list, the text of one with its comments, and every key it may have."""
+"""What `cli/train_grpo.py` prints about configs: their list, the text of one, and every key that it may have."""
 
 import re
 import textwrap
@@ -15,7 +15,8 @@ def list_of_configs(config_dir: str | None = None) -> str:
     """Each config in a line with the comment that it begins with."""
     files = config_files(config_dir)
     width = max(map(len, files), default=0)
-    return "\n".join(f"  {name:{width}}  {_first_line(file).lstrip('# ')}" for name, file in sorted(files.items()))
+    lines = [f"  {name:{width}}  {_first_line(file).lstrip('# ')}" for name, file in sorted(files.items())]
+    return "\n".join(["configs:", *lines])
 
 
 def text_of_config(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> str:
@@ -25,7 +26,9 @@ def text_of_config(name: str, overrides: Iterable[str] = (), config_dir: str | N
 
 
 def list_of_keys(name: str, section: str = "", overrides: Iterable[str] = (), config_dir: str | None = None) -> str:
-    """Every key of a section, or of all: those that the config sets with value and comment, then the names of the others.
+    """Every key of a section: those that the config sets with value and comment, then the names of the others.
+
+    Without a section the keys that are set, of all sections, and the number of the others.
 
     Raises:
         ConfigError: no such config or section, or overrides that it cannot take.
@@ -43,8 +46,10 @@ def list_of_keys(name: str, section: str = "", overrides: Iterable[str] = (), co
     for key in sections:
         values = at(key, config)
         values = values if isinstance(values, Mapping) else {}
-        paths = {name: f"{key}.{name}".lstrip(".") for name in values if f"{key}.{name}".lstrip(".") not in known}
-        lines += [_line(path, values[name], remarks.get(path)) for name, path in paths.items() if key or not isinstance(values[name], Mapping)]
+        for last, value in values.items():
+            path = f"{key}.{last}".lstrip(".")
+            if path not in known and (key or not isinstance(value, Mapping)):  # sections have lines of their own
+                lines.append(_line(path, value, remarks.get(path)))
         others = sorted(set(known[key]) - set(values))
         if others and section:
             lines += textwrap.wrap(f"{key}, not set here: {', '.join(others)}", 119, subsequent_indent="    ")
@@ -54,7 +59,7 @@ def list_of_keys(name: str, section: str = "", overrides: Iterable[str] = (), co
 
 
 def comments(text: str, group: str = "") -> dict[str, str]:
-    """{dotted key: the comment on its line}; keys of a file of a group are below its `# @package`, or else the group's name.
+    """{dotted key: the comment on its line}; keys of a file of a group are below its `# @package`, or its group.
 
     >>> comments("rl_config:\\n  epochs: 1  # passes\\n  beta: 2")
     {'rl_config.epochs': 'passes'}
@@ -72,10 +77,10 @@ def comments(text: str, group: str = "") -> dict[str, str]:
 
 
 def _places(node: Any, above: str) -> Iterator[tuple[str, int, int]]:
-    """(dotted key, line and column behind its value, or behind the colon of a section) of each key of a YAML mapping."""
-    for key, value in getattr(node, "value", None) or ():
+    """(dotted key, line, column) of each key of a YAML mapping: behind its value, or behind the colon of a section."""
+    for key, value in node.value if node else ():
         path = f"{above}{key.value}"
-        if isinstance(value.value, list) and value.value and isinstance(value.value[0], tuple) and not value.flow_style:
+        if value.id == "mapping" and not value.flow_style:
             yield path, key.end_mark.line, key.end_mark.column + 1
             yield from _places(value, f"{path}.")
         else:

@@ -203,8 +203,8 @@ _HEAD = """# What becomes of MindSpeed-RL's keys
 Every key that MindSpeed-RL's sections allow, and what each engine does with it:
 
 - **honoured**: the value is what happens.
-- **only**: another value is refused before anything starts. Where upstream's own default would be refused, too, the key
-  may not be left out.
+- **only**: another value is refused before anything starts. Where upstream's own default would be refused, too, the
+  key may not be left out.
 - **neutral**: any value trains the same policy.
 
 The code applies this table, `mindspeed_qerl/recipe/keys.yaml`; `python -m mindspeed_qerl.recipe.keys` prints it, and

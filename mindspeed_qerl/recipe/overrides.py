@@ -1,4 +1,4 @@
-"""Overrides from the command line, by name: a known key works wherever it stands, an unknown one is refused with the nearest known ones.
+"""Overrides from the command line, by name: a known key works, an unknown one is refused with the nearest known ones.
 
 Hydra accepts only keys that the YAML has, and advises `+key=value` for any other, misspelt ones included.
 """
@@ -10,16 +10,16 @@ from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
 
-# What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where the spelling alone does not lead here.
+# What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does not lead here.
 SYNONYMS = {
-    "learning_rate": "lr", "warmup_ratio": "lr_warmup_fraction", "max_grad_norm": "clip_grad", "grad_clip": "clip_grad",
+    "learning_rate": "lr", "warmup_ratio": "lr_warmup_fraction", "max_grad_norm": "clip_grad",
     "num_generations": "n_samples_per_prompt", "n": "n_samples_per_prompt",
     "beta": "init_kl_coef", "kl_coef": "init_kl_coef", "kl_loss_coef": "init_kl_coef",
-    "epsilon": "clip_ratio", "epsilon_high": "clip_ratio_high",
-    "train_batch_size": "global_batch_size", "ppo_mini_batch_size": "mini_batch_size", "ppo_epochs": "epochs", "num_iterations": "epochs",
+    "epsilon": "clip_ratio", "epsilon_high": "clip_ratio_high", "ppo_epochs": "epochs", "num_iterations": "epochs",
+    "train_batch_size": "global_batch_size", "ppo_mini_batch_size": "mini_batch_size",
     "per_device_train_batch_size": "micro_batch_size", "ppo_micro_batch_size_per_gpu": "micro_batch_size",
-    "max_steps": "train_iters", "total_training_steps": "train_iters", "save_steps": "save_interval", "save_freq": "save_interval",
-    "eval_steps": "every", "test_freq": "every",
+    "max_steps": "train_iters", "total_training_steps": "train_iters", "save_steps": "save_interval",
+    "save_freq": "save_interval", "eval_steps": "every", "test_freq": "every",
     "max_completion_length": "max_tokens", "max_response_length": "max_tokens", "max_new_tokens": "max_tokens",
     "reward_funcs": "verifier_function", "model_name_or_path": "tokenizer_name_or_path", "lora_rank": "lora_r",
 }
@@ -33,8 +33,8 @@ def checked(overrides: Iterable[str], config: Mapping[str, Any], known: Known, n
     Args:
         overrides: of values, not of groups: key=value, also with + or ++ before it, or ~key.
         config: the config that they change.
-        known: {section: its keys}; "" is the top level, "a.b" a section within a section. What the config sets is known too,
-            and so is every name below a key without a known one, such as `aqn.multipliers`.
+        known: {section: its keys}; "" is the top level, "a.b" a section within a section. What the config sets is
+            known too, and so is every name below a key without a known one, such as `aqn.multipliers`.
         name: the config's, for the advice.
 
     Raises:
@@ -54,12 +54,13 @@ def checked(overrides: Iterable[str], config: Mapping[str, Any], known: Known, n
             faults.append(f"unknown key {key!r}" + (f", did you mean {near}?" if near else ""))
         accepted.append(override if is_set and prefix in ("", "~") else f"++{key}{rest}")
     if faults:
-        raise ConfigError("\n".join([*faults, f"`python cli/train_grpo.py --config-name {name} --keys [SECTION]` lists the known keys"]))
+        listing = f"`python cli/train_grpo.py --config-name {name} --keys [SECTION]` lists the known keys"
+        raise ConfigError("\n".join([*faults, listing]))
     return accepted
 
 
 def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
-    """The known keys that an unknown one may stand for, likeliest first: the nearest of all sections and the nearest of its own.
+    """The known keys that an unknown one may stand for: the nearest of all sections, then the nearest of its own.
 
     >>> nearest("rl_config.learning_rate", {"actor_config": {"lr": 1e-6}, "rl_config": {"epochs": 1}}, {})
     ['actor_config.lr']
@@ -69,8 +70,9 @@ def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
     section, _, typed = key.rpartition(".")
     wanted = SYNONYMS.get(typed, typed)
     are_set = _paths(config)
+    are_known = [f"{other}.{name}".lstrip(".") for other, names in known.items() for name in sorted(names)]
     places: dict[str, list[str]] = {}
-    for path in [*are_set, *(f"{other}.{name}".lstrip(".") for other, names in known.items() for name in sorted(names))]:
+    for path in [*are_set, *are_known]:
         places.setdefault(path.rpartition(".")[2], []).append(path)
 
     def best_place(name: str) -> str:

@@ -4,6 +4,7 @@
     recipe = read_recipe(raw)        # raises ConfigError with all faults
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,9 +97,9 @@ def key_of(part: type, name: str) -> str | None:
     return extra["key"] if extra else f"{part.section}.{name}"
 
 
-def _unknown_key(key: Any, section: str, sections: Mapping[str, Any]) -> str:
+def _unknown_key(key: Any, section: str) -> str:
     """The sentence for an unknown key, with the nearest known ones of its section and of all."""
-    near = [name.removeprefix(f"{section}.") for name in nearest(f"{section}.{key}", sections, known_keys())]
+    near = [name.removeprefix(f"{section}.") for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})]
     return f"unknown key in {section}: {key!r}" + (f", did you mean {' or '.join(map(repr, near))}?" if near else "")
 
 
@@ -123,7 +124,7 @@ def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
         given = nested[name] if name in nested else sections[name]
         for key in given if isinstance(given, Mapping) else ():
             if key not in known[name]:
-                found.faults.append(_unknown_key(key, name, sections))
+                found.faults.append(_unknown_key(key, name))
     return sections
 
 
@@ -232,15 +233,16 @@ def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
         counts = " and ".join(f"{len(given) if isinstance(given, list) else repr(given)} {key}"
                               for given, key in ((names, "verifier_function"), (weights, "verifier_weight")))
         found.faults.append(f"rl_config: {counts} must be lists, as long as each other, of at least one")
-        return (("gsm8k", 1.0),)
-    for i, (name, weight) in enumerate(zip(names, weights)):
+    checked = []
+    for i, name in enumerate(names if isinstance(names, list) else ()):
+        weight = weights[i] if isinstance(weights, list) and i < len(weights) else 1.0
         if not isinstance(name, str):
             found.faults.append(f"rl_config.verifier_function[{i}]: unknown verifier {name!r}: give a name, or module:function")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or abs(weight) == float("inf") or weight != weight:
+        elif isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             found.faults.append(f"rl_config.verifier_weight[{i}] = {weight!r} must be float")
-    if found.faults:
-        return tuple((name, 1.0) for name in names if isinstance(name, str)) or (("gsm8k", 1.0),)
-    return tuple(zip(names, map(float, weights)))
+        else:
+            checked.append((name, float(weight)))
+    return tuple(checked) or (("gsm8k", 1.0),)
 
 
 # ---- across fields ----

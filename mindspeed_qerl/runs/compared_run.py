@@ -27,7 +27,7 @@ SCHEDULE_FIELDS = {  # key of the section aqn -> field of NoiseSchedule
     "schedule": "kind", "sigma_start": "sigma_start", "sigma_end": "sigma_end", "num_stages": "num_stages"}
 # Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm of 128 weights at
 # one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since weights of 1 in bfloat16 show 0.85 to 1.10
-# of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or applied twice (1.41).
+# of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or twice (1.41).
 LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 
 

@@ -85,7 +85,7 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
         accuracy = np.array([row["accuracy"] for row in scored])
         margin = 1.96 * np.nan_to_num([row.get("standard_error", 0.0) for row in scored])
         below, above = np.minimum(margin, accuracy), np.minimum(margin, 1 - accuracy)  # within 0..1
-        axes.errorbar(steps, accuracy, yerr=[below, above], color=RED, marker="o", markersize=5, capsize=3,
+        axes.errorbar(steps, accuracy, yerr=np.array([below, above]), color=RED, marker="o", markersize=5, capsize=3,
                       elinewidth=1.2)
         for k in sorted({0, len(steps) - 1}):
             axes.annotate(f"{accuracy[k]:.1%}", (steps[k], accuracy[k] + above[k]), xytext=(0, 5),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mindspeed_qerl.ascend.contract import CONTRACT
+from mindspeed_qerl.ascend.contract import ENTRIES, PINS
 from mindspeed_qerl.ascend.settings import extra_arguments, npu_environment, vllm_dp_size
 from mindspeed_qerl.engines import checked
 from mindspeed_qerl.errors import ConfigError
@@ -218,4 +218,6 @@ def test_the_guide_shows_these_configs_and_this_contract():
     guide = (ROOT / "docs" / "ascend.md").read_text()
     assert {path.stem for path in CONFIGS.glob("*npu*.yaml")} == set(SHIPPED)
     assert all(f"| `{name}` |" in guide for name in SHIPPED)
-    assert f"\n{len(CONTRACT)} promises: {len(CONTRACT)} holds\n" in guide
+    for package, pin in PINS.items():
+        count = sum(len(entries) for file, entries in ENTRIES.items() if file.split("/")[0].replace("cli", "mindspeed_rl") == package)
+        assert f"\n{pin.title} in {pin.title} is {pin}; {count} of {count} things that the engine relies on are unchanged\n" in guide

@@ -1,8 +1,10 @@
 """A config that cannot work is refused in words, before anything heavy is imported."""
 
+import copy
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,22 @@ MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, 
          "head_dim": 32, "vocab_size": 90, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
+@cache
+def composed(*overrides):
+    return compose("grpo_tiny_moe_cpu", overrides)
+
+
 @pytest.fixture
 def raw(tmp_path):
     """The quickstart's config with a model directory and data files that exist."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     for split in ("train", "test"):
         (tmp_path / f"{split}_chat.parquet").write_bytes(b"")
-    return compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}",
-                                         f"task.train_file={tmp_path}/train_chat.parquet",
-                                         f"task.test_file={tmp_path}/test_chat.parquet"])
+    config = copy.deepcopy(composed())
+    put(config, "megatron_training.tokenizer_name_or_path", str(tmp_path))
+    for split in ("train", "test"):
+        put(config, f"task.{split}_file", f"{tmp_path}/{split}_chat.parquet")
+    return config
 
 
 def put(raw, key, value):
@@ -106,7 +115,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("rl_config.filter_groups_enable", True, "rl_config.filter_groups_enable = True"),
     ("rl_config.entropy_coeff", 0.01, "rl_config.entropy_coeff = 0.01"),
     ("rl_config.use_kl_in_reward", True, "rl_config.use_kl_in_reward = True"),
-    ("rl_config.advantage_whiten", False, "rl_config.advantage_whiten = False"),
+    ("rl_config.advantage_whiten", True, "rl_config.advantage_whiten = True"),
     ("rl_config.overlong_buffer_enable", True, "rl_config.overlong_buffer_enable = True"),
     ("megatron_training.optimizer", "muon", "megatron_training.optimizer = 'muon'"),
     ("generate_config.sampling_config.seed", 3, "generate_config.sampling_config.seed = 3"),
@@ -116,7 +125,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("actor_config.expert_model_parallel_size", 3, "8 experts cannot be divided by TP 1 x EP 3 = 3"),
     ("megatron_training.num_layer_list", "1,one", "num_layer_list = '1,one' must be whole numbers"),
     ("actor_config.lr", "fast", "actor_config.lr = 'fast' must be float"),
-    ("actor_config.lr", float("nan"), "actor_config.lr = nan must be finite"),
+    ("actor_config.lr", float("nan"), "actor_config.lr = nan must be"),
     ("actor_config.lr_decay_style", "cosin", "did you mean 'cosine'"),
     ("generate_config.dtype", "float16", "unknown dtype 'float16'"),
     ("generate_config.sampling_config.temperature", 0.0, "temperature = 0.0 must be above 0"),
@@ -139,7 +148,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("eval.n_problems", 0, "eval.n_problems = 0 must be at least 1"),
     ("run.rollout_samples", -1, "run.rollout_samples = -1 must be at least 0"),
     ("megatron_training.seed", -1, "seed = -1 must be at least 0"),
-    ("megatron_training.lora_r", None, "megatron_training.lora_r is missing"),
+    ("megatron_training.lora_r", 0, "megatron_training.lora_r = 0 must be at least 1"),
     ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
     ("actor_config.adam_beta2", 1, "actor_config.adam_beta2 = 1 must be at most 0.999999"),
     ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
@@ -195,7 +204,7 @@ def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
     put(raw, "actor_config.expert_model_parallel_size", 1)
     with pytest.raises(ConfigError) as error:
         checked(raw)
-    assert "in a single engine only; set it to 1" in str(error.value) and "which would go different ways" in str(error.value)
+    assert "in a single engine only; set it to 1" in str(error.value) and "which would drift apart" in str(error.value)
 
 
 @pytest.mark.parametrize("change, message", [

@@ -1,4 +1,4 @@
-"""The contract against upstream's real sources: it holds at the pins, each entry notices a change, other versions are told apart."""
+"""The contract on upstream's real sources: it holds at the pins, each entry notices a change, other versions are told."""
 
 import ast
 import os
@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend.contract import ENTRIES, PINS, UPSTREAM_VERIFIERS, check, commit_of, compare, definitions, require
+from mindspeed_qerl.ascend.contract import (
+    ENTRIES,
+    PINS,
+    UPSTREAM_VERIFIERS,
+    check,
+    commit_of,
+    compare,
+    definitions,
+    require,
+)
 
 ROOT = Path(__file__).parents[2]
 UPSTREAM = Path(os.environ.get("UPSTREAM", "/nonexistent"))
@@ -19,8 +28,8 @@ ROOTS = {"cli": GIVEN.get("mindspeed_rl"), **GIVEN}  # first folder of a file ->
 FILES = [file for file in ENTRIES if file.split("/")[0] in ROOTS]
 
 pytestmark = pytest.mark.skipif(not all(package in GIVEN for package in NEEDED), reason=(
-    "UPSTREAM must name a folder with checkouts of MindSpeed-RL, MindSpeed-LLM, MindSpeed [, Megatron-LM, vllm-ascend] at the "
-    "pins of mindspeed_qerl/ascend/contract.yaml"))
+    "UPSTREAM must name a folder with checkouts of MindSpeed-RL, MindSpeed-LLM, MindSpeed [, Megatron-LM, vllm-ascend] at "
+    "the pins of mindspeed_qerl/ascend/contract.yaml"))
 
 
 def run_tool(roots):
@@ -43,7 +52,7 @@ def test_everything_is_unchanged_at_the_pins():
     assert done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if " is the pin " in line]
     assert [line.split(" in ")[0] for line in lines] == [PINS[package].title for package in at_the_pins]
-    assert f"MindSpeed-RL in {GIVEN['mindspeed_rl']} is the pin 05a90d7 (branch master); 64 of 64 things" in lines[0]
+    assert f"MindSpeed-RL in {GIVEN['mindspeed_rl']} is the pin 05a90d7 (branch master); 60 of 60 things" in lines[0]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -60,7 +69,7 @@ def test_each_entry_notices_a_change_and_a_removal(file, tmp_path):
 
     assert changes(lambda module, name: None, "") == {}
     for name in ENTRIES[file]:
-        around = {each: "changed" for each in ENTRIES[file] if f"{name}.".startswith(f"{each}.")}  # its class, if that is an entry
+        around = {each: "changed" for each in ENTRIES[file] if f"{name}.".startswith(f"{each}.")}  # its class too
         assert changes(change_code, name) == {**around, name: "changed"}
         if name:
             assert changes(rename, name) == {**around, name: "gone"}
@@ -86,24 +95,21 @@ def rename(module, name):
 @pytest.mark.parametrize(("package", "file", "old", "new", "told"), [
     ("mindspeed_rl", "mindspeed_rl/models/rollout/vllm_engine.py", "load_format='megatron'", "load_format='auto'",
      "(whole): our engine extends it and replaces generate_sequences"),
-    ("mindspeed_rl", "mindspeed_rl/workers/resharding/weight_adaptor.py", '    "Qwen3MoeForCausalLM": Qwen3MoeMVWeightAdaptor,\n', "",
-     "WEIGHT_ADAPTOR_REGISTRY: "),
-    ("mindspeed_rl", "mindspeed_rl/workers/actor_hybrid_worker.py", "        self.iteration += 1\n", "        self.iteration += 2\n",
+    ("mindspeed_rl", "mindspeed_rl/workers/resharding/weight_adaptor.py",
+     '    "Qwen3MoeForCausalLM": Qwen3MoeMVWeightAdaptor,\n', "", "WEIGHT_ADAPTOR_REGISTRY: "),
+    ("mindspeed_rl", "mindspeed_rl/workers/actor_hybrid_worker.py", "self.iteration += 1\n", "self.iteration += 2\n",
      "ActorHybridWorkerBase.update: "),
-    ("mindspeed_rl", "mindspeed_rl/datasets/indexed_dataset.py", r"_INDEX_HEADER = b'MMIDIDX\x00\x00'", r"_INDEX_HEADER = b'MMIDIDX\x00\x01'",
-     "_INDEX_HEADER: "),
+    ("mindspeed_rl", "mindspeed_rl/datasets/indexed_dataset.py", r"IDX\x00\x00", r"IDX\x00\x01", "_INDEX_HEADER: "),
     ("mindspeed", "mindspeed/core/transformer/moe/grouped_gemm_util.py", "trans_b=False", "trans_b=True", "Ops.gmm: "),
 ])
 def test_a_changed_file_is_named(tmp_path, package, file, old, new, told):
     copy = copy_of(package, tmp_path)
     text = (copy / file).read_text()
-    if '"' in text and old not in text:
-        old, new = old.replace("'", '"'), new.replace("'", '"')
     assert old in text
     (copy / file).write_text(text.replace(old, new, 1))
     done = run_tool({package: copy})
     assert done.returncode == 1
-    assert f"{PINS[package].title} in {copy} is an unknown version (no git checkout), not the pin {PINS[package].commit[:7]}" in done.stdout
+    assert f"{PINS[package].title} in {copy} is an unknown version (no git checkout), not {PINS[package]}" in done.stdout
     assert any(line.startswith(f"  changed {file}:") and told in line for line in done.stdout.splitlines())
 
 
@@ -114,17 +120,18 @@ def test_a_version_that_differs_elsewhere_is_told_and_which_copy_counts(tmp_path
     assert report.commit is None and report.at_pin
     (copy / "mindspeed" / "new.py").write_text("")
     (warning,) = require(check({"mindspeed": [copy, GIVEN["mindspeed"]]}))
-    assert warning.startswith(f"MindSpeed in {copy} is an unknown version (no git checkout), not the pin ac9f0e7 (branch 2.3.0_core_r0.12.1)")
+    version = "an unknown version (no git checkout), not the pin ac9f0e7 (branch 2.3.0_core_r0.12.1)"
+    assert warning.startswith(f"MindSpeed in {copy} is {version}")
     assert f"; not used, later on the path: {GIVEN['mindspeed']}; 5 of 5 things" in warning
 
 
 @pytest.mark.parametrize(("package", "tag", "unchanged", "gone_or_changed"), [
-    ("mindspeed_rl", "v2.2.0", 36, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
-    ("mindspeed_rl", "v2.3.0", 37, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
-    ("mindspeed_llm", "v26.0.0", 5, ["_add_moe_args", "LoraParallelGroupedMLP", "moe_tp_extend_ep"]),
+    ("mindspeed_rl", "v2.2.0", 31, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
+    ("mindspeed_rl", "v2.3.0", 33, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
+    ("mindspeed_llm", "v26.0.0", 4, ["_add_moe_args", "LoraParallelGroupedMLP", "moe_tp_extend_ep"]),
     ("mindspeed", "v2.2.0_core_r0.12.1", 5, []),
     ("mindspeed", "v26.0.0_core_r0.12.1", 5, []),
-    ("megatron", "core_v0.12.0", 7, ["SharedExpertMLP.__init__"]),
+    ("megatron", "core_v0.12.2", 9, []),
 ])
 def test_another_tag_is_named_without_git(tmp_path, package, tag, unchanged, gone_or_changed):
     folders = [package, *(["cli"] if package == "mindspeed_rl" else [])]
