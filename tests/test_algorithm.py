@@ -46,7 +46,8 @@ def test_low_variance_kl_is_unbiased():
 
 def options(low, high, kl_coefficient=0.0, cap=None):
     """The arguments of `loss` besides its inputs."""
-    algorithm = Algorithm(True, clip_ratio_low=low, clip_ratio_high=high, kl_coefficient=kl_coefficient)
+    algorithm = Algorithm(clip_higher_enable=True, clip_ratio_low=low, clip_ratio_high=high,
+                          kl_coefficient=kl_coefficient)
     return algorithm, Correction("token_tis", cap) if cap else Correction()
 
 
@@ -235,6 +236,6 @@ def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():
         bias += (expected_gradient(logits, sampler, reward) - exact).norm()
         left += (expected_gradient(logits, sampler, reward, cap=1e9) - exact).norm()
     assert 0.5 * bias < left < 0.75 * bias
-    logits, sampler, reward = answers_of_noisy_policy(0, spread_of_second=0.0)  # the first token's gradient is exact then
+    logits, sampler, reward = answers_of_noisy_policy(0, spread_of_second=0.0)  # the first token's is exact then
     exact, corrected = expected_gradient(logits, logits, reward), expected_gradient(logits, sampler, reward, cap=1e9)
     assert (corrected - exact)[0].norm() < 1e-12 < (corrected - exact)[1:].norm()

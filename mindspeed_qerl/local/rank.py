@@ -96,7 +96,7 @@ class TrainRank:
         return self.owns_dense if parameter.allreduce else self.owns_experts
 
     def _run(self, shard: Batch, size: int, outcome: Callable, forward_only: bool = False) -> list:
-        """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, forward...).
+        """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, ...).
 
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
         float32 [n, l-1]; it returns (loss, result), or with `forward_only` the result. Returns the results; other

@@ -102,8 +102,8 @@ class Team:
                 raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
             except ray.exceptions.OutOfMemoryError as error:
                 raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done[0]].name}. Ask for "
-                                  "fewer ranks, a smaller actor_config.micro_batch_size, or recompute_granularity=full. "
-                                  f"Ray says: {error}") from error
+                                  "fewer ranks, a smaller actor_config.micro_batch_size, or recompute_granularity="
+                                  f"full. Ray says: {error}") from error
         return [results[reference] for reference in calls.values()]
 
     def _dead(self, worker: Worker) -> WorkerError:
