@@ -11,14 +11,15 @@ from typing import IO, Any
 from mindspeed_qerl.locks import hold
 
 PREFIX = "qerl_ray_"
-_ours: dict[Path, tuple[IO, list]] = {}  # the temporary directory of this process's Ray: its lock, and the processes that there were before
+_ours: dict[Path, tuple[IO, list]] = {}  # temporary directory of this process's Ray: its lock, and earlier children
 
 
 def start(**options: Any) -> Path:
     """`ray.init` of a new Ray that listens on the loopback interface only; `options` are its other arguments.
 
-    Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is told not to be a cluster, which it
-    asks when it is imported (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
+    Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is told not to be a
+    cluster, which it asks when it is imported (ray/_private/services.py:resolve_ip_for_localhost,
+    ray_constants.py:ENABLE_RAY_CLUSTER).
 
     Returns:
         its temporary directory, which `stop` removes, or, if this process is killed, the next `start` on this machine.
@@ -28,8 +29,8 @@ def start(**options: Any) -> Path:
     from ray._private import ray_constants
 
     # Its agents outlive a killed process by the last one's seconds, not by 60.
-    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0", RAY_BACKEND_LOG_LEVEL="fatal",
-                      RAY_gcs_rpc_server_reconnect_timeout_s="5")
+    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0",
+                      RAY_BACKEND_LOG_LEVEL="fatal", RAY_gcs_rpc_server_reconnect_timeout_s="5")
     ray_constants.ENABLE_RAY_CLUSTER = False
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
@@ -41,7 +42,8 @@ def start(**options: Any) -> Path:
     making.rename(directory)
     _ours[directory] = lock, psutil.Process().children(recursive=True)
     with _stderr_into(directory / "start.log"):  # it says there which log level it was given
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory), **options)
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+                 _temp_dir=str(directory), **options)
     return directory
 
 

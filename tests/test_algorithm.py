@@ -46,7 +46,8 @@ def test_low_variance_kl_is_unbiased():
 
 def options(low, high, kl_coefficient=0.0, cap=None):
     """The arguments of `loss` besides its inputs."""
-    algorithm = Algorithm(clip_higher_enable=True, clip_ratio_low=low, clip_ratio_high=high, kl_coefficient=kl_coefficient)
+    algorithm = Algorithm(clip_higher_enable=True, clip_ratio_low=low, clip_ratio_high=high,
+                          kl_coefficient=kl_coefficient)
     return algorithm, Correction("token_tis", cap) if cap else Correction()
 
 
@@ -66,7 +67,8 @@ def rows_of(inputs, rows):
 
 
 def by_hand(inputs, algorithm, correction):
-    """Loss, KL, clipped tokens, tokens above the cap, and the derivative of policy + c KL in each log probability: token by token, in Python."""
+    """Loss, KL, clipped tokens, tokens above the cap, and the derivative of policy + c KL in each log probability:
+    token by token, in Python."""
     policy = kl = clipped = above = 0.0
     gradient = torch.zeros(inputs.mask.shape).double()
     for row, column in inputs.mask.nonzero().tolist():
@@ -81,7 +83,8 @@ def by_hand(inputs, algorithm, correction):
         policy -= weight * min(gain, bounded)
         clipped += bounded < gain
         kl += math.exp(reference - new) - 1 - (reference - new)
-        gradient[row, column] = (0.0 if bounded < gain else -weight * gain) + algorithm.kl_coefficient * (1 - math.exp(reference - new))
+        of_policy, of_kl = 0.0 if bounded < gain else -weight * gain, 1 - math.exp(reference - new)
+        gradient[row, column] = of_policy + algorithm.kl_coefficient * of_kl
     return policy, kl if algorithm.kl_coefficient else 0.0, clipped, above, gradient
 
 
@@ -103,19 +106,22 @@ def test_the_joined_loss_and_its_gradient_are_the_formula_token_by_token(options
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("outside", [{"logprobs": -100.0, "reference_logprobs": 0.0}, {"old_logprobs": -200.0}, {"rollout_logprobs": math.nan},
-                                     {"old_logprobs": math.nan, "reference_logprobs": math.inf}])
+@pytest.mark.parametrize("outside", [
+    {"logprobs": -100.0, "reference_logprobs": 0.0}, {"old_logprobs": -200.0}, {"rollout_logprobs": math.nan},
+    {"old_logprobs": math.nan, "reference_logprobs": math.inf}])
 def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(options, outside):
     """exp(100) is infinite in float32, and 0 times it NaN."""
-    inputs = LossInputs(**{name: value.float() if name != "mask" else value for name, value in vars(micro_batch()).items()})
-    changed = {name: torch.where(inputs.mask, getattr(inputs, name).detach(), value) for name, value in outside.items()}
+    values = vars(micro_batch())
+    inputs = LossInputs(**{name: value if name == "mask" else value.float() for name, value in values.items()})
+    changed = {name: torch.where(inputs.mask, values[name].float().detach(), value) for name, value in outside.items()}
     results = []
-    for values in ({}, changed):
-        both = vars(inputs) | values
+    for different in ({}, changed):
+        both = vars(inputs) | different
         both["logprobs"] = both["logprobs"].detach().requires_grad_()
         total, metrics = loss(LossInputs(**both), *options)
         total.backward()
-        results.append((total.item(), {name: metric.value() for name, metric in metrics.items()}, both["logprobs"].grad))
+        numbers = {name: metric.value() for name, metric in metrics.items()}
+        results.append((total.item(), numbers, both["logprobs"].grad))
     (total, metrics, gradient), (other_total, other_metrics, other_gradient) = results
     assert (total, metrics) == (other_total, other_metrics) and torch.equal(gradient, other_gradient)
 
@@ -132,7 +138,8 @@ def test_metrics_of_parts_are_joined_to_those_of_the_whole(options):
         assert joined[name].value() == pytest.approx(metric.value(), rel=1e-12), name
     ratio = (inputs.old_logprobs - inputs.rollout_logprobs).exp()[inputs.mask]
     effective = joined["mismatch/effective_sample_size"]
-    assert isinstance(effective, EffectiveSampleSize) and effective.value() == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
+    assert isinstance(effective, EffectiveSampleSize)
+    assert effective.value() == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
     assert joined["mismatch/ratio_mean"].value() == pytest.approx(ratio.mean().item())
     probabilities = [values[inputs.mask].exp() for values in (inputs.rollout_logprobs, inputs.old_logprobs)]
     difference = (probabilities[0] - probabilities[1]).abs()
@@ -152,21 +159,25 @@ def test_k1_and_k3_estimate_the_same_divergence():
 def test_on_policy_gradient_is_advantage_times_score():
     """At ratio 1 the gradient of the loss in logprobs is -advantage on completion tokens, 0 elsewhere."""
     logprobs = (-torch.rand(3, 4)).requires_grad_()
-    advantages, mask = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([[0, 1, 1, 0]] * 3).bool()
-    loss(LossInputs(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask), *options(0.2, 0.28))[0].backward()
+    old, advantages = logprobs.detach(), torch.tensor([1.5, -0.5, 0.0])
+    mask = torch.tensor([[0, 1, 1, 0]] * 3).bool()
+    loss(LossInputs(logprobs, old, old, advantages, mask), *options(0.2, 0.28))[0].backward()
     torch.testing.assert_close(logprobs.grad, -advantages.unsqueeze(1) * mask.float())
 
 
-@pytest.mark.parametrize("advantage, ratio, moves", [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)])
+@pytest.mark.parametrize("advantage, ratio, moves",
+                         [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)])
 def test_clipping_stops_the_gradient_only_in_the_direction_of_gain(advantage, ratio, moves):
     logprobs, zeros = torch.tensor([[math.log(ratio)]], requires_grad=True), torch.zeros(1, 1)
-    loss(LossInputs(logprobs, zeros, zeros, torch.tensor([advantage]), torch.ones(1, 1).bool()), *options(0.2, 0.28))[0].backward()
+    inputs = LossInputs(logprobs, zeros, zeros, torch.tensor([advantage]), torch.ones(1, 1).bool())
+    loss(inputs, *options(0.2, 0.28))[0].backward()
     assert (logprobs.grad.abs().item() > 0) is moves
 
 
 def expected_gradient(logits, sampler, reward, cap=None):
-    """Of the policy loss in `logits` [V, V + 1] (row 0: the first token's, row 1 + t: the second's after t), over every answer of two tokens,
-    each with the probability that `sampler`, logits of the same shape, gives it; rewards [V, V] are the advantages."""
+    """Of the policy loss in `logits` [V, V + 1] (row 0: the first token's, row 1 + t: the second's after t), over
+    every answer of two tokens, each with the probability that `sampler`, logits of the same shape, gives it; rewards
+    [V, V] are the advantages."""
     logits = logits.clone().requires_grad_()
     size, total = logits.shape[1], 0.0
 
@@ -180,14 +191,16 @@ def expected_gradient(logits, sampler, reward, cap=None):
     probability, mask = sampled.sum(1).exp(), torch.ones(2).bool()
     for row in range(size * size):
         part = slice(row, row + 1)
-        inputs = LossInputs(logprobs[part], logprobs[part].detach(), sampled[part], reward.reshape(-1)[part], mask.expand(1, 2))
+        old, advantage = logprobs[part].detach(), reward.reshape(-1)[part]
+        inputs = LossInputs(logprobs[part], old, sampled[part], advantage, mask.expand(1, 2))
         total = total + probability[row] * loss(inputs, *options(0.2, 0.28, cap=cap))[0]
     total.backward()
     return logits.grad
 
 
 def answers_of_noisy_policy(seed, spread_of_second=1.0):
-    """A policy over answers of two tokens out of five, the same with noise on its logits, and rewards of the answers."""
+    """A policy over answers of two tokens out of five, the same with noise on its logits, and rewards of the
+    answers."""
     torch.manual_seed(seed)
     logits = torch.randn(6, 5).double()
     noise = 0.5 * torch.randn(6, 5).double()
@@ -196,11 +209,11 @@ def answers_of_noisy_policy(seed, spread_of_second=1.0):
 
 
 def test_truncated_importance_sampling_removes_the_bias_of_a_noisy_sampler():
-    """By enumeration, where the exact gradient is known: where a token's worth and probability do not depend on the other token, nothing is
-    left of the bias; with the cap below the largest ratio, a part."""
+    """By enumeration, where the exact gradient is known: where a token's worth and probability do not depend on the
+    other token, nothing is left of the bias; with the cap below the largest ratio, a part."""
     logits, sampler, _ = answers_of_noisy_policy(3)
     logits[1:], sampler[1:] = logits[1], sampler[1]  # the second token does not depend on the first
-    reward = (torch.arange(5.0).double()[:, None] - 2) + torch.zeros(5)  # nor does the first token's worth on the second
+    reward = (torch.arange(5.0).double()[:, None] - 2) + torch.zeros(5)  # nor the first token's worth on the second
     exact, biased = expected_gradient(logits, logits, reward), expected_gradient(logits, sampler, reward)
     first = lambda gradient: gradient[0]
     bias = (first(biased) - first(exact)).norm()
@@ -214,13 +227,15 @@ def test_truncated_importance_sampling_removes_the_bias_of_a_noisy_sampler():
 
 
 def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():
-    """Whole answers: the weights of the two tokens multiplied would be exact; each by itself leaves what the other token's sampler brings."""
+    """Whole answers: the weights of the two tokens multiplied would be exact; each by itself leaves what the other
+    token's sampler brings."""
     bias = left = 0.0
     for seed in range(20):
         logits, sampler, reward = answers_of_noisy_policy(seed)
         exact = expected_gradient(logits, logits, reward)
-        bias, left = (total + (expected_gradient(logits, sampler, reward, cap) - exact).norm() for total, cap in ((bias, None), (left, 1e9)))
+        bias += (expected_gradient(logits, sampler, reward) - exact).norm()
+        left += (expected_gradient(logits, sampler, reward, cap=1e9) - exact).norm()
     assert 0.5 * bias < left < 0.75 * bias
-    logits, sampler, reward = answers_of_noisy_policy(0, spread_of_second=0.0)  # then the first token's gradient is exact
+    logits, sampler, reward = answers_of_noisy_policy(0, spread_of_second=0.0)  # the first token's is exact then
     exact, corrected = expected_gradient(logits, logits, reward), expected_gradient(logits, sampler, reward, cap=1e9)
     assert (corrected - exact)[0].norm() < 1e-12 < (corrected - exact)[1:].norm()

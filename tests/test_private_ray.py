@@ -24,7 +24,8 @@ def test_every_port_is_on_the_loopback_interface(started):
         return psutil.Process().pid
 
     pids = {ray.get(worker.remote()), *(child.pid for child in psutil.Process().children(recursive=True))}
-    sockets = [connection for pid in pids for connection in psutil.Process(pid).net_connections() if connection.status == psutil.CONN_LISTEN]
+    connections = [connection for pid in pids for connection in psutil.Process(pid).net_connections()]
+    sockets = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
     assert len(sockets) > 4, "the head, the raylet and the worker listen"
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} <= {"127.0.0.1", "::1"}
 
@@ -47,7 +48,8 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
 
 @pytest.mark.full  # Ray's processes take half a minute to notice
 def test_what_a_killed_process_left_goes_with_the_next_start(started):
-    child = subprocess.Popen([sys.executable, "-c", "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"],
+    script = "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", script],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     left = started.parent / child.stdout.readline().strip().rpartition("/")[2]
     processes = psutil.Process(child.pid).children(recursive=True)

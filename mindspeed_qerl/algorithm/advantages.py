@@ -21,7 +21,8 @@ def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
     if group_size < 2 or rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards cannot be grouped by {group_size}: groups need at least 2 equal parts")
+        raise ValueError(f"{rewards.numel()} rewards cannot be grouped by {group_size}: "
+                         "groups need at least 2 equal parts")
     groups = rewards.double().reshape(-1, group_size)
     normed = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     return normed.reshape(-1).float()

@@ -24,7 +24,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch. What stands outside the mask, NaN and infinity included, changes neither the loss nor its gradient.
+    """One micro-batch. What stands outside the mask, even NaN or infinity, changes neither the loss nor its gradient.
 
     Attributes:
         logprobs: float [batch, length], of the policy that is trained, with its gradient.
@@ -56,7 +56,8 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     """
     tokens = inputs.tokens
     ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs).exp()
-    per_token, is_clipped = clipped_loss(ratio, inputs.advantages.unsqueeze(1), algorithm.clip_low, algorithm.clip_high)
+    advantages = inputs.advantages.unsqueeze(1)
+    per_token, is_clipped = clipped_loss(ratio, advantages, algorithm.clip_low, algorithm.clip_high)
     sampled, trained = inputs.rollout_logprobs[inputs.mask], inputs.old_logprobs[inputs.mask]
     metrics = mismatch(sampled, trained)
     if cap := correction.active_cap:
@@ -77,8 +78,9 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     }
 
 
-def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped policy loss per token (arXiv 1707.06347), with bounds of its own below and above (DAPO's clip-higher).
+def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
+                 clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clipped policy loss per token (arXiv 1707.06347), with one bound below and one above (DAPO).
 
     Args:
         ratio: p_new / p_old of each token. advantages: of a shape that fits.
@@ -95,6 +97,6 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
 
 
 def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` inside the mask, 0 outside. A product with the mask would keep NaN, and infinity would become it; so would the gradient of
-    whatever overflows outside, which is why arguments of exp() pass through here first."""
+    """`values` inside the mask, 0 outside. A product with the mask would keep NaN, and infinity would become it; so
+    would the gradient of whatever overflows outside, which is why arguments of exp() pass through here first."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))

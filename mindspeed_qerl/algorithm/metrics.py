@@ -1,7 +1,7 @@
-"""Numbers that say themselves how they are reduced over micro-batches, updates and ranks; and those that compare two policies.
+"""Numbers that say how they are reduced over micro-batches, updates and ranks; and those that compare two policies.
 
-A loss returns {name: metric} for one micro-batch. Wherever metrics meet, `merge` joins those of one name, in the order they are given; `value` is
-the number that is logged. All sums are Python floats, so float64.
+A loss returns {name: metric} for one micro-batch. Wherever metrics meet, `merge` joins those of one name, in the order
+they are given; `value` is the number that is logged. All sums are Python floats, so float64.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
 
 
 def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimator of KL(policy || reference) per token: exp(d) - 1 - d with d = reference - policy; never negative.
+    """Schulman's k3 estimate of KL(policy || reference) per token: exp(d) - 1 - d with d = reference - policy, >= 0.
 
     >>> low_variance_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
     tensor([0.1931])
@@ -94,8 +94,9 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor) -> dict[str, Metric]:
         sampled, trained: log probabilities of the sampled tokens, [tokens], by each of the two; computed in float64.
 
     Returns:
-        KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities, its mean and largest; of the
-        ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective sample size.
+        KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities,
+        its mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective
+        sample size.
 
     >>> mismatch(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())["mismatch/max_abs_prob_diff"]
     Max(largest=0.25)

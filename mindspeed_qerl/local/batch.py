@@ -1,4 +1,4 @@
-"""Which questions are next; and from sampled answers to what a Megatron rank is fed: right-padded sequences, dealt out by length."""
+"""Which questions are next; sampled answers as right-padded sequences, dealt by length to Megatron's ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -73,9 +73,10 @@ class Batch:
         return Batch(**parts)
 
 
-def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]],
-                advantages: np.ndarray) -> Batch:
-    """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log probabilities of its tokens."""
+def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
+                logprobs: Sequence[Sequence[float]], advantages: np.ndarray) -> Batch:
+    """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log probabilities of
+    its tokens."""
     lengths = np.array([len(p) + len(c) for p, c in zip(prompts, completions)], dtype=np.int64)
     count, longest = len(lengths), int(lengths.max())
     tokens = np.zeros((count, longest), dtype=np.int64)
@@ -90,10 +91,10 @@ def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence
 
 
 def deal(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Row indices for each data-parallel rank: sorted by length and dealt in turn, so that micro-batches pad little and match.
+    """Row indices for each data-parallel rank: sorted by length and dealt in turn, so that micro-batches match.
 
     Raises:
-        ValueError: the rows cannot be shared equally (ranks that wait for each other in the experts must run equally often).
+        ValueError: the rows cannot be shared equally (ranks wait for each other in the experts).
     """
     if len(lengths) % ranks:
         raise ValueError(f"{len(lengths)} sequences cannot be dealt equally to {ranks} data-parallel ranks")

@@ -1,14 +1,15 @@
-"""Checkpoints of the local engine: adapters and their optimizer, whole, under the names of the undivided model, so that any layout can go on.
+"""Checkpoints of the local engine: adapters and their optimizer, whole, by the names of the undivided model, so
+that a run can resume in any layout.
 
     checkpoints/iter_0000010/
-        state.json                iteration, updates, prompts_asked (the position in the data), the model's shape, LoRA's
-                                  settings, and each file's bytes and SHA-256
-        shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's two
-                                  moments of both (.exp_avg, .exp_avg_sq), float32
+        state.json                iteration, updates, prompts_asked (the position in the data), the model's shape,
+                                  LoRA's settings, and each file's bytes and SHA-256
+        shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's
+                                  two moments of both (.exp_avg, .exp_avg_sq), float32
 
-A folder with that name is complete: it is written as iter_0000010.making, forced to the disk, and renamed. Reading it executes nothing, it is
-safetensors and JSON. Random states are not in it, because there are none: each draw of a run has a seed of its own, made of the run's seed, its
-purpose and the step (seeds.py).
+A folder with that name is complete: it is written as iter_0000010.making, forced to the disk, and renamed. Reading it
+executes nothing, it is safetensors and JSON. Random states are not in it, because there are none: each draw of a run
+has a seed of its own, made of the run's seed, its purpose and the step (seeds.py).
 """
 
 import hashlib
@@ -38,11 +39,11 @@ def iterations(checkpoints: Path) -> list[int]:
     return sorted(int(number) for number in found if number.isdigit())
 
 
-def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
+def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], Any], keep: int) -> Path:
     """Make the checkpoint of `iteration`, then remove all but the last `keep`.
 
     Args:
-        state: JSON values that `read_state` will give back. write: writes the tensor files into the folder it is given.
+        state: JSON values that `read_state` will give back. write: writes the tensor files into a folder.
 
     Raises:
         OSError: it cannot be written. The checkpoints that were there are still there, and nothing half made.
@@ -54,7 +55,8 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
     try:
         making.mkdir(parents=True)
         write(making)
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(making.iterdir())}
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+                 for file in sorted(making.iterdir())}
         with open(making / STATE, "w", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, **state, "files": files}, indent=2) + "\n")
             file.flush()
@@ -72,18 +74,22 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
-    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files"; every file is checked first.
+    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files"; every
+    file is checked first.
 
     Raises:
-        ValueError: there is none, or a part of it is missing or not what was written; the message names the part, and the checkpoints before.
+        ValueError: there is none, or a part of it is missing or not what was written; the message names the part, and
+            the checkpoints before.
     """
     there = iterations(checkpoints)
     if not there:
-        raise ValueError(f"{checkpoints} has no checkpoint; one is made at the end of a run, and every megatron_training.save_interval steps")
+        raise ValueError(f"{checkpoints} has no checkpoint; one is made at the end of a run, and every "
+                         "megatron_training.save_interval steps")
     if iteration is None:
         iteration = there[-1]
     elif iteration not in there:
-        raise ValueError(f"{checkpoints} has no checkpoint of iteration {iteration}; there are: {', '.join(map(str, there))}")
+        raise ValueError(f"{checkpoints} has no checkpoint of iteration {iteration}; there are: "
+                         + ", ".join(map(str, there)))
     directory = folder(checkpoints, iteration)
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
@@ -97,12 +103,14 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
         if file.stat().st_size != size:
             raise ValueError(_damaged(directory, there, f"{name} has {file.stat().st_size:,} bytes and had {size:,}"))
         if _sha256(file) != digest:
-            raise ValueError(_damaged(directory, there, f"the content of {name} has changed since it was written (SHA-256)"))
+            fault = f"the content of {name} has changed since it was written (SHA-256)"
+            raise ValueError(_damaged(directory, there, fault))
     return state
 
 
 def prompts_asked(state: Mapping[str, Any], batch_size: int) -> int:
-    """The position in the data of what `read_state` returned. Before it was written there, each iteration asked `batch_size` prompts.
+    """The position in the data of what `read_state` returned. Before it was written there, each iteration asked
+    `batch_size` prompts.
 
     >>> prompts_asked({"iteration": 10, "prompts_asked": 360}, 32), prompts_asked({"iteration": 10}, 32)
     (360, 320)
@@ -112,7 +120,8 @@ def prompts_asked(state: Mapping[str, Any], batch_size: int) -> int:
 
 def _damaged(directory: Path, there: list[int], fault: str) -> str:
     before = [number for number in there if folder(directory.parent, number) != directory]
-    way_out = f"move {directory.name} away to go on from iteration {before[-1]}" if before else "there is no other checkpoint: start a new run"
+    way_out = (f"move {directory.name} away to resume from iteration {before[-1]}" if before
+               else "there is no other checkpoint: start a new run")
     return f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or {way_out}"
 
 
@@ -122,11 +131,14 @@ def describe(shape: ModelShape, r: int, alpha: float, targets: tuple[str, ...]) 
 
 
 def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """ValueError that names each difference, unless the checkpoint is of the model and the adapters that `expected` describes (`describe`)."""
+    """ValueError that names each difference, unless the checkpoint is of the model and the adapters that `expected`
+    describes (`describe`)."""
     faults = [f"{part}.{key} is {state[part].get(key)!r} in the checkpoint and {value!r} here"
-              for part, values in expected.items() for key, value in values.items() if key != "name" and state[part].get(key) != value]
+              for part, values in expected.items() for key, value in values.items()
+              if key != "name" and state[part].get(key) != value]
     if faults:
-        raise ValueError(f"the checkpoint of iteration {state['iteration']} is of another model or other adapters: {'; '.join(faults)}")
+        raise ValueError(f"the checkpoint of iteration {state['iteration']} is of another model or other adapters: "
+                         + "; ".join(faults))
 
 
 def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
@@ -137,7 +149,8 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     shape, tensors = ModelShape(**state["model"]), {}
     for name in state["files"]:
         with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys() if key.endswith((".lora_A", ".lora_B"))}  # noqa: SIM118
+            adapters = [key for key in file.keys() if key.endswith((".lora_A", ".lora_B"))]  # noqa: SIM118
+            tensors |= {key: file.get_tensor(key) for key in adapters}
     weights = {}
     for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")

@@ -36,9 +36,9 @@ from mindspeed_qerl.tasks.rewards import score
 from mindspeed_qerl.tasks.rows import Row
 
 # What the proof of a sync (`RolloutEngine.movement`) allows.
-ROUNDINGS = 2  # the rank rounds base + update to the weights' dtype and the proof rounds its own: each by at most one resolution
-LOST_SHARE = 0.1  # of a tensor's move: fp32 loses under 1e-3 to rounding (tests/local/test_rollout.py), a tensor that never came loses 1
-VISIBLE_SHARE = 0.5  # of the expected move: of a smaller one rounding to the weights' dtype swallowed most, and it proves nothing yet
+ROUNDINGS = 2  # resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
+LOST_SHARE = 0.1  # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
+VISIBLE_SHARE = 0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def sample_metrics(samples: Samples, scores: Scores, group_size: int) -> dict[st
 
 
 def data_rank(rank: int, layout: Layout) -> int:
-    """The data-parallel rank of a rank: megatron-core counts tensor parallel ranks first, pipeline stages last (parallel_state.py)."""
+    """The data-parallel rank of a rank: tensor parallel ranks count first, stages last (Megatron parallel_state)."""
     return rank // layout.tp % layout.dp
 
 
@@ -94,15 +94,16 @@ def _adapters(recipe: Recipe) -> dict[str, Any]:
 
 
 def last_checkpoint(recipe: Recipe) -> int:
-    """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a damaged one, or one of
-    another model or other adapters."""
+    """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a
+    damaged one, or one of another model or other adapters."""
     state = checkpoint.read_state(RunDirectory.open(recipe.run.resume).checkpoints_dir)
     checkpoint.check_fit(state, _adapters(recipe))
     return state["iteration"]
 
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the data does not fit the model."""
+    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the data does not fit
+    the model."""
     progress.phase("reading the task")
     data = load_data(recipe, progress)
     epoch = steps_of_epoch(len(data.train.rows), recipe.batch.global_batch_size)
@@ -123,7 +124,7 @@ class Data:
 
 
 def load_data(recipe: Recipe, progress: Progress) -> Data:
-    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, or the prompts lose their questions."""
+    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, or lose their questions."""
     from transformers import AutoTokenizer
 
     task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
@@ -145,11 +146,12 @@ def load_data(recipe: Recipe, progress: Progress) -> Data:
 
 
 class LocalEngine:
-    """The loop, and what it knows from one iteration to the next: the position in the data, and whether the sync was proved."""
+    """The loop, and what it keeps between iterations: the position in the data, and whether the sync is proved."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress, processes: Processes,
-                 data: Data):
-        self.recipe, self.run, self.metrics, self.progress, self.processes, self.data = recipe, run, metrics, progress, processes, data
+    def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress,
+                 processes: Processes, data: Data):
+        self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
+        self.processes, self.data = processes, data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
         self.proved = False
@@ -174,8 +176,8 @@ class LocalEngine:
                 self.save(step)
         self.run.record(peak_memory_gib=self.peak_memory / 2**30)
         if not self.proved:
-            self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way into the rollout "
-                                  "engine was never proved")
+            self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way "
+                                  "into the rollout engine was never proved")
 
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
@@ -190,12 +192,13 @@ class LocalEngine:
         trained = self.update(batch)
         with self._timed("sync"):
             self.sync()
-        values = {**sample_metrics(samples, scores, recipe.batch.samples_per_prompt), **trained, **(noise.to_metrics() if noise else {}),
-                  **self.seconds, "time/step": time.perf_counter() - started}
+        values = {**sample_metrics(samples, scores, recipe.batch.samples_per_prompt), **trained,
+                  **(noise.to_metrics() if noise else {}), **self.seconds, "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
         kept = list(zip(samples.rows, scores.texts, scores.rewards))[: recipe.run.rollout_samples]
         self.metrics.log_rollouts(step, [
-            {"question": row.question, "response": text, "answer": row.answer, "reward": float(reward)} for row, text, reward in kept])
+            {"question": row.question, "response": text, "answer": row.answer, "reward": float(reward)}
+            for row, text, reward in kept])
         self.progress.step(step, values)
 
     def sample(self, step: int) -> tuple[Samples, NoiseReport | None]:
@@ -225,8 +228,8 @@ class LocalEngine:
         return trained
 
     def sync(self) -> None:
-        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; until every target is seen to have
-        moved, with a proof of what arrived."""
+        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; until every
+        target is seen to have moved, with a proof of what arrived."""
         loading = self.processes.start_on_rollouts("start_sync")
         for part in range(self.sync_parts):
             merged = [rank.call("merged_weights", part) for rank in self.processes.ranks]
@@ -244,9 +247,10 @@ class LocalEngine:
         movement = join_movement(self.processes.on_rollouts("movement", *factors))
         for target, entry in movement.items():
             if entry["max_error"] > ROUNDINGS * entry["resolution"] or entry["lost"] > LOST_SHARE:
-                raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by {entry['max_error']:.3g}, "
-                                  f"rounding is {entry['resolution']:.3g}; up to {entry['lost']:.0%} of a tensor's move is lost; "
-                                  f"|update| should be {entry['expected']:.3g} and is {entry['moved']:.3g}")
+                raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
+                                  f"{entry['max_error']:.3g}, rounding is {entry['resolution']:.3g}; up to "
+                                  f"{entry['lost']:.0%} of a tensor's move is lost; |update| should be "
+                                  f"{entry['expected']:.3g} and is {entry['moved']:.3g}")
         if all(entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()):
             self.proved = True
             self.run.record(lora_movement=movement)
@@ -262,7 +266,8 @@ class LocalEngine:
         completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
         answers = [answer for group in completions for answer in group]
         truncated = [answer.truncated for answer in answers]
-        result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, self.recipe.task.verifiers[0][0])
+        verifier, _ = self.recipe.task.verifiers[0]
+        result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, verifier)
         result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, written)
         self.progress.evaluated(step, result)
@@ -271,27 +276,34 @@ class LocalEngine:
         """Say and record how many parameters LoRA trains, by target."""
         described, parts = zip(*self.processes.on_ranks("describe"))
         self.sync_parts = max(parts)
-        totals = {target: {key: sum(counted[target][key] for counted in described) for key in ("modules", "parameters")}
-                  for target in self.recipe.lora.targets}
+        totals = {}
+        for target in self.recipe.lora.targets:
+            counts = [of_rank[target] for of_rank in described]
+            totals[target] = {key: sum(count[key] for count in counts) for key in ("modules", "parameters")}
         self.progress.message("LoRA trains " + ", ".join(
-            f"{target}: {count['modules']} modules, {count['parameters']:,} parameters" for target, count in totals.items()))
+            f"{target}: {count['modules']} modules, {count['parameters']:,} parameters"
+            for target, count in totals.items()))
         self.run.record(lora=totals)
 
     def save(self, step: int) -> None:
         """The checkpoint after `step` iterations."""
         self.progress.phase("checkpoint")
-        updates = step * self.recipe.batch.epochs * self.recipe.batch.global_batch_size // self.recipe.batch.mini_batch_size
-        folder = self.run.checkpoints_dir
+        batch, folder = self.recipe.batch, self.run.checkpoints_dir
+        updates = step * batch.epochs * batch.global_batch_size // batch.mini_batch_size
         state = {"updates": updates, "prompts_asked": self.order.position, **_adapters(self.recipe)}
         try:
-            checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)), self.recipe.local.keep_checkpoints)
+            checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)),
+                            self.recipe.local.keep_checkpoints)
         except (OSError, WorkerError) as error:
             there = checkpoint.iterations(folder)
-            before = f"The last one is of step {there[-1]}: make room and go on with run.resume={self.run.path}" if there else "There is none yet"
-            raise WorkerError(f"the checkpoint after step {step} in {folder} cannot be written: {error}\n{before}") from error
+            before = (f"The last one is of step {there[-1]}: make room and resume with run.resume={self.run.path}"
+                      if there else "There is none yet")
+            message = f"the checkpoint after step {step} in {folder} cannot be written: {error}\n{before}"
+            raise WorkerError(message) from error
 
     def restore(self) -> int:
-        """Give every rank its part of the last checkpoint, and the data its position; returns the iteration after which the run resumes."""
+        """Give every rank its part of the last checkpoint, and the data its position; returns the iteration after
+        which the run resumes."""
         state = checkpoint.read_state(self.run.checkpoints_dir)
         iteration = state["iteration"]
         folder = checkpoint.folder(self.run.checkpoints_dir.resolve(), iteration)
@@ -311,9 +323,8 @@ class LocalEngine:
                   temperature: float | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
         """`n` answers to each prompt, drawn with the seed of this purpose and step."""
         recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
-        sampling = {"max_tokens": recipe.sampling.max_tokens, "temperature": recipe.sampling.temperature, "stop_token_ids": [] if eos is None else [eos]}
-        if temperature is not None:
-            sampling["temperature"] = temperature
+        sampling = {"max_tokens": recipe.sampling.max_tokens, "stop_token_ids": [] if eos is None else [eos],
+                    "temperature": recipe.sampling.temperature if temperature is None else temperature}
         seed, hardware_error = derived_seed(recipe.run.seed, purpose, step), recipe.hardware_error.arguments(purpose)
         return self.processes.on_rollouts("generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
 
@@ -321,7 +332,7 @@ class LocalEngine:
         return self.data.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
-        """Per rank, its shard of each mini-batch; ranks that share the layers of one data-parallel rank get the same."""
+        """Per rank, its shard of each mini-batch; ranks that share one data-parallel rank's layers get the same."""
         size = self.recipe.batch.mini_batch_size * self.recipe.batch.samples_per_prompt  # answers
         layout = self.recipe.layout
         shards = [[] for _ in range(layout.dp)]

@@ -1,4 +1,4 @@
-"""The processes of a run and what they need of this machine: started together, gone together, whatever fails in between."""
+"""The processes of a run and what they need of this machine: started together, gone together, whatever fails."""
 
 import os
 import signal
@@ -39,12 +39,13 @@ class Processes:
 
 @contextmanager
 def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]:
-    """A Ray of this run's own and all its processes; inside, they are being built (`team.wait_until_ready`). Main thread only.
+    """A Ray of this run's own and its processes, which are being built (`team.wait_until_ready`). Main thread only.
 
     Args:
         epoch: iterations of one pass over the training rows, for noise that restarts with it.
 
-    SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary files are gone.
+    SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary
+    files are gone.
     """
     logs = Path(run) / "logs"
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
@@ -57,21 +58,24 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         undo.callback(private_ray.stop)  # before the start, which may fail when half of Ray is there
         scratch = private_ray.start(num_cpus=world + rollouts)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
+        # A scheduler's stop is an interrupt; Ray's own handler would abort.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         _keep_compiled_code(scratch)
         team = Team()
         ranks = [
-            team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log", _environment(scratch, world),
-                       recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
+            team.start(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
+                       _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
             for rank in range(world)]
-        yield Processes(team, ranks, _start_rollouts(team, recipe, _noise_arguments(recipe, epoch), logs, _environment(scratch, rollouts)))
+        noise, environment = _noise_arguments(recipe, epoch), _environment(scratch, rollouts)
+        yield Processes(team, ranks, _start_rollouts(team, recipe, noise, logs, environment))
 
 
 def _start_rollouts(team: Team, recipe: Recipe, noise: dict[str, Any] | None, logs: Path,
                     environment: dict[str, str]) -> list[Worker]:
     size, port = recipe.layout.infer_tp, free_port()
-    arguments = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len, max_num_seqs=recipe.rollout.max_num_seqs,
-                     kv_cache_gib=recipe.local.kv_cache_gib, aqn=noise, tp_size=size, port=port)
+    arguments = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len,
+                     max_num_seqs=recipe.rollout.max_num_seqs, kv_cache_gib=recipe.local.kv_cache_gib, aqn=noise,
+                     tp_size=size, port=port)
     rollouts = []
     for rank in range(size):
         number = str(rank) if size > 1 else ""
@@ -81,8 +85,8 @@ def _start_rollouts(team: Team, recipe: Recipe, noise: dict[str, Any] | None, lo
 
 
 def _environment(scratch: Path, processes: int) -> dict[str, str]:
-    """Of one of `processes` that compute at the same time. Ranks and rollout engines take turns: threads that wait by spinning would hold
-    the cores of those whose turn it is."""
+    """Of one of `processes` that compute at the same time. Ranks and rollout engines take turns: threads that wait by
+    spinning would hold the cores of those whose turn it is."""
     cores = len(os.sched_getaffinity(0))
     return {"OMP_NUM_THREADS": str(max(1, cores // processes)), "OMP_WAIT_POLICY": "PASSIVE", "TMPDIR": str(scratch)}
 
@@ -100,5 +104,5 @@ def _noise_arguments(recipe: Recipe, epoch: int) -> dict[str, Any] | None:
     noise = recipe.noise
     if not noise.enabled:
         return None
-    return dict(schedule=noise.noise_schedule(recipe.run.train_iters, epoch), targets=noise.targets, exclude=noise.exclude,
-                multipliers=noise.factors, seed=recipe.noise_seed)
+    return dict(schedule=noise.noise_schedule(recipe.run.train_iters, epoch), targets=noise.targets,
+                exclude=noise.exclude, multipliers=noise.factors, seed=recipe.noise_seed)

@@ -1,4 +1,4 @@
-"""One Megatron rank: its part of the policy with its adapters, their optimizer, and the weights it owes to the rollout engine."""
+"""One Megatron rank: its part of the policy with adapters, their optimizer, and the weights it sends to vLLM."""
 
 import contextlib
 import math
@@ -27,8 +27,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for AdamW's state
 
 
 class TrainRank:
-    """A rank of the training world. Ranks move in step: every method is called on all of them at once; the ranks of one data-parallel
-    rank get the same shard, and all shards are of equal size."""
+    """A rank of the training world. Ranks move in step: every method is called on all of them at once; the ranks of
+    one data-parallel rank get the same shard, and all shards are of equal size."""
 
     def __init__(self, recipe: Recipe, rank: int, rendezvous: str):
         """rendezvous: init_method of torch.distributed, for example file:///some/new/file."""
@@ -65,8 +65,8 @@ class TrainRank:
         part = build_model(recipe.model.path, DTYPES[recipe.model.dtype], layout, recompute)
         self.model = part.model
         self.table = {mapping.megatron: mapping for mapping in part.table}
-        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed, part.layers.start, part.experts.start,
-                   self.tp_rank, self.tp_size)
+        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed,
+                   part.layers.start, part.experts.start, self.tp_rank, self.tp_size)
         self.model.to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=adam.lr, betas=(adam.adam_beta1, adam.adam_beta2),
@@ -81,8 +81,8 @@ class TrainRank:
         self.hardware_error = HardwareErrorMode(**arithmetic) if arithmetic else None
 
     def describe(self) -> tuple[dict[str, dict[str, int]], int]:
-        """(per LoRA target its modules and parameters, parts of the sync); a layer that several ranks hold is counted by the one that answers
-        for it."""
+        """(per LoRA target its modules and parameters, parts of the sync); a layer that several ranks hold is counted
+        by the one that answers for it."""
         counted = {}
         for name, layer in lora_layers(self.model):
             entry = counted.setdefault(name.rpartition(".")[2], {"modules": 0, "parameters": 0})
@@ -96,10 +96,11 @@ class TrainRank:
         return self.owns_dense if parameter.allreduce else self.owns_experts
 
     def _run(self, shard: Batch, size: int, outcome: Callable, forward_only: bool = False) -> list:
-        """megatron-core's 1F1B schedule over micro-batches of `size` answers (with one stage: each forward, then its backward).
+        """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, ...).
 
-        On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token, float32 [n, l-1]; it
-        returns (loss, result), or with `forward_only` the result. Returns the results; other stages get none.
+        On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
+        float32 [n, l-1]; it returns (loss, result), or with `forward_only` the result. Returns the results; other
+        stages get none.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -107,7 +108,8 @@ class TrainRank:
         def forward_step(iterator, model):
             rows, micro = next(iterator)
             length = micro.tokens.shape[1]
-            tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # sequence parallel ranks share it
+            padding = -length % self.tp_size  # sequence parallel ranks share it
+            tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
             logits = model(tokens, torch.arange(tokens.shape[1], device=self.device).expand_as(tokens), None)
 
             def finish(logits, non_loss_data=False):
@@ -119,16 +121,16 @@ class TrainRank:
                 return loss, torch.zeros((), dtype=torch.int, device=self.device), result
             return logits, finish
 
-        starts = range(0, len(shard), size)
-        micro_batches = ((rows, shard.rows(rows)) for rows in (np.arange(start, min(start + size, len(shard))) for start in starts))
+        parts = [np.arange(start, min(start + size, len(shard))) for start in range(0, len(shard), size)]
         return forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward_step, data_iterator=micro_batches, model=self.model, num_microbatches=len(starts),
-            seq_length=shard.tokens.shape[1], micro_batch_size=size, forward_only=forward_only, collect_non_loss_data=forward_only)
+            forward_step_func=forward_step, data_iterator=((rows, shard.rows(rows)) for rows in parts),
+            model=self.model, num_microbatches=len(parts), seq_length=shard.tokens.shape[1], micro_batch_size=size,
+            forward_only=forward_only, collect_non_loss_data=forward_only)
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:
-        """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included) with `reference`; zeros but on the last
-        pipeline stage."""
+        """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included) with `reference`;
+        zeros but on the last pipeline stage."""
         result = np.zeros(shard.mask.shape, dtype=np.float32)
 
         def keep(rows, micro, logprobs):
@@ -150,7 +152,8 @@ class TrainRank:
         """
         started = time.perf_counter()
         if self.hardware_error:
-            self.hardware_error.reseed(derived_seed(self.recipe.run.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
+            purpose = f"arithmetic of rank {dist.get_rank()}"
+            self.hardware_error.reseed(derived_seed(self.recipe.run.seed, purpose, self.scheduler.num_steps))
         with self.hardware_error or contextlib.nullcontext():
             if self.recipe.algorithm.kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]
@@ -202,10 +205,11 @@ class TrainRank:
         return torch.from_numpy(array).to(self.device)
 
     def _reduce_and_clip(self) -> float:
-        """Sum gradients over the ranks that share a parameter, clip by the global norm; returns the norm before clipping.
+        """Sum gradients over the ranks that share a parameter, clip by the global norm; returns the norm before that.
 
-        The loss is divided by the token count of all ranks, so a sum is right for all kinds. An expert's tokens already reach its rank
-        through the dispatcher; only its replicas are summed. Each parameter enters the norm once.
+        The loss is divided by the token count of all ranks, so a sum is right for all kinds. An expert's tokens
+        already reach its rank through the dispatcher; only its replicas are summed. Each parameter enters the norm
+        once.
         """
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -218,13 +222,16 @@ class TrainRank:
                 dist.all_reduce(flat, group=group)
                 for parameter, part in zip(shared, flat.split([p.numel() for p in shared])):
                     parameter.grad.copy_(part.view_as(parameter))
-        # An expert is on one rank of each tensor parallel group; of dense layers, rank 0 answers for the factor that all have whole.
-        counted = [p for p in self.parameters if self._owns(p) and (p.tensor_model_parallel or self.tp_rank == 0 or not p.allreduce)]
-        square = sum((p.grad.double().square().sum() for p in counted), torch.zeros((), dtype=torch.float64, device=self.device))
+        # An expert is on one rank of each tensor parallel group; rank 0 answers for the factors that all have whole.
+        counted = [p for p in self.parameters
+                   if self._owns(p) and (p.tensor_model_parallel or self.tp_rank == 0 or not p.allreduce)]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        square = sum((p.grad.double().square().sum() for p in counted), zero)
         dist.all_reduce(square)
         norm = math.sqrt(square.item())
         if not math.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in metrics.jsonl")
+            raise RuntimeError(f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in "
+                               "metrics.jsonl")
         if self.recipe.optimizer.clip_grad > 0 and norm > self.recipe.optimizer.clip_grad:
             for parameter in self.parameters:
                 parameter.grad.mul_(self.recipe.optimizer.clip_grad / (norm + 1e-6))
@@ -239,7 +246,7 @@ class TrainRank:
         return ((mapping, layer) for mapping, layer in self._adapted() if self._owns(layer.lora_A))
 
     def _divide_sync(self) -> list[list[tuple[Mapping, LoRALinear]]]:
-        """The adapted layers in parts whose merged weights fill the transfer buffer, or are a single one that is larger."""
+        """The adapted layers in parts whose merged weights fill the transfer buffer, or are a single larger one."""
         parts, filled = [], math.inf
         for mapping, layer in self._owned():
             size = 4 * layer.base_layer.input_size * layer.base_layer.output_size  # they travel as float32
@@ -251,7 +258,8 @@ class TrainRank:
         return parts
 
     def _whole(self, shard: torch.Tensor, shared: Split | None) -> torch.Tensor | None:
-        """The whole tensor on the first rank of the tensor parallel group, None on the others; one that is not shared comes as it is."""
+        """The whole tensor on the first rank of the tensor parallel group, None on the others; one that is not shared
+        comes as it is."""
         if shared is None or self.tp_size == 1:
             return shard
         shard = shard.contiguous()
@@ -260,16 +268,18 @@ class TrainRank:
         return shared.join(shards) if shards else None
 
     def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, of one part of the adapted layers this rank answers for (`describe` says how many there are)."""
+        """HF name -> W + (alpha / r) B A, of one part of the adapted layers this rank answers for (`describe` says how
+        many there are)."""
         merged = {}
         for mapping, layer in self.parts[part] if part < len(self.parts) else ():
             weight = self._whole(layer.merged_weight().float(), mapping.shared)
             if weight is not None:
-                merged.update((name, part.contiguous().cpu().numpy()) for name, part in zip(mapping.hf, mapping.split(weight)))
+                for name, tensor in zip(mapping.hf, mapping.split(weight)):
+                    merged[name] = tensor.contiguous().cpu().numpy()
         return merged
 
     def _whole_factors(self, mapping: Mapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor) -> tuple | None:
-        """(A, B) whole, from this rank's parts of both or of their gradients; None on the ranks that do not answer for them."""
+        """(A, B) whole, from this rank's parts of both or of their gradients; None where others answer for them."""
         split_input = layer.row_parallel and layer.tp_size > 1
         a = self._whole(a, mapping.shared if split_input else None)
         b = self._whole(b, None if split_input else mapping.shared)
@@ -277,31 +287,34 @@ class TrainRank:
 
     @torch.no_grad()
     def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
-        """HF name -> (target, (alpha / r) B [out, r], A [r, in]): from these the rollout engine proves what it received."""
+        """HF name -> (target, (alpha / r) B [out, r], A [r, in]): the rollout engine's proof uses them."""
         factors = {}
         for mapping, layer in self._owned():
             if whole := self._whole_factors(mapping, layer, layer.lora_A, layer.scaling * layer.lora_B):
                 a, b = whole
                 target = mapping.megatron.split(".")[-2]
-                factors.update((name, (target, part.contiguous().cpu().numpy(), a.cpu().numpy())) for name, part in zip(mapping.hf, mapping.split(b)))
+                for name, part in zip(mapping.hf, mapping.split(b)):
+                    factors[name] = (target, part.contiguous().cpu().numpy(), a.cpu().numpy())
         return factors
 
     @torch.no_grad()
     def save(self, folder: str) -> None:
-        """Write the adapters and the optimizer's moments of the layers this rank answers for into `folder`, whole (checkpoint.py)."""
+        """Write adapters and moments of the layers this rank answers for into `folder`, whole (checkpoint.py)."""
         from torch.distributed import checkpoint
 
         tensors = {}
         for mapping, layer in self._owned():
             a, b = self.optimizer.state[layer.lora_A], self.optimizer.state[layer.lora_B]
-            for suffix, pair in (("", (layer.lora_A, layer.lora_B)), *((f".{moment}", (a[moment], b[moment])) for moment in MOMENTS)):
+            pairs = {"": (layer.lora_A, layer.lora_B)} | {f".{moment}": (a[moment], b[moment]) for moment in MOMENTS}
+            for suffix, pair in pairs.items():
                 if whole := self._whole_factors(mapping, layer, *pair):
-                    tensors.update((f"{layer.name}.lora_{side}{suffix}", tensor.detach()) for side, tensor in zip("AB", whole))
+                    for side, tensor in zip("AB", whole):
+                        tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
         checkpoint.save(tensors, storage_writer=checkpoint.HuggingFaceStorageWriter(folder, save_distributed=True))
 
     @torch.no_grad()
     def restore(self, folder: str, iteration: int, updates: int) -> None:
-        """Go on after `iteration` iterations and `updates` optimizer steps with what `save` wrote, in whatever layout that was."""
+        """Resume after `iteration` iterations and `updates` optimizer steps with what `save` wrote, in any layout."""
         from torch.distributed import checkpoint
 
         suffixes = ("", *(f".{moment}" for moment in MOMENTS))
@@ -314,8 +327,8 @@ class TrainRank:
                 if parameter.tensor_model_parallel:
                     values = [mapping.shared.shard(value, self.tp_rank, self.tp_size) for value in values]
                 parameter.copy_(values[0])
-                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates)),
-                                                   **{moment: value.to(self.device, copy=True) for moment, value in zip(MOMENTS, values[1:])}}
+                moments = {moment: value.to(self.device, copy=True) for moment, value in zip(MOMENTS, values[1:])}
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
         self.scheduler.step(iteration)
 
 

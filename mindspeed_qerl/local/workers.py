@@ -38,7 +38,7 @@ class Worker:
     """A handle on one process.
 
     Args:
-        name: what messages call it. module, cls: the class to build there; only names travel, so heavy imports happen there.
+        name: what messages call it. module, cls: the class to build there; only names travel, so imports happen there.
         environment: set before anything is imported there.
     """
 
@@ -49,7 +49,7 @@ class Worker:
         self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
     def call(self, method: str, *arguments) -> ray.ObjectRef:
-        """Start `method` in the process. Arguments that are references are resolved there, without passing through here."""
+        """Start `method` in the process. References among the arguments are resolved there, not here."""
         return self.actor.call.remote(method, *arguments)
 
 
@@ -64,7 +64,7 @@ def memory_in_use(pids: Iterable[int]) -> int:
 
 
 class Team:
-    """The workers of a run: waits for several at once, and names the one that died rather than the one that noticed."""
+    """The workers of a run: waits for several at once, and names the one that died, not the one that noticed."""
 
     def __init__(self):
         self.workers: list[Worker] = []
@@ -84,7 +84,7 @@ class Team:
         """Results in the order of `calls`.
 
         Raises:
-            WorkerError: as soon as one call failed, without waiting for the rest, which may hang for want of the dead one.
+            WorkerError: as soon as one call failed, without waiting for the rest, which may hang without the dead.
         """
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
@@ -101,15 +101,16 @@ class Team:
                     raise self._dead(caller) from error
                 raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
             except ray.exceptions.OutOfMemoryError as error:
-                raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done[0]].name}. Ask for fewer ranks, a smaller "
-                                  f"actor_config.micro_batch_size, or recompute_granularity=full. Ray says: {error}") from error
+                raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done[0]].name}. Ask for "
+                                  "fewer ranks, a smaller actor_config.micro_batch_size, or recompute_granularity="
+                                  f"full. Ray says: {error}") from error
         return [results[reference] for reference in calls.values()]
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
         last = _last_line(worker.log_file)
-        return WorkerError(f"{worker.name}{pid} died: killed, or out of memory" + (f". Its last words: {last}" if last else "")
-                           + f"\nIts log: {worker.log_file}")
+        words = f". Its last words: {last}" if last else ""
+        return WorkerError(f"{worker.name}{pid} died: killed, or out of memory{words}\nIts log: {worker.log_file}")
 
 
 def free_port() -> int:

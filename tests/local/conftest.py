@@ -1,4 +1,5 @@
-"""Small directories of each model family with random weights, norms and biases included, so that no weight can be mistaken for another."""
+"""Small directories of each model family with random weights, norms and biases included, so that no weight can be
+mistaken for another."""
 
 import multiprocessing
 import os
@@ -38,8 +39,9 @@ def make_model(family, directory, **changes):
 
 
 def run_ranks(function, ranks, *args):
-    """`function(rank, *args)` in as many processes, forked from one that has imported Megatron, which takes longer than most of what they do.
-    They end at once: a spawned one tears the interpreter down first, and gloo's threads, still waiting for a peer, may abort it meanwhile."""
+    """`function(rank, *args)` in as many processes, forked from one that has imported Megatron, which takes longer
+    than most of what they do. They end at once: a spawned one tears the interpreter down first, and gloo's threads,
+    still waiting for a peer, may abort it meanwhile."""
     import torch.multiprocessing as mp
 
     multiprocessing.set_forkserver_preload(["mindspeed_qerl.local.rank", "mindspeed_qerl.local.model", "megatron.core.models.gpt.gpt_layer_specs",

@@ -14,9 +14,9 @@ LOGPROBS = [[-0.1], [-0.2, -0.3, -0.4], [-0.5, -0.6]]
 def test_each_completion_token_is_marked_where_it_is_predicted():
     batch = build_batch(PROMPTS, COMPLETIONS, LOGPROBS, np.array([1.0, 2.0, 3.0]))
     for row, (prompt, completion, logprobs) in enumerate(zip(PROMPTS, COMPLETIONS, LOGPROBS)):
-        predicted = [(batch.tokens[row, t + 1], batch.rollout_logprobs[row, t]) for t in range(batch.mask.shape[1]) if batch.mask[row, t]]
-        assert [token for token, _ in predicted] == completion
-        np.testing.assert_allclose([logprob for _, logprob in predicted], logprobs, rtol=1e-6)
+        predicted = [t for t in range(batch.mask.shape[1]) if batch.mask[row, t]]
+        assert [batch.tokens[row, t + 1] for t in predicted] == completion
+        np.testing.assert_allclose([batch.rollout_logprobs[row, t] for t in predicted], logprobs, rtol=1e-6)
         assert batch.tokens[row, : batch.lengths[row]].tolist() == prompt + completion
 
 
@@ -31,7 +31,7 @@ def test_dealing_loses_nothing_and_pairs_like_with_like():
     assert sorted(np.concatenate(shares)) == list(range(12))
     dealt = np.sort(np.stack([lengths[share] for share in shares]), axis=0)
     assert (dealt[:, :-1] >= dealt[:, 1:]).all()
-    assert (dealt[1, 1:] <= dealt[0, :-1]).all()  # whatever stands second is no longer than anything in the round before
+    assert (dealt[1, 1:] <= dealt[0, :-1]).all()  # what stands second is no longer than anything in the round before
 
 
 def test_an_unequal_deal_is_refused():
@@ -56,5 +56,6 @@ def test_an_order_goes_on_from_its_position():
 
 
 def test_seeds_differ_by_run_purpose_and_step():
-    seeds = {derived_seed(seed, purpose, step) for seed in (1, 2) for purpose in ("rollout", "evaluation") for step in range(50)}
+    purposes = ("rollout", "evaluation")
+    seeds = {derived_seed(seed, purpose, step) for seed in (1, 2) for purpose in purposes for step in range(50)}
     assert len(seeds) == 200

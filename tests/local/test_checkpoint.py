@@ -61,7 +61,7 @@ def flip_a_byte(file):
 def test_a_damaged_part_is_named_and_the_checkpoint_before_is_good(tmp_path, name, damage, message):
     save(tmp_path, 5, 10)
     damage(tmp_path / "iter_0000010" / name)
-    with pytest.raises(ValueError, match=message + r".* move iter_0000010 away to go on from iteration 5$"):
+    with pytest.raises(ValueError, match=message + r".* move iter_0000010 away to resume from iteration 5$"):
         checkpoint.read_state(tmp_path)
     assert checkpoint.read_state(tmp_path, 5)["iteration"] == 5
 

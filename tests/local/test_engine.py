@@ -10,9 +10,9 @@ from mindspeed_qerl.local.batch import PromptOrder
 from mindspeed_qerl.local.engine import LocalEngine, Samples, Scores, sample_metrics, select
 from mindspeed_qerl.local.rollout import Completion
 
-SAMPLES = Samples(rows=[{}] * 4, prompts=[[5, 6], [5, 6], [7], [7]],
-                  answers=[Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], False), Completion([4], [-0.4], True),
-                           Completion([1, 1, 1], [-0.5, -0.6, -0.7], True)])
+ANSWERS = [Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], False), Completion([4], [-0.4], True),
+           Completion([1, 1, 1], [-0.5, -0.6, -0.7], True)]
+SAMPLES = Samples(rows=[{}] * 4, prompts=[[5, 6], [5, 6], [7], [7]], answers=ANSWERS)
 
 
 def test_every_answer_is_trained_with_its_groups_advantage():
@@ -26,8 +26,8 @@ def test_every_answer_is_trained_with_its_groups_advantage():
 def test_metrics_of_the_answers():
     scores = Scores(texts=[""] * 4, rewards=np.array([1.0, 0.0, 2.0, 2.0]), per_verifier={"gsm8k": 0.5})
     assert sample_metrics(SAMPLES, scores, 2) == {
-        "reward/mean": 1.25, "reward/std": pytest.approx(np.std([1, 0, 2, 2])), "reward/groups_with_signal": 0.5, "verifier/gsm8k/mean": 0.5,
-        "response/length_mean": 7 / 4, "response/truncated_fraction": 0.5}
+        "reward/mean": 1.25, "reward/std": pytest.approx(np.std([1, 0, 2, 2])), "reward/groups_with_signal": 0.5,
+        "verifier/gsm8k/mean": 0.5, "response/length_mean": 7 / 4, "response/truncated_fraction": 0.5}
 
 
 @pytest.mark.parametrize("state, position", [({"prompts_asked": 23}, 23), ({}, 5 * 4)])

@@ -19,15 +19,17 @@ def no_port():
 
 def start_another_class(start):
     """Workers of a class that is not there: they raise where they are built."""
-    return lambda team, name, module, cls, log, environment, **arguments: start(team, name, "json", "NoSuchClass", log, environment)
+    return lambda team, name, module, cls, *places, **arguments: start(team, name, "json", "NoSuchClass", *places)
 
 
 @pytest.mark.parametrize("place, name, broken, error, message", [
     (Team, "start", start_another_class(Team.start), WorkerError, "has no attribute 'NoSuchClass'"),
     (launch, "free_port", no_port, OSError, "no port is free"),
 ], ids=["in a worker that is built", "between two workers"])
-def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir, tmp_path, place, name, broken, error, message):
-    run = RunDirectory.create(tmp_path, "run", config=raw_config(moe_dir, data_dir), command=["test"], seed=1, data_files={})
+def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir, tmp_path, place, name, broken, error,
+                                                  message):
+    raw = raw_config(moe_dir, data_dir)
+    run = RunDirectory.create(tmp_path, "run", config=raw, command=["test"], seed=1, data_files={})
     directories, start = [], private_ray.start
     monkeypatch.setattr(private_ray, "start", lambda **options: directories.append(start(**options)) or directories[0])
     monkeypatch.setattr(place, name, broken)

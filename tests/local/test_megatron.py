@@ -54,7 +54,8 @@ def random_batch(count=8, vocab=96):
 
 
 def exported(trainer):
-    """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones on the first rank of a tensor parallel group."""
+    """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones on the first rank of
+    a tensor parallel group."""
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in trainer.model.named_parameters()}
     whole = {name: trainer._whole(parameters[name].detach(), mapping.shared) for name, mapping in trainer.table.items()}
     return {hf: part.clone() for name, value in whole.items() if value is not None
@@ -69,7 +70,8 @@ def train_step(trainer, shard, squares):
 
 
 def train_rank(rank, configs, folder):
-    """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of its own, family by family."""
+    """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of its own, family by
+    family."""
     from megatron.core import parallel_state
 
     from mindspeed_qerl.local.rank import TrainRank
@@ -290,7 +292,8 @@ def test_every_adapter_learned_and_is_counted_once(results, layout, family):
 
 
 def test_qkv_is_interleaved_by_group_as_megatron_reads_it():
-    """SelfAttention.get_query_key_value_tensors views the output as [groups, (heads/groups + 2) * d] (attention.py)."""
+    """SelfAttention.get_query_key_value_tensors views the output as [groups, (heads/groups + 2) * d]
+    (attention.py)."""
     heads, groups, d, hidden = 4, 2, 3, 5
     q, k, v = (torch.arange(n * d * hidden).reshape(n * d, hidden) + 1000 * i for i, n in enumerate((heads, groups, groups)))
     expected = torch.cat([torch.cat([q[2 * g * d:2 * (g + 1) * d], k[g * d:(g + 1) * d], v[g * d:(g + 1) * d]]) for g in range(groups)])
@@ -332,7 +335,8 @@ def batch_of_another_policy():
 
 
 def joined_rank(rank, config, folder):
-    """Two iterations of two epochs; of each micro-batch that was trained, its log probabilities and the gradient that reached them."""
+    """Two iterations of two epochs; of each micro-batch that was trained, its log probabilities and the gradient that
+    reached them."""
     from mindspeed_qerl.local import rank as module
 
     torch.set_num_threads(1)
@@ -352,8 +356,9 @@ def joined_rank(rank, config, folder):
 
 
 def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(model_dirs, data_dir, tmp_path):
-    """One micro-batch, two epochs, KL > 0, unequal bounds of the clipping, weights against the policy that sampled: the gradient that reaches the
-    log probabilities, and the loss in the metrics, against the formula in float64. The first policy is the base model, since B starts at 0."""
+    """One micro-batch, two epochs, KL > 0, unequal bounds of the clipping, weights against the policy that sampled:
+    the gradient that reaches the log probabilities, and the loss in the metrics, against the formula in float64. The
+    first policy is the base model, since B starts at 0."""
     low, high, coefficient, cap, batch = 0.01, 0.05, 0.1, 2.0, batch_of_another_policy()
     config = recipe_of(
         model_dirs["qwen3"], data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1,

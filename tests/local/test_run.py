@@ -78,8 +78,8 @@ def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     from mindspeed_qerl.tasks.gsm8k.convert import convert
 
     convert(GSM8K, tmp_path / "data")
-    process = start(tiny_model, tmp_path / "runs", f"gsm8k.train_file={tmp_path}/data/train_chat.parquet",
-                    f"gsm8k.test_file={tmp_path}/data/test_chat.parquet", "megatron_training.train_iters=3", "eval.n_problems=8",
+    process = start(tiny_model, tmp_path / "runs", f"task.train_file={tmp_path}/data/train_chat.parquet",
+                    f"task.test_file={tmp_path}/data/test_chat.parquet", "megatron_training.train_iters=3", "eval.n_problems=8",
                     "rl_config.max_prompt_length=96", "generate_config.max_model_len=128", "rl_config.init_kl_coef=0.01",
                     "aqn.num_stages=3", "generate_config.sampling_config.max_tokens=32")
     code, output = finish(process)
@@ -156,7 +156,8 @@ def unbroken(tiny_model, tmp_path_factory):
 
 
 def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
-    """The answers of the last checkpoint, its adapters merged into the model, are those of the run's own last evaluation."""
+    """The answers of the last checkpoint, its adapters merged into the model, are those of the run's own last
+    evaluation."""
     assert_adapters_reached_the_rollout(unbroken.facts())
     rows = assert_metrics_are_whole(unbroken, 9)
     assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9 < rows[-1]["mismatch/k3"]
@@ -171,8 +172,8 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
 
 @pytest.mark.parametrize("victim", ["rank 1", pytest.param("rollout engine", marks=pytest.mark.full), pytest.param(None, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, tmp_path, victim):
-    """A process that dies ends the run with its name; run.resume=auto then ends as the run that nobody killed. Victim None: the whole run, with
-    no time to say anything."""
+    """A process that dies ends the run with its name; run.resume=auto then ends as the run that nobody killed. Victim
+    None: the whole run, with no time to say anything."""
     process = start(tiny_model, tmp_path / "runs", *SAVING)
     until(process, "step 4/9")
     killed, children = only_run(tmp_path / "runs"), descendants(process)
@@ -188,7 +189,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     assert_metrics_are_whole(killed, 4)
 
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
-    assert code == 0 and f"goes on with {killed.path}" in output and "Goes on after step 3" in output
+    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 3" in output
     assert recorded(killed) == recorded(unbroken)
     assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] in ([4], [4, 5])  # 6 has a checkpoint
     assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
@@ -210,8 +211,8 @@ def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
 
 @pytest.mark.full
 def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_path):
-    """Four runs, killed in the middle of the second one: the first is not run again, the second goes on as if nothing had happened, with
-    errors of other hardware as they would have been drawn."""
+    """Four runs, killed in the middle of the second one: the first is not run again, the second goes on as if nothing
+    had happened, with errors of other hardware as they would have been drawn."""
     sweep = [*SAVING, "aqn=off,qerl", "seed=1,2", "hardware_error.training=gaussian", "hardware_error.rollout=gaussian", "--multirun"]
     code, output = finish(start(tiny_model, tmp_path / "unbroken", *sweep), timeout=300)
     assert code == 0, output
@@ -223,7 +224,7 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     finish(process)
     assert_gone(children)
     code, output = finish(start(tiny_model, tmp_path / "killed", *sweep), timeout=300)
-    assert code == 0 and output.count("finished before, in") == 1 and output.count("Goes on after step 3") == 1, output
+    assert code == 0 and output.count("finished before, in") == 1 and output.count("Resumes after step 3") == 1, output
     unbroken, killed = ([RunDirectory.open(path.parent) for path in sorted((tmp_path / name).glob("*/*/status.json"))] for name in
                         ("unbroken", "killed"))
     assert [run.status()["state"] for run in killed] == ["finished"] * 4
