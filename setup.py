@@ -26,7 +26,9 @@ setup(
     packages=[*find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]), *INSIDE],
     package_dir=INSIDE,
     package_data={
+        "mindspeed_qerl.ascend": ["contract.yaml"],
         "mindspeed_qerl.configs": ["**/*.yaml"],
+        "mindspeed_qerl.recipe": ["keys.yaml"],
         "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, for emulation.environment
     },
     entry_points={"console_scripts": [f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS]},

@@ -22,9 +22,9 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 import numpy as np
+from mindspeed_qerl.recipe.config import AQNConfig
 
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.recipe.config import AQNConfig
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 

@@ -21,7 +21,8 @@ if __name__ == "__main__":  # a file of a checkout
 
 import numpy as np
 
-from mindspeed_qerl.runs.compare import SIGNIFICANCE, ComparedRun, compare, find_runs, read_run
+from mindspeed_qerl.runs.compare import SIGNIFICANCE, compare
+from mindspeed_qerl.runs.compared_run import ComparedRun, find_runs, read_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE

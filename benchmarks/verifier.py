@@ -121,9 +121,9 @@ def scorers() -> dict:
         sys.exit("math-verify is not installed: pip install math-verify (it is in the dev extra)")
     verl = load_verl_score()
     return {
-        "ours strict": lambda texts, golds: score_batch(texts, golds, "strict"),
+        "ours strict": lambda texts, golds: score_batch(texts, golds, method="strict"),
         "verl strict": lambda texts, golds: [float(verl(text, gold, "strict")) for text, gold in zip(texts, golds)],
-        "ours flexible": lambda texts, golds: score_batch(texts, golds, "flexible"),
+        "ours flexible": lambda texts, golds: score_batch(texts, golds),
         "verl flexible": lambda texts, golds: [float(verl(text, gold, "flexible")) for text, gold in zip(texts, golds)],
         "math-verify": lambda texts, golds: [float(verify(parse(gold), parse(text))) for text, gold in zip(texts, golds)],
     }

@@ -24,7 +24,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 def run(raw, name):
     seed, root = raw["megatron_training"]["seed"], Path(raw["run"]["root"])
     stopped = RunDirectory.unfinished(root / name, config=raw)
-    made = RunDirectory.reopen(stopped.path, config=raw, command=sys.argv) if stopped else RunDirectory.create(
+    made = RunDirectory.reopen(stopped.path, config=raw, command=sys.argv, data_files={{}}) if stopped else RunDirectory.create(
         root, name, config=raw, command=sys.argv, seed=seed, data_files={{}})
     (made.checkpoints_dir / "iter_0000001").mkdir(parents=True, exist_ok=True)
     with open({folder!r} + "/calls", "a") as calls:

@@ -4,27 +4,17 @@ Two converters (docs/ascend.md): convert_ckpt_v2.py knows Qwen3 and Qwen3-MoE an
 Qwen2.5 as `llama2` with biases, and builds the whole model in memory.
 """
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.layout.plan import arguments_of, shape_of_config
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import family_of
+from mindspeed_qerl.layout.plan import shape_of_model
+from mindspeed_qerl.recipe.types import Recipe
 
 TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
-OLD = ("--use-mcore-models", "--model-type", "GPT", "--add-qkv-bias", "--params-dtype", "bf16")
-# model_type -> script, its name for the family, and what the family needs besides
-FAMILIES = {
-    "qwen3": ("convert_ckpt_v2.py", "qwen3", ()),
-    "qwen3_moe": ("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
-    "qwen2": ("convert_ckpt.py", "llama2", OLD),
-    "qwen2_moe": ("convert_ckpt.py", "qwen2-moe", ("--moe-grouped-gemm", *OLD, "--spec", "mindspeed_llm.tasks.models.spec.qwen2_moe_spec",
-                                                   "layer_spec")),
-}
 
 
-def conversion_command(raw: Mapping[str, Any]) -> list[str]:
+def conversion_command(recipe: Recipe) -> list[str]:
     """The words of the command, to be run in the folder of MindSpeed-LLM; paths are absolute.
 
     From `megatron_training.tokenizer_name_or_path` into `actor_config.load`. With experts and a tensor parallel size above 1 experts are
@@ -33,36 +23,29 @@ def conversion_command(raw: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: no `load`, or a model that the engine does not know.
     """
-    arguments = arguments_of(raw)
-    if not arguments.get("load"):
+    model, layout = recipe.model, recipe.layout
+    if not model.load:
         raise ConfigError("actor_config.load is not set: there is nowhere to convert the base weights to")
-    source, target = (str(Path(arguments[key]).absolute()) for key in ("tokenizer_name_or_path", "load"))
-    kind = model_type(source, raw)
-    if kind not in FAMILIES:
-        raise ConfigError(f"{source}: " + unknown("model_type for the conversion of weights", kind, FAMILIES))
-    script, family, options = FAMILIES[kind]
-    tp, pp, ep = (arguments.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline", "expert"))
-    command = ["python", script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", family, *options]
-    if arguments.get("num_experts") and tp > 1:
+    source, target = (str(Path(path).absolute()) for path in (model.path, model.load))
+    family = family_of(shape_of_model(recipe))
+    if family.conversion is None:
+        raise ConfigError(f"{source}: MindSpeed-LLM's converters are not known to read {family.model_type}; the local engine needs no conversion")
+    conversion = family.conversion
+    command = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", conversion.name,
+               *conversion.options]
+    if family.experts and layout.tp > 1:
         command.append("--moe-tp-extend-ep")
-    command += ["--target-tensor-parallel-size", str(tp), "--target-pipeline-parallel-size", str(pp)]
-    if arguments.get("num_experts"):
-        command += ["--target-expert-parallel-size", str(ep)]
-    for key in ("num_layer_list", "num_layers_per_virtual_pipeline_stage"):
-        if arguments.get(key):
-            command += [f"--{key.replace('_', '-')}", str(arguments[key])]
+    command += ["--target-tensor-parallel-size", str(layout.tp), "--target-pipeline-parallel-size", str(layout.pp)]
+    if family.experts:
+        command += ["--target-expert-parallel-size", str(layout.ep)]
+    if layout.num_layer_list:
+        command += ["--num-layer-list", ",".join(map(str, layout.num_layer_list))]
+    if layout.layers_per_virtual_stage:
+        command += ["--num-layers-per-virtual-pipeline-stage", str(layout.layers_per_virtual_stage)]
     command += ["--load-dir", source, "--save-dir", target]
-    if script == "convert_ckpt.py":
+    if conversion.script == "convert_ckpt.py":
         command += ["--tokenizer-model", f"{source}/tokenizer.json"]
     return command
-
-
-def model_type(directory: str, raw: Mapping[str, Any]) -> str:
-    """The model_type of the model's config.json; while that is not there, what Megatron's arguments amount to."""
-    try:
-        return json.loads((Path(directory) / "config.json").read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return shape_of_config(raw).model_type
 
 
 def rank_folder(t: int, p: int, e: int, *, pp: int, ep: int) -> str:

@@ -14,7 +14,9 @@ import torch
 from mindspeed_rl.models.rollout.vllm_adapter import megatron_weight_loaders
 from mindspeed_rl.workers.resharding import megatron_sharding_manager, weight_adaptor
 from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleVllmWeightContainer
-from mindspeed_rl.workers.resharding.weight_adaptor import Qwen3MoeMVWeightAdaptor, Qwen3MvWeightAdaptor, QwenMVWeightAdaptor
+
+from mindspeed_qerl.families import FAMILIES
+from mindspeed_qerl.families.base import Adaptor
 
 EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
 
@@ -76,36 +78,21 @@ class MergesAdapters:
         return MergedWeights(param_dict, self.model_config.lora_r, self.model_config.lora_alpha / self.model_config.lora_r)
 
 
-class Qwen2Adaptor(MergesAdapters, QwenMVWeightAdaptor):
-    """Qwen2 and Qwen2.5, dense."""
+def make_adaptor(description: Adaptor) -> type:
+    """Upstream's adaptor class of that name, with further names, reading merged weights."""
 
+    class FamilyAdaptor(MergesAdapters, getattr(weight_adaptor, description.base)):
+        def __init__(self, model_config: Any):
+            super().__init__(model_config)
+            self.params_mapping = [*description.params_mapping, *self.params_mapping]
 
-class Qwen3Adaptor(MergesAdapters, Qwen3MvWeightAdaptor):
-    """Qwen3, dense."""
+        def replace_name_i2t(self, inference_name: str) -> str:
+            name = super().replace_name_i2t(inference_name)
+            for wrong, right in description.corrections:
+                name = name.replace(wrong, right)
+            return name
 
-
-class Qwen3MoeAdaptor(MergesAdapters, Qwen3MoeMVWeightAdaptor):
-    """Qwen3-MoE."""
-
-
-class Qwen2MoeAdaptor(MergesAdapters, Qwen3MoeMVWeightAdaptor):
-    """Qwen2-MoE (Qwen1.5-MoE-A2.7B): Qwen3-MoE without q_norm and k_norm, with qkv biases, and with a shared expert and its gate.
-
-    vLLM's model_executor/models/qwen2_moe.py names them `mlp.shared_expert.*` and `mlp.shared_expert_gate`; megatron-core's
-    transformer/moe/shared_experts.py keeps the gate as a bare parameter `gate_weight`.
-    """
-
-    def __init__(self, model_config: Any):
-        super().__init__(model_config)
-        self.params_mapping = [
-            ("mlp.shared_experts.linear_fc1", "mlp.shared_expert.gate_up_proj"),
-            ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
-            ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate"),
-            *self.params_mapping,
-        ]
-
-    def replace_name_i2t(self, inference_name: str) -> str:
-        return super().replace_name_i2t(inference_name).replace(".gate_weight.weight", ".gate_weight")
+    return FamilyAdaptor
 
 
 class PlainNames:
@@ -129,18 +116,11 @@ class WeightContainer(MegatronStyleVllmWeightContainer):
         return [PlainNames(chunk) for chunk in super()._unwrap_megatron_model(model)]
 
 
-ADAPTORS = {
-    "Qwen2ForCausalLM": Qwen2Adaptor,
-    "Qwen3ForCausalLM": Qwen3Adaptor,
-    "Qwen3MoeForCausalLM": Qwen3MoeAdaptor,
-    "Qwen2MoeForCausalLM": Qwen2MoeAdaptor,
-}
-
-
 def install() -> None:
     """Register the adaptors and the container in this process. vllm-ascend's model classes have the same names with Custom before."""
-    for architecture, adaptor in ADAPTORS.items():
-        for name in (architecture, f"Custom{architecture}"):
+    for family in FAMILIES.values():
+        adaptor = family.adaptor and make_adaptor(family.adaptor)
+        for name in (family.architecture, f"Custom{family.architecture}") if adaptor else ():
             weight_adaptor.WEIGHT_ADAPTOR_REGISTRY[name] = adaptor
             megatron_weight_loaders.MODEL_MEGATRON_WEIGHT_LOADER_REGISTRY.setdefault(
                 name, megatron_weight_loaders.qwen_megatron_weight_loader)

@@ -6,13 +6,11 @@ reference), `update` (forward, backward, optimizer). Weights and activations are
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import ModelShape
-from mindspeed_qerl.layout.plan import Plan, arguments_of
+from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import vllm_vocabulary
-from mindspeed_qerl.recipe.config import Reader
+from mindspeed_qerl.recipe.types import Recipe
 
 GB = 10 ** 9
 BF16, FP32 = 2, 4
@@ -101,25 +99,15 @@ class Memory:
         return tuple(over)
 
 
-def read_settings(raw: Mapping[str, Any]) -> Settings:
-    """The settings that a resolved config states; upstream's defaults where it is silent. ConfigError for a value of the wrong kind."""
-    arguments, reader = arguments_of(raw), Reader(raw)
-
-    def generate(key: str, default: Any, kind: type, low: float | None = None, high: float | None = None) -> Any:
-        return reader.upstream("generate_config", key, default, (kind,), low=low, high=high)
-
-    given, targets = arguments.get("recompute_num_layers"), arguments.get("lora_target_modules") or []
-    settings = Settings(
-        gpu_memory_utilization=generate("gpu_memory_utilization", 0.5, float, 0.0, 1.0), max_num_seqs=generate("max_num_seqs", 1, int, 1),
-        **{key: generate(key, False, bool) for key in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")},
-        distributed_optimizer=bool(arguments.get("use_distributed_optimizer")), recompute=arguments.get("recompute_granularity") == "full",
-        recompute_num_layers=None if given is None else reader.value("recompute_num_layers", given, 1, int, 1, None),
-        lora_r=reader.value("lora_r", arguments.get("lora_r", 8), 8, int, 1, None),
-        lora_targets=tuple(reader.value("lora_target_modules", targets, [], list, None, None)),
-        hccl_buffer_mib=reader.upstream("rl_config", "hccl_buffersize", 256, (int,), low=1))
-    if reader.faults:
-        raise ConfigError("\n".join(reader.faults))
-    return settings
+def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
+    """What a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
+    rollout, optimizer = recipe.rollout, recipe.optimizer
+    return Settings(
+        memory_gb=memory_gb, gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
+        offload_train_param=rollout.offload_train_param, offload_train_grad=rollout.offload_train_grad,
+        offload_train_optimizer=rollout.offload_train_optimizer, distributed_optimizer=optimizer.distributed,
+        recompute=optimizer.recompute_granularity == "full", recompute_num_layers=optimizer.recompute_num_layers,
+        lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib)
 
 
 # ---- parameters ----
@@ -139,14 +127,14 @@ class Weights:
 
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
     """Parameters of one layer on one rank: (dense part, experts)."""
-    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    dense = (h * (q + 2 * kv) + q * h) // tp + 2 * h
-    dense += (q + 2 * kv) // tp if shape.qkv_bias else 0
-    dense += 2 * shape.head_dim if shape.qk_norm else 0
-    dense += 3 * h * (shape.intermediate_size + shape.shared_expert_intermediate_size) // tp
-    if shape.moe:
-        dense += h * shape.num_experts + (h if shape.shared_expert_intermediate_size else 0)  # router, shared expert's gate
-    return dense, 3 * h * shape.moe_intermediate_size * shape.num_experts // expert_ranks
+    family = family_of(shape)
+    dense, experts = family.other_parameters(shape, tp), 0
+    for linear in family.linears(shape):
+        if linear.split == "expert":
+            experts += linear.inputs * linear.outputs * linear.copies // expert_ranks
+        else:
+            dense += linear.inputs * linear.outputs // tp
+    return dense, experts
 
 
 def training_weights(plan: Plan, stage: int) -> Weights:
@@ -178,22 +166,16 @@ def model_parameters(shape: ModelShape) -> int:
 def adapter_weights(plan: Plan, settings: Settings, stage: int) -> Weights:
     """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A
     (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM tasks/posttrain/lora/moe/experts.py:437)."""
-    shape, it, r, on = plan.shape, plan.layout, settings.lora_r, settings.lora_targets
-    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-
-    def column(inputs: int, outputs: int) -> int:
-        return r * inputs + r * outputs // it.tp
-
-    def row(inputs: int, outputs: int) -> int:
-        return r * inputs // it.tp + r * outputs
-
-    dense = column(h, q + 2 * kv) if "linear_qkv" in on else 0
-    dense += row(q, h) if "linear_proj" in on else 0
-    width = shape.intermediate_size or shape.shared_expert_intermediate_size
-    if width:
-        dense += (column(h, 2 * width) if "linear_fc1" in on else 0) + (row(width, h) if "linear_fc2" in on else 0)
-    f, local = shape.moe_intermediate_size, shape.num_experts // (it.tp * it.ep)
-    experts = local * r * ((h + 2 * f if "linear_fc1" in on else 0) + (f + h if "linear_fc2" in on else 0)) if shape.moe else 0
+    it, r, dense, experts = plan.layout, settings.lora_r, 0, 0
+    for linear in family_of(plan.shape).linears(plan.shape):
+        if linear.target not in settings.lora_targets:
+            continue
+        if linear.split == "expert":
+            experts += linear.copies // (it.tp * it.ep) * r * (linear.inputs + linear.outputs)
+        elif linear.split == "column":
+            dense += r * linear.inputs + r * linear.outputs // it.tp
+        else:
+            dense += r * linear.inputs // it.tp + r * linear.outputs
     return Weights(dense * plan.layers[stage], 0, experts * plan.layers[stage])
 
 
@@ -311,7 +293,7 @@ def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
 
 
 def _forward(plan: Plan, stage: int) -> tuple[Part, ...]:
-    tokens = (plan.batch.forward_micro_batch_size or plan.batch.micro_batch_size) * plan.batch.seq_length // plan.layout.cp
+    tokens = (max(plan.batch.actor_forward, plan.batch.ref_forward)) * plan.batch.seq_length // plan.layout.cp
     return (Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens", "activations and logits"),
             *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"))
 

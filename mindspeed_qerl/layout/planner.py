@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, lcm, log2
 
-from mindspeed_qerl.families.shapes import ModelShape
+from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, Rule, broken
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
@@ -153,9 +154,9 @@ def layer_collectives(plan: Plan) -> tuple[int, int]:
 def stage_work(plan: Plan) -> list[float]:
     """Multiplications a token of each pipeline stage: the weights that it meets, attention over half the sequence, and the output layer."""
     shape = plan.shape
-    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    width = shape.intermediate_size + shape.shared_expert_intermediate_size + shape.num_experts_per_tok * shape.moe_intermediate_size
-    layer = h * (2 * q + 2 * kv) + plan.batch.seq_length * q + 3 * h * width + h * shape.num_experts
+    h, attention = shape.hidden_size, plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
+    linears = sum(linear.inputs * linear.outputs * linear.active for linear in family_of(shape).linears(shape))
+    layer = linears + attention + h * shape.num_experts
     return [layers * layer + (shape.vocab_size * h if stage == plan.layout.pp - 1 else 0) for stage, layers in enumerate(plan.layers)]
 
 

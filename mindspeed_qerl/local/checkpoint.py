@@ -1,13 +1,14 @@
 """Checkpoints of the local engine: adapters and their optimizer, whole, under the names of the undivided model, so that any layout can go on.
 
     checkpoints/iter_0000010/
-        state.json                iteration, updates, the model's shape, LoRA's settings, and each file's bytes and SHA-256
+        state.json                iteration, updates, prompts_asked (the position in the data), the model's shape, LoRA's
+                                  settings, and each file's bytes and SHA-256
         shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's two
                                   moments of both (.exp_avg, .exp_avg_sq), float32
 
 A folder with that name is complete: it is written as iter_0000010.making, forced to the disk, and renamed. Reading it executes nothing, it is
 safetensors and JSON. Random states are not in it, because there are none: each draw of a run has a seed of its own, made of the run's seed, its
-purpose and the step (seeds.py), and the prompts of a step follow from its number.
+purpose and the step (seeds.py).
 """
 
 import hashlib
@@ -19,8 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families.shapes import ModelShape
-from mindspeed_qerl.local.weights import mappings
+from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 STATE = "state.json"
@@ -101,6 +101,15 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
     return state
 
 
+def prompts_asked(state: Mapping[str, Any], batch_size: int) -> int:
+    """The position in the data of what `read_state` returned. Before it was written there, each iteration asked `batch_size` prompts.
+
+    >>> prompts_asked({"iteration": 10, "prompts_asked": 360}, 32), prompts_asked({"iteration": 10}, 32)
+    (360, 320)
+    """
+    return state.get("prompts_asked", state["iteration"] * batch_size)
+
+
 def _damaged(directory: Path, there: list[int], fault: str) -> str:
     before = [number for number in there if folder(directory.parent, number) != directory]
     way_out = f"move {directory.name} away to go on from iteration {before[-1]}" if before else "there is no other checkpoint: start a new run"
@@ -130,7 +139,7 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
         with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
             tensors |= {key: file.get_tensor(key) for key in file.keys() if key.endswith((".lora_A", ".lora_B"))}  # noqa: SIM118
     weights = {}
-    for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
+    for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
             for name, b in zip(mapping.hf, mapping.split(tensors[f"{layer}.lora_B"])):

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import ModelShape, read_shape
-from mindspeed_qerl.layout.plan import Layout
-from mindspeed_qerl.local.weights import Checkpoint, Mapping, check_tensors, load_weights, mappings
+from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
+from mindspeed_qerl.families.base import not_built
+from mindspeed_qerl.families.tensors import Mapping
+from mindspeed_qerl.local.weights import Checkpoint, check_tensors, load_weights
+from mindspeed_qerl.recipe.types import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BUILT = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def read_hf_config(directory: str | Path):
@@ -20,19 +21,13 @@ def read_hf_config(directory: str | Path):
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if not (Path(directory) / "config.json").is_file():
-        raise ConfigError(f"model directory {directory} has no config.json")
     read_shape(directory)  # refuses other families
+    if faults := not_built(read_config(Path(directory) / "config.json")):
+        raise ConfigError("\n".join(f"{directory}: {fault}" for fault in faults))
     try:
-        config = AutoConfig.from_pretrained(directory)
+        return AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, StrictDataclassError) as error:
         raise ConfigError(f"{directory}/config.json cannot be used: {' '.join(str(error).split())}") from error
-    asked = {key: getattr(config, key, only) for key, only in BUILT.items()}
-    asked["rope_type"] = config.rope_parameters.get("rope_type", "default")
-    for key, value in asked.items():
-        if value != (only := BUILT.get(key, "default")):
-            raise ConfigError(f"{directory}: {key} is {value!r}; the local engine builds {config.model_type} with {only!r} only")
-    return config
 
 
 class CausalAttention(nn.Module):
@@ -89,44 +84,23 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     first, last = stage == 0, stage == layout.pp - 1
     layers = stage_layers(shape, layout)[stage]
     experts = expert_range(shape, layout, parallel_state.get_expert_model_parallel_rank()) if shape.moe else range(0)
-    of_experts = dict(
-        num_moe_experts=shape.num_experts,
-        moe_router_topk=shape.num_experts_per_tok,
-        moe_router_pre_softmax=not shape.norm_topk_prob,
-        moe_ffn_hidden_size=shape.moe_intermediate_size,
-        moe_shared_expert_intermediate_size=shape.shared_expert_intermediate_size or None,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_grouped_gemm=False,
-        expert_model_parallel_size=layout.tp * layout.ep,
-        expert_tensor_parallel_size=1,
-    ) if shape.moe else {}
-    transformer_config = TransformerConfig(
-        num_layers=shape.num_hidden_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.intermediate_size or shape.moe_intermediate_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_key_value_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=shape.qk_norm,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        recompute_granularity="full" if recompute_layers else None,
-        recompute_method="block" if recompute_layers else None,
-        recompute_num_layers=min(recompute_layers, len(layers)) or None,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    parallel = dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, which is checked for dense models, too
-        calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
         pipeline_dtype=dtype,
+    )
+    if shape.moe:
+        parallel |= dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1, moe_grouped_gemm=False)
+    transformer_config = TransformerConfig(
+        **family_of(shape).transformer_config(shape),
+        **parallel,
+        recompute_granularity="full" if recompute_layers else None,
+        recompute_method="block" if recompute_layers else None,
+        recompute_num_layers=min(recompute_layers, len(layers)) or None,
+        calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
@@ -135,7 +109,6 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **of_experts,
     )
     model = GPTModel(
         config=transformer_config,
@@ -146,12 +119,12 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
         post_process=last,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=config.rope_parameters["rope_theta"],
+        rotary_base=shape.rope_theta,
         parallel_output=True,
     ).to(dtype)
     if recompute_layers and first:  # a layer that is computed again passes a gradient on only to an input that asks for one
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
+    table, checkpoint = family_of(shape).tensors(shape, layers, experts, first, last), Checkpoint(model_dir)
     check_tensors(checkpoint, shape, config.dtype, (name for mapping in table for name in mapping.hf))
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return RankModel(model, table, layers, experts)
@@ -174,11 +147,12 @@ def _layer_spec(shape: ModelShape):
     """megatron-core's own layer, with our attention core and norms in their places, and the shared expert's gate."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, moe_grouped_gemm=False, qk_layernorm=shape.qk_norm)
+    qk_norm = family_of(shape).qk_norm
+    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, moe_grouped_gemm=False, qk_layernorm=qk_norm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
-    if shape.qk_norm:
+    if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.shared_expert_intermediate_size:
         layer.mlp.submodules.shared_experts.params["gate"] = True

@@ -75,10 +75,14 @@ def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
             for output in _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)]  # logprobs=0: of the sampled token alone
 
 
-def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, **sampling: Any) -> list:
+def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, seed: int | None = None, **sampling: Any) -> list:
+    """With a `seed`, each answer is drawn from a seed of its own: vLLM counts on from a prompt's for its further answers."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(detokenize=False, **sampling)
+    if seed is not None:
+        seeds = (seed + i * params.n for i in range(len(prompts)))
+        params = [SamplingParams(detokenize=False, seed=one, **sampling) for one in seeds]
     return llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=use_tqdm)
 
 
@@ -243,17 +247,16 @@ class RolloutEngine:
         return weight.chunk(self.tp_size, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
 
     def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of every linear weight as vLLM holds it now; packed tensors are taken apart."""
+        """(HF name, tensor) of every linear weight as vLLM holds it now; fused and packed tensors are taken apart."""
+        from vllm.model_executor.layers.linear import LinearBase
+
         for name, module in self.model.named_modules():
-            if name.endswith("qkv_proj"):
-                sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
-                for part, weight in zip("qkv", module.weight.split(sizes)):
-                    yield f"{name.removesuffix('qkv_proj')}{part}_proj.weight", weight
-            elif name.endswith("gate_up_proj"):
-                for part, weight in zip(("gate", "up"), module.weight.chunk(2)):
-                    yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", weight
-            elif name.endswith(("o_proj", "down_proj")):
-                yield f"{name}.weight", module.weight
+            if isinstance(module, LinearBase):
+                parent, _, leaf = name.rpartition(".")
+                fused = self.model.packed_modules_mapping.get(leaf)
+                parts = zip(fused, module.weight.split(module.output_partition_sizes)) if fused else [(leaf, module.weight)]
+                for part, weight in parts:
+                    yield f"{parent}.{part}.weight", weight
         for name, module, w13_packing, w2_packing in self._experts:
             prefix = name.removesuffix(".routed_experts")
             for expert, (w13, w2) in enumerate(zip(w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))):

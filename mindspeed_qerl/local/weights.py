@@ -1,115 +1,14 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and which part of it a tensor-parallel rank holds.
-
-One table for each family, read in both directions: loading, the sync with the rollout engine, export. Megatron's `linear_qkv` holds, per
-KV group, that group's query heads, its key head and its value head; `linear_fc1` holds gate and up.
-"""
+"""A Hugging Face checkpoint: read tensor by tensor, compared with its config.json, and loaded into a rank's part of a Megatron model."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.shapes import ModelShape
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a tensor-parallel group shares a tensor: along `dim`, the tensor being `blocks` stacked ones that are shared each by itself."""
-
-    dim: int
-    blocks: int = 1
-
-    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """The part of `rank` among `size` ranks."""
-        return torch.cat([block.chunk(size, self.dim)[rank] for block in whole.chunk(self.blocks, self.dim)], self.dim)
-
-    def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse: the whole from the parts of all ranks, in their order."""
-        return torch.cat([part for block in zip(*(shard.chunk(self.blocks, self.dim) for shard in shards)) for part in block], self.dim)
-
-
-COLUMN, ROW, GATED = Split(0), Split(1), Split(0, blocks=2)
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """One Megatron parameter, the HF tensors it is made of, how to get from one to the other, and how tensor-parallel ranks share it."""
-
-    megatron: str
-    hf: tuple[str, ...]
-    merge: Callable[[list[torch.Tensor]], torch.Tensor] = lambda parts: parts[0]
-    split: Callable[[torch.Tensor], list[torch.Tensor]] = lambda weight: [weight]
-    shared: Split | None = None  # None: every rank has it whole
-
-
-def merge_qkv(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
-    """q [heads*d, ...], k [groups*d, ...], v [groups*d, ...] -> [(heads + 2*groups)*d, ...], interleaved by KV group."""
-    rest = parts[0].shape[1:]
-    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
-
-
-def split_qkv(weight: torch.Tensor, groups: int, head_dim: int) -> list[torch.Tensor]:
-    """The inverse of `merge_qkv`: [q, k, v]."""
-    rest = weight.shape[1:]
-    by_group = weight.reshape(groups, -1, *rest)
-    q, k, v = by_group.split([by_group.shape[1] - 2 * head_dim, head_dim, head_dim], dim=1)
-    return [part.reshape(-1, *rest) for part in (q, k, v)]
-
-
-def _gated(megatron: str, hf: str, shared: Split | None) -> Mapping:
-    return Mapping(f"{megatron}linear_fc1.weight", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), torch.cat,
-                   lambda weight: list(weight.chunk(2)), shared)
-
-
-def mappings(shape: ModelShape, layers: range, experts: range, first: bool = True, last: bool = True) -> list[Mapping]:
-    """The table of what one rank holds, of any family in `layout.shapes`.
-
-    Args:
-        layers: global numbers of its layers; Megatron counts from 0 on each rank. experts: global numbers of its experts.
-        first, last: it is the first, the last pipeline stage, which has the embedding, the final norm and the output layer.
-    """
-    groups, head_dim = shape.num_key_value_heads, shape.head_dim
-    qkv = dict(merge=partial(merge_qkv, groups=groups), split=partial(split_qkv, groups=groups, head_dim=head_dim), shared=COLUMN)
-    table = []
-    if first:
-        table.append(Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), shared=COLUMN))
-    if last:
-        table.append(Mapping("decoder.final_layernorm.weight", ("model.norm.weight",)))
-        if not shape.tie_word_embeddings:
-            table.append(Mapping("output_layer.weight", ("lm_head.weight",), shared=COLUMN))
-        elif not first:  # a tied embedding has a copy on the last stage
-            table.append(Mapping("output_layer.weight", ("model.embed_tokens.weight",), shared=COLUMN))
-    for local, layer in enumerate(layers):
-        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        attention = ours + "self_attention."
-        table += [
-            Mapping(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",)),
-            Mapping(attention + "linear_qkv.weight", tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"), **qkv),
-            Mapping(attention + "linear_proj.weight", (theirs + "self_attn.o_proj.weight",), shared=ROW),
-            Mapping(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",)),
-        ]
-        if shape.qkv_bias:
-            table.append(Mapping(attention + "linear_qkv.bias", tuple(f"{theirs}self_attn.{part}_proj.bias" for part in "qkv"), **qkv))
-        if shape.qk_norm:
-            table += [Mapping(f"{attention}{part}_layernorm.weight", (f"{theirs}self_attn.{part}_norm.weight",)) for part in "qk"]
-        if not shape.moe:
-            table += [_gated(ours + "mlp.", theirs + "mlp.", GATED),
-                      Mapping(ours + "mlp.linear_fc2.weight", (theirs + "mlp.down_proj.weight",), shared=ROW)]
-            continue
-        table.append(Mapping(ours + "mlp.router.weight", (theirs + "mlp.gate.weight",)))
-        if shape.shared_expert_intermediate_size:
-            shared, hf_shared = ours + "mlp.shared_experts.", theirs + "mlp.shared_expert."
-            table += [_gated(shared, hf_shared, GATED),
-                      Mapping(shared + "linear_fc2.weight", (hf_shared + "down_proj.weight",), shared=ROW),
-                      Mapping(shared + "gate_weight", (theirs + "mlp.shared_expert_gate.weight",))]
-        for number, expert in enumerate(experts):
-            mlp, hf_mlp = f"{ours}mlp.experts.local_experts.{number}.", f"{theirs}mlp.experts.{expert}."
-            table += [_gated(mlp, hf_mlp, None), Mapping(mlp + "linear_fc2.weight", (hf_mlp + "down_proj.weight",))]
-    return table
+from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families.tensors import Mapping
 
 
 class Checkpoint:
@@ -161,7 +60,8 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype 
             embedding, or holds other rotary frequencies.
     """
     directory, called_for = checkpoint.directory, {
-        name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)) for name in mapping.hf}
+        name for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts))
+        for name in mapping.hf}
     if missing := sorted(called_for - set(checkpoint.files)):
         tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
         raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are missing). Fetch the whole "

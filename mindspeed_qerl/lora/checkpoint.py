@@ -17,10 +17,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from mindspeed_qerl.families import family_of, shape_of_arguments
+from mindspeed_qerl.families.tensors import ROW, Mapping
+
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
 EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}  # and the targets that they stand for
-PARENTS = {"self_attention": "self_attn", "mlp": "mlp", "mlp.shared_experts": "mlp.shared_expert"}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,7 +58,7 @@ class Rank(NamedTuple):
 
 
 def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> Adapters:
-    """The adapters in a Megatron checkpoint of a Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE.
+    """The adapters in a Megatron checkpoint of a model of a known family.
 
     Args:
         checkpoint_dir: `checkpoints` in the run directory. Base weights and optimizer states in its files are not read.
@@ -69,13 +71,16 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     """
     directory, iteration = _find_iteration(Path(checkpoint_dir), iteration)
     args, ranks = _read_ranks(directory)
+    shape = shape_of_arguments(vars(args))
+    one_layer = family_of(shape).tensors(shape, range(1), range(shape.num_experts), first=False, last=False)
+    table = {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping for mapping in one_layer}
     weights: dict[str, Pair] = {}
     layers_before = 0
     for stage in range(args.pipeline_model_parallel_size):
         shards = {(rank.tensor, rank.expert): tensors for rank, tensors in ranks.items() if rank.pipeline == stage}
         modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
         for layer, module in sorted(modules):
-            parts = _unshard(layer, module, shards, args)
+            parts = _unshard(layer, module, shards, args, table)
             weights |= {f"model.layers.{layers_before + layer}.{name}": pair for name, pair in parts.items()}
         layers_before += 1 + max((layer for layer, _ in modules), default=-1)
     if not weights:
@@ -86,12 +91,14 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
 
 
-def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace) -> dict[str, Pair]:
+def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
+             table: dict[str, Mapping]) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts within a layer of Hugging Face's.
 
     Args:
         layer: within its pipeline stage.
         shards: the stage's tensors by name, by (tensor rank, expert rank).
+        table: of one layer, by Megatron's module.
     """
     prefix = f"decoder.layers.{layer}.{module}"
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
@@ -99,35 +106,25 @@ def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, to
         # Whole experts are dealt to the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
         # mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
         a, b = ([shards[t, e][f"{prefix}_lora_{side}"] for e, t in product(range(ep), range(tp))] for side in "ab")
-        return _split_experts(module, a, b, args)
+        return _split_experts(module, a, b, args, table)
     a, b = ([_replicated([shards[t, e][name] for e in range(ep)], name) for t in range(tp)]
             for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
-    return _split_linear(module, a, b, args)
-
-
-def _split_linear(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace) -> dict[str, Pair]:
-    """`a`, `b`: one shard per tensor rank. Column-parallel layers split B by output, row-parallel ones A by input."""
-    parent, _, linear = module.rpartition(".")
-    if parent not in PARENTS or linear not in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
-        raise ValueError(f"an adapter of {module} has no name in a Hugging Face Qwen model; known are linear_qkv, linear_proj, "
+    mapping = table.get(module)
+    if mapping is None or mapping.shared is None:
+        raise ValueError(f"an adapter of {module} has no name in a Hugging Face model; known are linear_qkv, linear_proj, "
                          "linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped experts (moe_grouped_gemm)")
-    if linear in ("linear_proj", "linear_fc2"):
-        name = {"linear_proj": "o_proj", "linear_fc2": "down_proj"}[linear]
-        return {f"{PARENTS[parent]}.{name}": (torch.cat(list(a), dim=1), _replicated(b, f"{module}.lora_B"))}
-    if linear == "linear_qkv":  # rows: [query group][its queries, then key, then value][head_dim]
-        heads = args.num_attention_heads
-        groups = args.num_query_groups if args.group_query_attention else heads
-        grouped = torch.cat(list(b)).view(groups, heads // groups + 2, args.kv_channels, -1)
-        queries, keys, values = grouped.split([heads // groups, 1, 1], dim=1)
-        parts = {"q_proj": queries.flatten(0, 2), "k_proj": keys.flatten(0, 2), "v_proj": values.flatten(0, 2)}
-    else:  # each rank: its rows of the gate, then its rows of up
-        gates, ups = zip(*(shard.chunk(2) for shard in b), strict=True)
-        parts = {"gate_proj": torch.cat(gates), "up_proj": torch.cat(ups)}
-    whole_a = _replicated(a, f"{module}.lora_A")
-    return {f"{PARENTS[parent]}.{name}": (whole_a, part) for name, part in parts.items()}
+    if mapping.shared == ROW:  # tensor ranks share A by input
+        return _parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
+    return _parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace) -> dict[str, Pair]:
+def _parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
+    """The adapter of each HF module that Megatron fuses in one: they have A in common."""
+    names = (name.removeprefix("model.layers.0.").removesuffix(".weight") for name in mapping.hf)
+    return {name: (a, part) for name, part in zip(names, mapping.split(b), strict=True)}
+
+
+def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace, table: dict[str, Mapping]) -> dict[str, Pair]:
     """Grouped experts, one by one.
 
     Args:
@@ -142,11 +139,10 @@ def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Ten
     pairs = [(one_a.T, one_b.T)  # from x A B to B A x
              for shard_a, shard_b in zip(a, b, strict=True)
              for one_a, one_b in zip(shard_a.view(local, -1, r), shard_b.view(local, r, -1), strict=True)]
-    if target == "linear_fc2":
-        return {f"mlp.experts.{i}.down_proj": pair for i, pair in enumerate(pairs)}
-    return {f"mlp.experts.{i}.{name}": (one_a, half)
-            for i, (one_a, one_b) in enumerate(pairs)
-            for name, half in zip(("gate_proj", "up_proj"), one_b.chunk(2), strict=True)}
+    found = {}
+    for number, pair in enumerate(pairs):
+        found |= _parts(table[f"mlp.experts.local_experts.{number}.{target}"], *pair)
+    return found
 
 
 def _replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:

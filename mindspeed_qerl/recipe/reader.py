@@ -4,6 +4,7 @@
     recipe = read_recipe(raw)        # raises ConfigError with all faults
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from mindspeed_qerl.aqn.schedule import KINDS
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.recipe import keys
-from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Model, Noise, Recipe
+from mindspeed_qerl.recipe.overrides import nearest
+from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
@@ -35,6 +37,7 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing on the engine (keys.yaml says why)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
@@ -56,6 +59,7 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     values = Values(sections)
     parts = {name: _part(name, kind, values, found) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
+    _check_models(sections, found)
     parts["batch"] = _derived_batch(parts, values, found)
     parts["task"] = replace(parts["task"], verifiers=_verifiers(values, found))
     parts["noise"] = _checked_noise(parts["noise"], parts["run"].train_iters, parts["model"].dtype, found)
@@ -93,22 +97,10 @@ def key_of(part: type, name: str) -> str | None:
     return extra["key"] if extra else f"{part.section}.{name}"
 
 
-def nearest_key(name: str, section: str | None = None) -> str:
-    """The sentence for an unknown key: the nearest one of its section, or else of another.
-
-    >>> nearest_key("lora_rank", "megatron_training")
-    "unknown key in megatron_training: 'lora_rank', did you mean 'lora_r'?"
-    """
-    known = known_keys()
-    sentence = unknown(f"key in {section}:", name, known[section])
-    if "did you mean" in sentence:
-        return sentence
-    elsewhere = {key: other for other, names in known.items() for key in names}
-    near = unknown("", name, elsewhere)
-    if "did you mean" not in near:
-        return sentence
-    key = near.split("did you mean '")[1].split("'")[0]
-    return f"unknown key in {section}: {name!r}, did you mean {elsewhere[key]}.{key}?"
+def _unknown_key(key: Any, section: str) -> str:
+    """The sentence for an unknown key, with the nearest known ones of its section and of all."""
+    near = [name.removeprefix(f"{section}.") for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})]
+    return f"unknown key in {section}: {key!r}" + (f", did you mean {' or '.join(map(repr, near))}?" if near else "")
 
 
 def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
@@ -132,8 +124,19 @@ def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
         given = nested[name] if name in nested else sections[name]
         for key in given if isinstance(given, Mapping) else ():
             if key not in known[name]:
-                found.faults.append(nearest_key(key, name))
+                found.faults.append(_unknown_key(key, name))
     return sections
+
+
+def _check_models(sections: Mapping[str, Any], found: Found) -> None:
+    """Faults of a section model that is none, and of a named model that is not in it."""
+    models = sections["model"]
+    if not all(isinstance(sizes, Mapping) for sizes in models.values()):
+        found.faults.append(f"section model = {models!r} must be a mapping of names to sizes")
+    for section in ("megatron_training", "actor_config"):
+        name = sections[section].get("model")
+        if name is not None and name not in map(str, models):
+            found.faults.append(f"{section}.model: {unknown('model', name, map(str, models))}")
 
 
 # ---- values ----
@@ -230,15 +233,16 @@ def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
         counts = " and ".join(f"{len(given) if isinstance(given, list) else repr(given)} {key}"
                               for given, key in ((names, "verifier_function"), (weights, "verifier_weight")))
         found.faults.append(f"rl_config: {counts} must be lists, as long as each other, of at least one")
-        return (("gsm8k", 1.0),)
-    for i, (name, weight) in enumerate(zip(names, weights)):
+    checked = []
+    for i, name in enumerate(names if isinstance(names, list) else ()):
+        weight = weights[i] if isinstance(weights, list) and i < len(weights) else 1.0
         if not isinstance(name, str):
             found.faults.append(f"rl_config.verifier_function[{i}]: unknown verifier {name!r}: give a name, or module:function")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or abs(weight) == float("inf") or weight != weight:
+        elif isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             found.faults.append(f"rl_config.verifier_weight[{i}] = {weight!r} must be float")
-    if found.faults:
-        return tuple((name, 1.0) for name in names if isinstance(name, str)) or (("gsm8k", 1.0),)
-    return tuple(zip(names, map(float, weights)))
+        else:
+            checked.append((name, float(weight)))
+    return tuple(checked) or (("gsm8k", 1.0),)
 
 
 # ---- across fields ----
@@ -246,9 +250,6 @@ def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
 def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     """Faults of values that do not go together."""
     batch, sampling, evaluation, optimizer = parts["batch"], parts["sampling"], parts["evaluation"], parts["optimizer"]
-    if batch.global_batch_size % batch.mini_batch_size:
-        found.faults.append(f"megatron_training.global_batch_size = {batch.global_batch_size} prompts must be a multiple of "
-                            f"rl_config.mini_batch_size = {batch.mini_batch_size}")
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
         found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = {sampling.max_tokens} "
                             f"exceeds generate_config.max_model_len = {batch.max_model_len}")

@@ -20,7 +20,9 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
 
-part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
+
+part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
 def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
@@ -54,7 +56,7 @@ def _layer_list(value: Any) -> Any:
     raise ValueError("must be whole numbers with commas between them, such as 14,14")
 
 
-Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Float = Annotated[float, BeforeValidator(_number)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], BeforeValidator(_kinds)]
 Size = Annotated[int, Field(ge=1)]
@@ -75,7 +77,7 @@ class Layout:
     """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep). Rollout: vLLM
     instances of infer TP x EP ranks."""
 
-    world: Size = key("rl_config.actor_resource.num_npus", 1, le=100_000)  # more is a typing error, and takes minutes to judge
+    world: int = key("rl_config.actor_resource.num_npus", 1, required=True, ge=1, le=MAX_RANKS)
     tp: Size = key("megatron.tensor_model_parallel_size", 1)
     pp: Size = key("megatron.pipeline_model_parallel_size", 1)
     cp: Size = key("megatron.context_parallel_size", 1)
@@ -122,13 +124,13 @@ class Batch:
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
-    samples_per_prompt: Size = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
+    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")  # None: micro_batch_size
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
     dispatch: Mapping[str, int | None] = Field(default_factory=dict)  # actor_rollout_dispatch_size and so on; None: upstream's default
-    guarantee_order: bool = key("rl_config.guarantee_order", False)
+    guarantee_order: bool = key("rl_config.guarantee_order", True)
     seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
     max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.families.shapes import SHAPES, ModelShape
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout import rules
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run
 
-QWEN3, QWEN15, DENSE = (SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
+QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
 
 
 def plan(shape=QWEN3, batch=None, **layout) -> Plan:
@@ -157,7 +158,7 @@ def test_context_parallel_ranks_share_a_prompt():
 
 def random_plan(draw: random.Random) -> Plan:
     """Sizes that divide more often than not, of real and of odd models, so that legal and illegal plans are both common."""
-    shape = draw.choice([QWEN3, QWEN15, DENSE, SHAPES["qwen25_1_5b"], SHAPES["qwen3_32b"],
+    shape = draw.choice([QWEN3, QWEN15, DENSE, NAMED_SHAPES["qwen25_1_5b"], NAMED_SHAPES["qwen3_32b"],
                          ModelShape("odd", "qwen3_moe", 12, 96, 12, 6, 8, 0, 64 * 9, 1e6, False, 512, 24, 2, 48),
                          ModelShape("odd", "qwen2_moe", 6, 96, 6, 3, 8, 0, 64 * 3, 1e6, False, 512, 18, 2, 48, 54),
                          ModelShape("odd", "qwen2", 10, 80, 12, 12, 8, 90, 1000, 1e6, True, 512)])

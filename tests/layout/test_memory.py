@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_qerl.families.shapes import SHAPES, ModelShape
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout.memory import (
     GB,
     Settings,
@@ -14,15 +14,17 @@ from mindspeed_qerl.layout.memory import (
     estimate,
     layer_activations,
     model_parameters,
-    read_settings,
     rollout_weights,
+    settings_of,
     training_weights,
 )
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan, read_plan, shape_of_config
+from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.types import Batch, Layout
 
-QWEN3, QWEN15, DENSE = (SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
+QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
 
 
 def plan(shape: ModelShape, world: int, batch: Batch | None = None, **layout) -> Plan:
@@ -33,7 +35,7 @@ def plan(shape: ModelShape, world: int, batch: Batch | None = None, **layout) ->
                                             ("qwen25_7b", 7.6), ("qwen25_32b", 32.8), ("qwen3_8b", 8.2), ("qwen3_32b", 32.8)])
 def test_models_have_the_published_number_of_parameters(name, billions):
     digits = len(str(billions).split(".")[1])
-    assert round(model_parameters(SHAPES[name]) / GB, digits) == billions
+    assert round(model_parameters(NAMED_SHAPES[name]) / GB, digits) == billions
 
 
 def tensors(shape: ModelShape) -> list[tuple[str, int, int]]:
@@ -55,14 +57,14 @@ def tensors(shape: ModelShape) -> list[tuple[str, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", NAMED_SHAPES)
 def test_parameters_tensor_by_tensor(name):
-    assert model_parameters(SHAPES[name]) == sum(size for _, size, _ in tensors(SHAPES[name]))
+    assert model_parameters(NAMED_SHAPES[name]) == sum(size for _, size, _ in tensors(NAMED_SHAPES[name]))
 
 
 @pytest.mark.parametrize("shape, layout", [
     (QWEN3, dict(tp=4, pp=3, ep=1, infer_tp=4)), (QWEN3, dict(ep=4, infer_ep=4)), (QWEN3, dict(tp=2, pp=2, ep=1, infer_ep=4)),
-    (QWEN15, dict(tp=4, ep=3, infer_tp=4, infer_ep=3)), (DENSE, dict(tp=2, pp=2, infer_tp=4)), (SHAPES["qwen25_1_5b"], dict(tp=2)),
+    (QWEN15, dict(tp=4, ep=3, infer_tp=4, infer_ep=3)), (DENSE, dict(tp=2, pp=2, infer_tp=4)), (NAMED_SHAPES["qwen25_1_5b"], dict(tp=2)),
 ])
 def test_the_shards_of_all_ranks_add_up_to_the_model(shape, layout):
     """One copy of the model: the TP x EP x PP ranks of training; the TP x EP ranks of vLLM. What each TP rank has whole is counted once."""
@@ -215,6 +217,6 @@ def test_what_does_not_fit_is_said():
 
 def test_the_settings_of_a_config():
     raw = compose("grpo_qwen25_7b_gsm8k_8npu")
-    settings = read_settings(raw)
+    settings = settings_of(read_recipe(raw))
     assert (settings.recompute, settings.lora_r, settings.gpu_memory_utilization, settings.offload_train_grad) == (False, 32, 0.6, True)
-    assert parts(estimate(read_plan(raw, shape_of_config(raw)), settings), "update")["activations kept"] == pytest.approx(8, abs=1)
+    assert parts(estimate(plan_of(read_recipe(raw)), settings), "update")["activations kept"] == pytest.approx(8, abs=1)

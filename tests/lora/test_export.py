@@ -99,6 +99,8 @@ def write_checkpoint(folder, adapters, family, tp=1, stages=(2,), ep=1, targets=
     args = Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=len(stages), expert_model_parallel_size=ep,
                      num_layers=sum(stages), num_attention_heads=HEADS, group_query_attention=True, num_query_groups=GROUPS,
                      kv_channels=HEAD_DIM, num_experts=EXPERTS if "moe" in family else None, moe_tp_extend_ep="moe" in family,
+                     hidden_size=HIDDEN, ffn_hidden_size=FFN, padded_vocab_size=64, moe_router_topk=2, moe_ffn_hidden_size=EXPERT_FFN,
+                     n_shared_experts=1 if family == "qwen2_moe" else None, qk_layernorm="qwen3" in family, add_qkv_bias="qwen2" in family,
                      lora_r=R, lora_alpha=ALPHA, lora_target_modules=targets)
     vars(args).update(more)
     for t, p, e in product(range(tp), range(len(stages)), range(ep)):

@@ -11,15 +11,14 @@ import subprocess
 import sys
 import zipfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
-from mindspeed_qerl.ascend.contract import CONTRACT
+from mindspeed_qerl.ascend.contract import PINS, Finding, Report
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, SKIPPED, WARNING, Check, preflight, print_table
@@ -29,7 +28,7 @@ from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.packed import indexed_format
+from mindspeed_qerl.tasks.packed import indexed_format
 
 ROOT = Path(__file__).parents[2]
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"
@@ -64,6 +63,11 @@ def npu_smi(count: int, health: dict[int, str] | None = None, used: dict[int, in
     return HEAD + rows + TAIL
 
 
+def at_the_pin(package: str) -> Report:
+    pin = PINS[package]
+    return Report(pin, Path("/upstream") / pin.title, [], pin.commit, pin.content, [])
+
+
 @dataclass
 class Box:
     """A machine in data: by default a healthy 910C box of 16 dies. Sizes in bytes."""
@@ -83,7 +87,7 @@ class Box:
     panic: str = "0\n"
     packages: dict[str, str] = field(default_factory=lambda: dict(PACKAGES))
     python_version: tuple[int, int] = (3, 11)
-    findings: list[Finding] = field(default_factory=lambda: [Finding(clause, HOLDS, 1) for clause in CONTRACT])
+    reports: list[Report] = field(default_factory=lambda: [at_the_pin(package) for package in PINS])
 
     def run(self, command, timeout=20, environment=None):
         words = " ".join(command)
@@ -113,7 +117,7 @@ class Box:
         return name == "acl" and self.acl is not None
 
     def upstream(self):
-        return self.findings
+        return self.reports
 
     def disk_free(self, path):
         return self.shm if str(path) == "/dev/shm" else self.disk
@@ -423,15 +427,29 @@ def test_the_same_value_in_the_shell_is_no_fault(ready):
 
 
 def test_upstream(ready):
-    findings = Box().findings
-    rl = [i for i, finding in enumerate(findings) if finding.clause.file.startswith(("mindspeed_rl/", "cli/"))]
-    gone = [Finding(each.clause, NOT_CHECKED) if i in rl else each for i, each in enumerate(findings)]
-    check = look(ready, Box(findings=gone))["upstream's sources"]
+    rl, llm, mindspeed, *others = Box().reports
+    check = look(ready, Box())["upstream's sources"]
+    assert check.found == "MindSpeed-RL, MindSpeed-LLM, MindSpeed, Megatron-LM, vllm-ascend as pinned"
+    check = look(ready, Box(reports=[llm, mindspeed, *others]))["upstream's sources"]
     assert check.state == FAILED and check.found == "cannot be imported here: MindSpeed-RL" and "PYTHONPATH" in check.mend
-    changed = [Finding(each.clause, BROKEN, 3) if i == rl[0] else each for i, each in enumerate(findings)]
-    check = look(ready, Box(findings=changed))["upstream's promises"]
-    assert check.state == FAILED and f"1 of {len(CONTRACT)} are broken: {findings[rl[0]].clause.file}:3" in check.found
-    assert "(cd MindSpeed-RL && git checkout 05a90d7)" in check.mend
+
+    changed = replace(rl, findings=[Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "", 3)])
+    other = replace(mindspeed, commit=None, content="another")
+    checks = look(ready, Box(reports=[changed, llm, other, *others]))
+    assert not_passed(checks) == {"MindSpeed-RL": FAILED, "MindSpeed": WARNING}
+    assert checks["MindSpeed-RL"].found.endswith("; 0 of 1 things that the engine relies on are unchanged; changed mindspeed_rl/x.py f")
+    assert "git checkout 05a90d7" in checks["MindSpeed-RL"].mend
+    assert "is an unknown version (no git checkout), not the pin ac9f0e7" in checks["MindSpeed"].found
+    second = replace(llm, unused=[Path("/second")])
+    assert not_passed(look(ready, Box(reports=[rl, second, mindspeed, *others]))) == {"MindSpeed-LLM": WARNING}
+
+
+def test_a_stand_in_for_vllm_ascend_is_not_compared(ready):
+    *others, vllm_ascend = Box().reports
+    stand_in = replace(vllm_ascend, content="another", findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone")])
+    box = Box(smi=None, davinci=0, acl=None, reports=[*others, stand_in])
+    assert "vllm-ascend" not in not_passed(look({**ready, "emulate_npu": True}, box))
+    assert not_passed(look(ready, Box(reports=[*others, stand_in]))) == {"vllm-ascend": FAILED}
 
 
 def test_the_versions_are_those_of_the_guide():
@@ -643,8 +661,8 @@ def test_a_conversion_for_tensor_parallel_experts_and_stages(ready):
 def test_the_family_is_that_of_the_config_json(ready):
     """Of the Megatron arguments only while there is none."""
     file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
-    file.write_text(json.dumps({**QWEN3_MOE, "model_type": "llama"}))
-    with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'llama'"):
+    file.write_text(json.dumps({**QWEN3_MOE, "model_type": "gemma2"}))
+    with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'gemma2'"):
         conversion_command(ready)
     file.unlink()
     assert "qwen3-moe" in conversion_command(ready)
@@ -660,7 +678,7 @@ def test_emulated_npus(ready):
 def test_a_rehearsal(ready):
     """Of a config for NPUs: its layout and its data count, the model and the weights are its own."""
     raw = {**ready, "engine": "local", "rehearsal": {"enabled": True}}
-    box = Box(smi=None, davinci=0, acl=None, environment={}, packages={}, findings=[], hangs=("ray", "npu"))
+    box = Box(smi=None, davinci=0, acl=None, environment={}, packages={}, reports=[], hangs=("ray", "npu"))
     checks = look(raw, box)
     assert {check.state for check in checks.values()} == {PASSED, SKIPPED}
     assert checks["layout"].state == checks["training rows"].state == PASSED
@@ -670,7 +688,7 @@ def test_a_rehearsal(ready):
 
 def test_the_local_engine(tmp_path):
     raw = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}", f"gsm8k.test_file={tmp_path}/no.parquet"])
-    checks = look(raw, Box(smi=None, davinci=0, acl=None, environment={}, packages={}, findings=[], hangs=("ray", "npu")))
+    checks = look(raw, Box(smi=None, davinci=0, acl=None, environment={}, packages={}, reports=[], hangs=("ray", "npu")))
     assert {name for name, state in not_passed(checks).items() if state == FAILED} >= {"config.json", "test rows"}
     assert checks["ranks"].state == checks["base weights"].state == checks["layout"].state == SKIPPED
 
@@ -846,7 +864,7 @@ def test_this_machine(tmp_path):
         port = listener.getsockname()[1]
         assert not machine.port_free(port)
     assert machine.port_free(port)
-    assert len(machine.upstream()) == len(CONTRACT)
+    assert all(report.pin in PINS.values() for report in machine.upstream())
 
 
 def test_processes_of_this_machine():

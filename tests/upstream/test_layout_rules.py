@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from test_configs import emulated
 
-from mindspeed_qerl.families.shapes import SHAPES
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.families import NAMED_SHAPES
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken, citation
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 FROM_VALIDATE_RL_ARGS = {rule.__name__ for rule in RULES if citation(rule)[1].endswith("validate_config.py")} - {"context_parallel_algorithm"}
 FROM_CONTAINER = {"infer_groups_hold_whole_training_groups", "experts_are_whole", "tensor_parallel_sizes_divide",
@@ -39,7 +40,7 @@ def test_each_rule_cites_a_line_that_is_there(rule, upstream):
 
 def sampled(draw: random.Random) -> Plan:
     """Plans that upstream's checks say yes and no to."""
-    shape = SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
+    shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
     tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
     n, prompts = draw.choice([1, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])

@@ -1,0 +1,100 @@
+"""Whether the model that Megatron is told of is the one in config.json, which vLLM loads. Upstream compares nothing."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import family_of, shape_of
+from mindspeed_qerl.families.base import HF_KEYS, not_built
+
+# What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of config_cls/megatron_config.py:MegatronConfig,
+# but for None and false (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's megatron/training/arguments.py and
+# MindSpeed-LLM's count. All sources agree (tests/upstream/test_megatron_defaults.py).
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    "use_mcore_models": False,
+    "spec": None,
+    "num_layers": None,
+    "hidden_size": None,
+    "ffn_hidden_size": None,
+    "num_attention_heads": None,
+    "kv_channels": None,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "disable_bias_linear": False,
+    "swiglu": False,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "untie_embeddings_and_output_weights": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "num_experts": None,
+    "n_shared_experts": None,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": None,
+    "norm_topk_prob": False,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+# Arguments that make another model of any family here, and the values that do not; the first is the default.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (False,),
+    "rope_scaling_type": (None,),
+    "first_k_dense_replace": (None, 0),
+    "moe_layer_freq": (None, 1),
+    "moe_router_num_groups": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": (False,),
+    "noop_layers": (None,),
+}
+
+
+def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json") -> list[str]:
+    """Faults where the model that Megatron is told of is not the one that vLLM loads. No value of either raises.
+
+    Args:
+        arguments: Megatron's, of the named model and the sections merged; one that is left out counts with Megatron's default.
+        hf_config: the content of the model's config.json. source: what messages call it.
+    """
+    try:
+        shape = shape_of(hf_config, source)
+    except ConfigError as error:
+        return str(error).splitlines()
+    family = family_of(shape)
+    if not family.adaptor:
+        return [f"{source}: the NPU engine has no weight adaptor for model_type {family.model_type!r}; the local engine runs it"]
+    faults = [f"{source}: {fault}, by Megatron as by vLLM" for fault in not_built(hf_config)]
+    expected = family.megatron_arguments(shape)
+    if shape.num_key_value_heads == shape.num_attention_heads and not arguments.get("group_query_attention"):
+        expected = {key: value for key, value in expected.items() if key not in ("group_query_attention", "num_query_groups")}
+    if arguments.get("kv_channels") is None and shape.head_dim * shape.num_attention_heads == shape.hidden_size:
+        del expected["kv_channels"]  # Megatron derives it
+    if arguments.get("use_rotary_position_embeddings") is True:
+        del expected["position_embedding_type"]  # Megatron sets it (arguments.py:validate_args)
+    for key, value in expected.items():
+        given = arguments.get(key)
+        told = MEGATRON_DEFAULTS[key] if given is None else given
+        if _same(told, value):
+            continue
+        says = f"{key} is left out of the config, which is {told!r} to Megatron" if given is None else f"{key} = {given!r} in the config"
+        model = f"{HF_KEYS[key]} = {getattr(shape, HF_KEYS[key])!r}" if key in HF_KEYS else f"model_type = {family.model_type!r}"
+        faults.append(f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set {key}: {json.dumps(value)}")
+    for key, values in NEUTRAL.items():
+        given = arguments.get(key)
+        if given is not None and not any(_same(given, value) for value in values):
+            faults.append(f"{key} = {given!r} in the config, but {family.model_type} in {source} has nothing of the kind: leave it out")
+    return faults
+
+
+def _same(told: Any, expected: Any) -> bool:
+    """Equal for Megatron, which reads text by argparse: true is not 1, and a whole number may not be written 1e6."""
+    if isinstance(told, (list, tuple)) and isinstance(expected, list):
+        return list(told) == expected
+    if isinstance(expected, float):
+        return isinstance(told, (int, float)) and not isinstance(told, bool) and told == expected
+    return type(told) is type(expected) and told == expected
