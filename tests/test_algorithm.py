@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
-from mindspeed_qerl.algorithm.losses import LossConfig, LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import EffectiveSampleSize, low_variance_kl, merge, mismatch
+from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
 def test_advantages_are_group_normalised_with_unbiased_std():
@@ -43,7 +44,13 @@ def test_low_variance_kl_is_unbiased():
     torch.testing.assert_close((policy.exp() * low_variance_kl(policy, reference)).sum(), exact)
 
 
-OPTIONS = [LossConfig(0.1, 0.6), LossConfig(0.1, 0.6, kl_coefficient=0.3), LossConfig(0.1, 0.6, kl_coefficient=0.3, correction_cap=1.3)]
+def options(low, high, kl_coefficient=0.0, cap=None):
+    """The arguments of `loss` besides its inputs."""
+    algorithm = Algorithm(clip_higher_enable=True, clip_ratio_low=low, clip_ratio_high=high, kl_coefficient=kl_coefficient)
+    return algorithm, Correction("token_tis", cap) if cap else Correction()
+
+
+OPTIONS = [options(0.1, 0.6), options(0.1, 0.6, kl_coefficient=0.3), options(0.1, 0.6, kl_coefficient=0.3, cap=1.3)]
 
 
 def micro_batch(seed=1, rows=6, columns=8):
@@ -58,7 +65,7 @@ def rows_of(inputs, rows):
     return LossInputs(*(value[rows] for value in vars(inputs).values()))
 
 
-def by_hand(inputs, config):
+def by_hand(inputs, algorithm, correction):
     """Loss, KL, clipped tokens, tokens above the cap, and the derivative of policy + c KL in each log probability: token by token, in Python."""
     policy = kl = clipped = above = 0.0
     gradient = torch.zeros(inputs.mask.shape).double()
@@ -66,39 +73,39 @@ def by_hand(inputs, config):
         new, old, rollout, reference = (values[row, column].item() for values in (
             inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.reference_logprobs))
         advantage, ratio = inputs.advantages[row].item(), math.exp(new - old)
-        weight = math.exp(old - rollout) if config.correction_cap else 1.0
-        if config.correction_cap and weight > config.correction_cap:
-            weight, above = config.correction_cap, above + 1
+        weight = math.exp(old - rollout) if correction.active_cap else 1.0
+        if correction.active_cap and weight > correction.active_cap:
+            weight, above = correction.active_cap, above + 1
         gain = ratio * advantage
-        bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage
+        bounded = min(max(ratio, 1 - algorithm.clip_low), 1 + algorithm.clip_high) * advantage
         policy -= weight * min(gain, bounded)
         clipped += bounded < gain
         kl += math.exp(reference - new) - 1 - (reference - new)
-        gradient[row, column] = (0.0 if bounded < gain else -weight * gain) + config.kl_coefficient * (1 - math.exp(reference - new))
-    return policy, kl if config.kl_coefficient else 0.0, clipped, above, gradient
+        gradient[row, column] = (0.0 if bounded < gain else -weight * gain) + algorithm.kl_coefficient * (1 - math.exp(reference - new))
+    return policy, kl if algorithm.kl_coefficient else 0.0, clipped, above, gradient
 
 
-@pytest.mark.parametrize("config", OPTIONS)
-def test_the_joined_loss_and_its_gradient_are_the_formula_token_by_token(config):
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_joined_loss_and_its_gradient_are_the_formula_token_by_token(options):
     inputs = micro_batch()
-    total, metrics = loss(inputs, config)
+    total, metrics = loss(inputs, *options)
     total.backward()
-    policy, kl, clipped, above, gradient = by_hand(inputs, config)
-    assert total.item() == pytest.approx(policy + config.kl_coefficient * kl, rel=1e-12)
+    policy, kl, clipped, above, gradient = by_hand(inputs, *options)
+    assert total.item() == pytest.approx(policy + options[0].kl_coefficient * kl, rel=1e-12)
     torch.testing.assert_close(inputs.logprobs.grad, gradient, rtol=1e-12, atol=1e-12)
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.mask]
     assert (ratio < 1 - 0.1).any() and (ratio > 1 + 0.6).any() and clipped > 2
     tokens = inputs.mask.sum().item()
     for name, expected in (("loss/policy", policy), ("loss/kl", kl), ("clip_fraction", clipped)):
         assert metrics[name].value() == pytest.approx(expected / tokens, rel=1e-12), name
-    if config.correction_cap:
+    if options[1].active_cap:
         assert metrics["rollout_correction/truncated_fraction"].value() == above / tokens > 0
 
 
-@pytest.mark.parametrize("config", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("outside", [{"logprobs": -100.0, "reference_logprobs": 0.0}, {"old_logprobs": -200.0}, {"rollout_logprobs": math.nan},
                                      {"old_logprobs": math.nan, "reference_logprobs": math.inf}])
-def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(config, outside):
+def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(options, outside):
     """exp(100) is infinite in float32, and 0 times it NaN."""
     inputs = LossInputs(**{name: value.float() if name != "mask" else value for name, value in vars(micro_batch()).items()})
     changed = {name: torch.where(inputs.mask, getattr(inputs, name).detach(), value) for name, value in outside.items()}
@@ -106,20 +113,20 @@ def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(config, outsi
     for values in ({}, changed):
         both = vars(inputs) | values
         both["logprobs"] = both["logprobs"].detach().requires_grad_()
-        total, metrics = loss(LossInputs(**both), config)
+        total, metrics = loss(LossInputs(**both), *options)
         total.backward()
         results.append((total.item(), {name: metric.value() for name, metric in metrics.items()}, both["logprobs"].grad))
     (total, metrics, gradient), (other_total, other_metrics, other_gradient) = results
     assert (total, metrics) == (other_total, other_metrics) and torch.equal(gradient, other_gradient)
 
 
-@pytest.mark.parametrize("config", OPTIONS)
-def test_metrics_of_parts_are_joined_to_those_of_the_whole(config):
+@pytest.mark.parametrize("options", OPTIONS)
+def test_metrics_of_parts_are_joined_to_those_of_the_whole(options):
     """Parts with unequal numbers of tokens, one of them without any."""
     inputs = micro_batch(rows=9)
     inputs.mask[8] = False
-    parts = [loss(rows_of(inputs, rows), config)[1] for rows in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 9))]
-    whole, joined = loss(inputs, config)[1], merge(parts)
+    parts = [loss(rows_of(inputs, rows), *options)[1] for rows in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 9))]
+    whole, joined = loss(inputs, *options)[1], merge(parts)
     assert joined.keys() == whole.keys()
     for name, metric in whole.items():
         assert joined[name].value() == pytest.approx(metric.value(), rel=1e-12), name
@@ -146,14 +153,14 @@ def test_on_policy_gradient_is_advantage_times_score():
     """At ratio 1 the gradient of the loss in logprobs is -advantage on completion tokens, 0 elsewhere."""
     logprobs = (-torch.rand(3, 4)).requires_grad_()
     advantages, mask = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([[0, 1, 1, 0]] * 3).bool()
-    loss(LossInputs(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask), LossConfig(0.2, 0.28))[0].backward()
+    loss(LossInputs(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask), *options(0.2, 0.28))[0].backward()
     torch.testing.assert_close(logprobs.grad, -advantages.unsqueeze(1) * mask.float())
 
 
 @pytest.mark.parametrize("advantage, ratio, moves", [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)])
 def test_clipping_stops_the_gradient_only_in_the_direction_of_gain(advantage, ratio, moves):
     logprobs, zeros = torch.tensor([[math.log(ratio)]], requires_grad=True), torch.zeros(1, 1)
-    loss(LossInputs(logprobs, zeros, zeros, torch.tensor([advantage]), torch.ones(1, 1).bool()), LossConfig(0.2, 0.28))[0].backward()
+    loss(LossInputs(logprobs, zeros, zeros, torch.tensor([advantage]), torch.ones(1, 1).bool()), *options(0.2, 0.28))[0].backward()
     assert (logprobs.grad.abs().item() > 0) is moves
 
 
@@ -174,7 +181,7 @@ def expected_gradient(logits, sampler, reward, cap=None):
     for row in range(size * size):
         part = slice(row, row + 1)
         inputs = LossInputs(logprobs[part], logprobs[part].detach(), sampled[part], reward.reshape(-1)[part], mask.expand(1, 2))
-        total = total + probability[row] * loss(inputs, LossConfig(0.2, 0.28, correction_cap=cap))[0]
+        total = total + probability[row] * loss(inputs, *options(0.2, 0.28, cap=cap))[0]
     total.backward()
     return logits.grad
 

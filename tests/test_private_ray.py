@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,17 +29,20 @@ def test_every_port_is_on_the_loopback_interface(started):
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} <= {"127.0.0.1", "::1"}
 
 
-def test_nothing_is_left_in_the_temporary_directory():
-    directory = private_ray.start(num_cpus=1)
-    assert list(directory.glob("session_*/logs"))
-    private_ray.stop()
-    assert not directory.exists()
-
-
-def test_it_says_nothing():
-    script = "import os; from mindspeed_qerl import private_ray; private_ray.start(num_cpus=1); os.write(2, b'ours'); private_ray.stop()"
+def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
+    """In a process of its own: Ray's C++ part writes to stderr when it is first started in one."""
+    script = """if True:
+        import os
+        from mindspeed_qerl import private_ray
+        directory = private_ray.start(num_cpus=1)
+        print(directory, len(list(directory.glob("session_*/logs"))))
+        os.write(2, b"stderr is back")
+        private_ray.stop()
+    """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "ours")
+    directory, logs = done.stdout.split()
+    assert logs == "1" and not Path(directory).exists()
+    assert done.stderr == "stderr is back"
 
 
 @pytest.mark.full  # Ray's processes take half a minute to notice

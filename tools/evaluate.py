@@ -1,17 +1,20 @@
 """Evaluate a model on a task with vLLM: greedily, and with several samples.
 
-    python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1            the last checkpoint, as the run evaluates
-    python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output evaluations/base
-    python tools/evaluate.py --model ... --adapter DIR --data ... --output ...                  a PEFT adapter
+    python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1     its last checkpoint
+    python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output base
+    python tools/evaluate.py --model ... --adapter DIR --data ... --output ...          a PEFT adapter
 
-Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k), how many answers were cut off, and for
-GSM8K's verifiers maj@k and which rule found how many; writes every answer (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the model, which takes its
-size in the temporary directory (TMPDIR). A run's evaluations lie in RUN/evaluations/NAME, where compare_runs.py --evaluation NAME finds them.
+Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k), how many answers
+were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes every answer
+(mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the
+model, which takes its size in the temporary directory (TMPDIR). A run's evaluations lie in RUN/evaluations/NAME, where
+compare_runs.py --evaluation NAME finds them.
 """
 
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
@@ -30,14 +33,17 @@ def main() -> int:
                                      epilog="exit status: 0 evaluated, 1 bad input or output, 2 wrong arguments")
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
-    what.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the last one); 0: the model before training")
+    what.add_argument("--step", type=int, metavar="N",
+                      help="of the checkpoint (default: the last one); 0: the model before training")
     what.add_argument("--model", metavar="DIR", help="a Hugging Face model")
     what.add_argument("--adapter", metavar="DIR", help="a PEFT adapter for it")
-    what.add_argument("--data", metavar="FILE", help="rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)")
+    what.add_argument("--data", metavar="FILE",
+                      help="rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)")
     what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
     how = parser.add_argument_group("how")
-    how.add_argument("--samples", type=int, metavar="K", help="answers per question for pass@K and maj@K; 0: greedy only (default: 4)")
+    how.add_argument("--samples", type=int, metavar="K",
+                     help="answers per question for pass@K and maj@K; 0: greedy only (default: 4)")
     how.add_argument("--temperature", type=float, help="of the samples (default: 1)")
     how.add_argument("--problems", type=int, metavar="N", help="the first N questions (default: all)")
     how.add_argument("--verifier", help="gsm8k, gsm8k_strict, or your own module:function (default: gsm8k)")
@@ -50,14 +56,18 @@ def main() -> int:
     how.add_argument("--tensor-parallel-size", type=int, help="default: 1")
     how.add_argument("--seed", type=int, help="of the samples (default: 1)")
     hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
-    hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND", help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
+    hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND",
+                          help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
     hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")
     hardware.add_argument("--block", type=int, help="default: 64")
     args = vars(parser.parse_args())
-    run, output, name, kinds, std, block = (args.pop(key) for key in ("run", "output", "name", "hardware_error", "gaussian_std", "block"))
+    run, output, name, kinds, std, block = map(
+        args.pop, ("run", "output", "name", "hardware_error", "gaussian_std", "block"))
     given = {key: value for key, value in args.items() if value is not None}
-    if run is None and not (given.keys() >= {"model", "data"} and output) or run is not None and (output or "adapter" in given):
-        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters are its own)")
+    complete = given.keys() >= {"model", "data"} and output
+    if run is None and not complete or run is not None and (output or "adapter" in given):
+        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters "
+                     "are its own)")
     if run is None and (name or "step" in given):
         parser.error("--name and --step go with --run")
     sizes = {key: value for key, value in (("gaussian_std", std), ("block", block)) if value is not None}
@@ -87,20 +97,25 @@ def _print(summary: dict) -> None:
 
     columns = {key: summary[key] for key in ("greedy", "sampled") if key in summary}
     questions, name = next(iter(columns.values()))["n_problems"], "/".join(Path(summary["data"]).parts[-2:])
-    table = Table("", *columns, title=f"{name}, {questions:,} questions, verifier {summary['verifier']}", title_justify="left")
+    title = f"{name}, {questions:,} questions, verifier {summary['verifier']}"
+    table = Table("", *columns, title=title, title_justify="left")
 
     def row(label: str, of) -> None:
         if any(cells := [of(numbers) for numbers in columns.values()]):
             table.add_row(label, *cells)
 
-    row("accuracy (pass@1) [95 %]", lambda numbers: f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}, {numbers['interval_high']:.3f}]")
-    for kind, meaning in (("pass", "best of k"), ("maj", "majority right")):
-        row(f"{kind}@k, {meaning}", lambda numbers, kind=kind: next((f"{value:.3f} (k = {key.partition('@')[2]})" for key, value in numbers.items()
-                                                                  if key.startswith(f"{kind}@")), ""))
-    row("cut off", lambda numbers: f"{numbers['truncated_fraction']:.1%}")
+    def at_k(kind: str, numbers: dict) -> str:
+        return next((f"{value:.3f} (k = {key.partition('@')[2]})" for key, value in numbers.items()
+                     if key.startswith(f"{kind}@")), "")
+
+    row("accuracy (pass@1) [95 %]",
+        lambda of: f"{of['accuracy']:.3f} [{of['interval_low']:.3f}, {of['interval_high']:.3f}]")
+    row("pass@k, best of k", partial(at_k, "pass"))
+    row("maj@k, majority right", partial(at_k, "maj"))
+    row("cut off", lambda of: f"{of['truncated_fraction']:.1%}")
     for rule in RULES:
-        row(f"found by {rule}" if rule != "none" else "no answer found", lambda numbers, rule=rule: f"{numbers[f'rule/{rule}']:.1%}"
-            if f"rule/{rule}" in numbers else "")
+        label = f"found by {rule}" if rule != "none" else "no answer found"
+        row(label, lambda of, key=f"rule/{rule}": f"{of[key]:.1%}" if key in of else "")
     Console().print(table)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from mindspeed_qerl.algorithm.corrections import truncated_weights
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, low_variance_kl, mismatch
+from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -19,22 +20,6 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     """
     logits = logits.float() / temperature
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """The options of `loss`.
-
-    Attributes:
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        kl_coefficient: of the KL term; 0: none.
-        correction_cap: of the importance weights of sampled tokens (`truncated_weights`); None: they all count 1.
-    """
-
-    clip_low: float
-    clip_high: float
-    kl_coefficient: float = 0.0
-    correction_cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,7 @@ class LossInputs:
         return int(self.mask.sum())
 
 
-def loss(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The loss of one micro-batch as a *sum* over its tokens, and its metrics.
 
     Divided by the number of tokens of the whole mini-batch it is DAPO's token-level loss (arXiv 2503.14476):
@@ -71,20 +56,19 @@ def loss(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str
     """
     tokens = inputs.tokens
     ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs).exp()
-    per_token, is_clipped = clipped_loss(ratio, inputs.advantages.unsqueeze(1), config.clip_low, config.clip_high)
+    per_token, is_clipped = clipped_loss(ratio, inputs.advantages.unsqueeze(1), algorithm.clip_low, algorithm.clip_high)
     sampled, trained = inputs.rollout_logprobs[inputs.mask], inputs.old_logprobs[inputs.mask]
     metrics = mismatch(sampled, trained)
-    if config.correction_cap:
-        weights = truncated_weights(inputs.old_logprobs, inputs.rollout_logprobs, config.correction_cap)
-        per_token = per_token * _inside(inputs.mask, weights)
-        above = (trained.double() - sampled.double()).exp() > config.correction_cap
+    if cap := correction.active_cap:
+        per_token = per_token * truncated_weights(inputs.old_logprobs, inputs.rollout_logprobs, cap)
+        above = (trained.double() - sampled.double()).exp() > cap
         metrics["rollout_correction/truncated_fraction"] = Mean(above.sum().item(), tokens)
     policy = _inside(inputs.mask, per_token).sum()
     total, kl = policy, 0.0
-    if config.kl_coefficient:
+    if algorithm.kl_coefficient:
         logprobs, reference = (_inside(inputs.mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
         kl_sum = low_variance_kl(logprobs, reference).sum()
-        total, kl = policy + config.kl_coefficient * kl_sum, kl_sum.item()
+        total, kl = policy + algorithm.kl_coefficient * kl_sum, kl_sum.item()
     return total, {
         "loss/policy": Mean(policy.item(), tokens),
         "loss/kl": Mean(kl, tokens),

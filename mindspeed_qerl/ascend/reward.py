@@ -1,8 +1,8 @@
 """Our rewards, and a user's own, inside upstream's RuleReward process.
 
 Upstream's `verifier` looks its functions up in a dict local to itself and skips a name it does not know (MindSpeed-RL
-models/rule_verifier.py:155-178): a misspelt one means reward 0 for ever. `compute_verifier_score` calls the module global (:112),
-so replacing that global is enough.
+models/rule_verifier.py:155-178): a misspelt one means reward 0 for ever. `compute_verifier_score` calls the module
+global (:112), so replacing that global is enough.
 """
 
 from functools import cache, partial
@@ -25,11 +25,13 @@ _packed_rows = cache(read_packed_rows)
 
 def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data_path: str | None = None,
              **kwargs: Any) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores of `responses`: the sum over `config.verifier_function` of weight times score; ours, a user's and upstream's alike.
+    """Scores of `responses`: the sum over `config.verifier_function` of weight times score; ours, a user's and
+    upstream's alike.
 
     Args:
         responses: decoded answers, padding and special tokens already gone.
-        data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that are packed beside `data_path`
+        data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that are packed beside
+            `data_path`
             (tasks/packed.py); more columns for upstream's own functions.
         config: upstream's RLConfig: verifier_function, verifier_weight.
         data_path: upstream's, of the training data.
@@ -38,7 +40,8 @@ def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data
         one score per response, and `{name}_rewards/mean` with the unweighted scores of each function.
 
     Raises:
-        ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a row. RewardError: a reward failed.
+        ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a row. RewardError: a
+        reward failed.
     """
     labels = data.get("labels", [])
     if len(labels) != len(responses):
@@ -51,9 +54,11 @@ def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data
         if is_reward(name):
             return load_reward(name)
         if name not in UPSTREAM_VERIFIERS:
-            raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, [*VERIFIERS, *UPSTREAM_VERIFIERS]))
+            known = [*VERIFIERS, *UPSTREAM_VERIFIERS]
+            raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, known))
         one = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
-        return lambda responses, answers, rows: _upstream_verifier(responses, {**data, "labels": answers}, one, **kwargs)[0]
+        return lambda responses, answers, rows: _upstream_verifier(
+            responses, {**data, "labels": answers}, one, **kwargs)[0]
 
     weights = list(zip(config.verifier_function, config.verifier_weight, strict=True))
     total, scores = score(weights, responses, rows, load)

@@ -3,7 +3,7 @@
 One folder for each evaluation, in a run RUN/evaluations/<name>/:
 
     summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of tasks/evaluation.py
-    answers.jsonl    one row per question, as in eval_answers.jsonl: the samples, or the greedy answers if there are none
+    answers.jsonl    one row per question, as in eval_answers.jsonl: the samples, or without any the greedy answers
     greedy.jsonl     the greedy answers, if there are samples as well
 """
 
@@ -29,7 +29,8 @@ class Evaluation:
     """What is evaluated, and how.
 
     Attributes:
-        model: Hugging Face directory. adapter: a PEFT adapter for it; run, step: or the adapters of a run's checkpoint.
+        model: Hugging Face directory. adapter: a PEFT adapter for it; run, step: or the adapters of a run's
+            checkpoint.
         data: file of rows (tasks/rows.py). prompt: "chat" or "plain". problems: the first so many, None for all.
         verifier: name or import path of a reward (tasks/rewards.py).
         samples: answers per question at `temperature`, 0 for greedy answers only.
@@ -75,7 +76,8 @@ class Evaluation:
 
 
 def of_run(path: str, **given: Any) -> Evaluation:
-    """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself evaluates, but for what is `given`."""
+    """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself evaluates, but for
+    what is `given`."""
     run = RunDirectory.open(path)
     if "step" not in given:
         there = [int(folder.name.removeprefix("iter_")) for folder in run.checkpoints_dir.glob("iter_*") if folder.name[5:].isdigit()]
@@ -103,10 +105,12 @@ def of_run(path: str, **given: Any) -> Evaluation:
 
 
 def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at each stage.
+    """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at
+    each stage.
 
     Raises:
-        ConfigError, ValueError, OSError: something that was given cannot be read or does not fit, or `output` is there already.
+        ConfigError, ValueError, OSError: something that was given cannot be read or does not fit, or `output` is there
+        already.
     """
     from transformers import AutoTokenizer
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.algorithm.losses import LossConfig, LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
@@ -53,8 +53,6 @@ class TrainRank:
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
             expert_model_parallel_size=layout.tp * layout.ep if shape.moe else 1, expert_tensor_parallel_size=1)
         self.recipe = recipe
-        self.loss_config = LossConfig(recipe.algorithm.clip_low, recipe.algorithm.clip_high, recipe.algorithm.kl_coefficient,
-                                      recipe.correction.active_cap)
         self.tp_group, self.tp_size = parallel_state.get_tensor_model_parallel_group(), layout.tp
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
@@ -188,7 +186,7 @@ class TrainRank:
             advantages=self._tensor(micro.advantages),
             mask=self._tensor(micro.mask),
             reference_logprobs=None if reference is None else self._tensor(reference))
-        total, metrics = loss(inputs, self.loss_config)
+        total, metrics = loss(inputs, self.recipe.algorithm, self.recipe.correction)
         return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), inputs.tokens)}
 
     def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:

@@ -56,14 +56,16 @@ def check_rows(train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[st
     shared = [row for row in test if normalised(row.question) in first_of]
     if shared:
         twin = first_of[normalised(shared[0].question)]
-        found = (f"{len(shared):,} of {len(test):,} test questions are training questions too, the first {_cut(shared[0].question)} "
-                 f"({shared[0].where} and {twin.where})")
+        found = (f"{len(shared):,} of {len(test):,} test questions are training questions too, the first "
+                 f"{_cut(shared[0].question)} ({shared[0].where} and {twin.where})")
         if allow_overlap:
             warnings.append(f"{found}; task.allow_overlap = true")
         else:
-            faults.append(f"{found}: the test would measure memory. Take them out of one file, or set task.allow_overlap=true")
+            faults.append(f"{found}: the test would measure memory. Take them out of one file, or set "
+                          "task.allow_overlap=true")
     elif train and len(test) > len(train):
-        warnings.append(f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): are they swapped?")
+        warnings.append(f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): are "
+                        "they swapped?")
     warnings += _duplicates(train)
     if set(verifiers) & set(METHOD_OF_VERIFIER):
         for name, rows in (("training", train), ("test", test)):
@@ -82,15 +84,16 @@ def normalised(question: str) -> str:
 
 
 def _duplicates(rows: Sequence[Row]) -> list[str]:
-    repeated = {question: count for question, count in Counter(normalised(row.question) for row in rows).items() if count > 1}
+    counts = Counter(normalised(row.question) for row in rows)
+    repeated = {question: count for question, count in counts.items() if count > 1}
     if not repeated:
         return []
     times = Counter(repeated.values())
-    kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times" for count, questions in sorted(times.items())]
+    kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times"
+             for count, questions in sorted(times.items())]
     shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
-    distinct = len(rows) - sum(repeated.values()) + len(repeated)
-    first = _cut(next(iter(repeated)))
-    return [f"{len(rows):,} training rows hold {distinct:,} different questions: {', '.join(shown)}, the first {first}"]
+    found = f"{len(rows):,} training rows hold {len(counts):,} different questions"
+    return [f"{found}: {', '.join(shown)}, the first {_cut(next(iter(repeated)))}"]
 
 
 def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
@@ -107,7 +110,8 @@ def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     count = f"of {len(rows):,} {name} rows have an answer that is"
     way_out = "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
     faults = [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"] if unreadable else []
-    warnings = [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. Is the point a decimal point?"] if fractions else []
+    question = "Is the point a decimal point?"
+    warnings = [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. {question}"] if fractions else []
     return faults, warnings
 
 
@@ -120,11 +124,11 @@ def _cut(text: str) -> str:
 
 
 def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str], list[str]]:
-    """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt that does not hold its question,
-    and, as a warning, words that the tokenizer does not know.
+    """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt that does not hold
+    its question, and, as a warning, words that the tokenizer does not know.
 
-    The decoded prompt is searched for the question, and if it is not there, for what the tokenizer gives back of it: a tokenizer
-    that lower-cases is no fault.
+    The decoded prompt is searched for the question, and if it is not there, for what the tokenizer gives back of it: a
+    tokenizer that lower-cases is no fault.
     """
     lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
     asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
@@ -140,8 +144,10 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
             given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
             if normalised(given_back) not in normalised(prompt):
                 return [f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"], []
-    count = f"{sum(unreadable):,} of {len(asked):,} prompts hold words that the tokenizer does not know: is it the right one?"
-    return [], [count] if any(unreadable) else []
+    if not any(unreadable):
+        return [], []
+    count = f"{sum(unreadable):,} of {len(asked):,} prompts"
+    return [], [f"{count} hold words that the tokenizer does not know: is it the right one?"]
 
 
 def _last_asked(row: Row) -> str:
@@ -149,9 +155,11 @@ def _last_asked(row: Row) -> str:
 
 
 def self_before_base(config: str | Path) -> str | None:
-    """A warning if a YAML file for Hydra lists `_self_` before a config that it builds on: that one then overrides its own values.
+    """A warning if a YAML file for Hydra lists `_self_` before a config that it builds on: that one then overrides its
+    own values.
 
-    Groups (`aqn: qerl`) count if the file has values of the same section. None if all is well, or the file cannot be read as such.
+    Groups (`aqn: qerl`) count if the file has values of the same section. None if all is well, or the file cannot be
+    read as such.
     """
     import yaml
 
@@ -169,5 +177,5 @@ def self_before_base(config: str | Path) -> str | None:
             later.append(entry if isinstance(entry, str) else f"{group}: {entry[group]}")
     if not later:
         return None
-    return (f"{config}: `_self_` stands before {', '.join(later)} in `defaults`, so what these say overrides this file's own values. "
-            "Move `_self_` behind them")
+    return (f"{config}: `_self_` stands before {', '.join(later)} in `defaults`, so what these say overrides this "
+            "file's own values. Move `_self_` behind them")

@@ -1,14 +1,15 @@
-r"""Write a task as MindSpeed-RL's trainer reads it: token ids in Megatron's indexed format. Needs numpy and transformers, no torch.
+r"""Write a task as MindSpeed-RL's trainer reads it: token ids in Megatron's indexed format. Needs numpy and
+transformers, no torch.
 
-With `data_path: DIR/gsm8k_train` the trainer opens DIR/gsm8k_train_packed_{field}_document.{bin,idx} for every field it finds
-(mindspeed_rl/datasets/indexed_dataset.py:23-43 at commit 05a90d7). We write two, a row each for every problem, in the order of the
-source:
+With `data_path: DIR/gsm8k_train` the trainer opens DIR/gsm8k_train_packed_{field}_document.{bin,idx} for every field
+it finds (mindspeed_rl/datasets/indexed_dataset.py:23-43 at commit 05a90d7). We write two, a row each for every
+problem, in the order of the source:
 
     input_ids   the prompt: the chat template applied to the row's messages, with the header of the assistant's turn
-    labels      without special tokens; the reward process decodes them, and they are all that it gets to know of the row.
+    labels      without special tokens; all that the reward process, which decodes them, gets to know of a row.
                 GSM8K (`convert_packed`): the canonical gold answer, "72", to verify against.
-                Any other task (`pack_rows`): the number of the row, "0" for the first, in DIR/NAME_rows.jsonl, which holds all
-                columns, so that a reward gets any answer exactly, and its whole row.
+                Any other task (`pack_rows`): the number of the row, "0" for the first, in DIR/NAME_rows.jsonl, which
+                holds all columns, so that a reward gets any answer exactly, and its whole row.
 
 .bin is the tokens of all rows as int32, one after the other. .idx is, little-endian (indexed_dataset.py:749-812):
 
@@ -49,7 +50,8 @@ class PackedSplit:
     prompts_with_unknown: int  # prompts that hold the tokenizer's unknown token: the model cannot read a part of them
 
     def dropped(self, max_prompt_length: int) -> int:
-        """How many rows MindSpeed-RL leaves out: it keeps prompts shorter than `max_prompt_length` (indexed_dataset.py:545)."""
+        """How many rows MindSpeed-RL leaves out: it keeps prompts shorter than `max_prompt_length`
+        (indexed_dataset.py:545)."""
         return sum(length >= max_prompt_length for length in self.prompt_lengths)
 
     def report(self, max_prompt_length: int | None) -> str:
@@ -60,19 +62,22 @@ class PackedSplit:
             lines.append(f"  {self.dropped(max_prompt_length):,} of {rows:,} have {max_prompt_length} tokens or more: "
                          f"with max_prompt_length: {max_prompt_length} MindSpeed-RL leaves them out")
         if self.prompts_with_unknown:
-            lines.append(f"  warning: {self.prompts_with_unknown:,} of {rows:,} prompts hold the tokenizer's unknown token: "
-                         "is it the right one?")
+            lines.append(f"  warning: {self.prompts_with_unknown:,} of {rows:,} prompts hold the tokenizer's unknown "
+                         "token: is it the right one?")
         return "\n".join([*lines, f"  data_path: {json.dumps(str(self.data_path), ensure_ascii=False)}"])
 
 
-def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path, progress: bool = False) -> list[PackedSplit]:
-    """Write gsm8k_{train,test}_packed_{input_ids,labels}_document.{bin,idx} to the folder `output`; earlier ones are replaced.
+def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path,
+                   progress: bool = False) -> list[PackedSplit]:
+    """Write gsm8k_{train,test}_packed_{input_ids,labels}_document.{bin,idx} to the folder `output`; earlier ones are
+    replaced.
 
-    `source` is what `convert.convert` takes, `tokenizer` the directory of a Hugging Face model with a chat template. Everything is
-    read, checked and tokenised before anything is written: whatever fails, `output` is as it was before. No row is left out.
+    `source` is what `convert.convert` takes, `tokenizer` the directory of a Hugging Face model with a chat template.
+    Everything is read, checked and tokenised before anything is written: whatever fails, `output` is as it was
+    before. No row is left out.
 
-    FileNotFoundError if the tokenizer or a split is missing. ValueError for a bad row, for a tokenizer without a chat template or
-    one that does not give an answer back, and for an `output` that MindSpeed-RL would not read as written.
+    FileNotFoundError if the tokenizer or a split is missing. ValueError for a bad row, for a tokenizer without a chat
+    template or one that does not give an answer back, and for an `output` that MindSpeed-RL would not read as written.
     """
     output = output_folder(output).absolute()
     check_data_path(output)
@@ -85,15 +90,18 @@ def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path
     return _write(output, tokenizer, encoded, contents)
 
 
-def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path, progress: bool = False) -> PackedSplit:
-    """Write the rows of a task for `data_path`: {data_path}_packed_{input_ids,labels}_document.{bin,idx} and {data_path}_rows.jsonl,
-    the columns of each row, which the labels count. Earlier ones are replaced; errors, and what happens then, as `convert_packed`.
+def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path,
+              progress: bool = False) -> PackedSplit:
+    """Write the rows of a task for `data_path`: {data_path}_packed_{input_ids,labels}_document.{bin,idx} and
+    {data_path}_rows.jsonl, the columns of each row, which the labels count. Earlier ones are replaced; errors, and
+    what happens then, as `convert_packed`.
     """
     data_path = Path(data_path).absolute()
     check_data_path(data_path)
     tokenizer = load_tokenizer(tokenizer)
     fields = _encode(tokenizer, rows, [str(number) for number in range(len(rows))], progress)
-    contents = _contents(data_path.name, fields) | {f"{data_path.name}_rows.jsonl": "".join(map(_json_line, rows)).encode()}
+    counted = "".join(map(_json_line, rows)).encode()
+    contents = _contents(data_path.name, fields) | {f"{data_path.name}_rows.jsonl": counted}
     [packed] = _write(output_folder(data_path.parent), tokenizer, {data_path.name: fields}, {data_path.name: contents})
     return packed
 
@@ -114,20 +122,23 @@ def rows_of_labels(labels: Sequence[str], packed: Sequence[Row] | None) -> list[
     """
     labels = [label.strip() for label in labels]
     if not all(labels):
-        raise ConfigError(f"label {labels.index('')} of {len(labels)} is empty: pack the data again with tools/convert_gsm8k.py "
-                          "--format mindspeed, or tools/pack_task.py")
+        raise ConfigError(f"label {labels.index('')} of {len(labels)} is empty: pack the data again with "
+                          "tools/convert_gsm8k.py --format mindspeed, or tools/pack_task.py")
     if packed is None:
         return [Row([], None, "", label, {"answer": label}) for label in labels]
     for label in labels:
         if not (label.isdecimal() and int(label) < len(packed)):
-            raise ConfigError(f"label {label!r} is not the number of one of the {len(packed):,} packed rows ({packed[0].where}): the "
-                              "files were not written together. Pack the data again with tools/pack_task.py")
+            raise ConfigError(f"label {label!r} is not the number of one of the {len(packed):,} packed rows "
+                              f"({packed[0].where}): the files were not written together. Pack the data again with "
+                              "tools/pack_task.py")
     return [packed[int(label)] for label in labels]
 
 
-def _write(output: Path, tokenizer: Any, encoded: dict[str, dict[str, list]], contents: dict[str, dict[str, bytes]]) -> list[PackedSplit]:
+def _write(output: Path, tokenizer: Any, encoded: dict[str, dict[str, list]],
+           contents: dict[str, dict[str, bytes]]) -> list[PackedSplit]:
     _refuse_other_files(output, contents)
-    write_together(output, {name: partial(Path.write_bytes, data=data) for files in contents.values() for name, data in files.items()})
+    files = {name: data for part in contents.values() for name, data in part.items()}
+    write_together(output, {name: partial(Path.write_bytes, data=data) for name, data in files.items()})
     return [
         PackedSplit(
             data_path=output / name,
@@ -143,7 +154,7 @@ def _json_line(row: Row) -> str:
     try:
         return json.dumps(row.columns) + "\n"
     except TypeError as error:
-        raise ConfigError(f"{row.where}: {error}: columns of a packed row are texts, numbers, lists and dicts") from None
+        raise ConfigError(f"{row.where}: {error}: a packed row holds texts, numbers, lists and dicts") from None
 
 
 def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
@@ -183,18 +194,21 @@ def read_packed(prefix: str) -> tuple[Any, Any]:
 
 
 def load_tokenizer(directory: str | Path):
-    """The tokenizer of a model directory; FileNotFoundError if there is none, ValueError if it has no chat template."""
+    """The tokenizer of a model directory; FileNotFoundError if there is none, ValueError if it has no chat
+    template."""
     from transformers import AutoTokenizer
 
     if not Path(directory).is_dir():
-        raise FileNotFoundError(f"no directory {directory}: --tokenizer is the directory of the Hugging Face model to be trained")
+        raise FileNotFoundError(f"no directory {directory}: --tokenizer is the directory of the Hugging Face model to "
+                                "be trained")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{directory} has no tokenizer that transformers can read: {error}") from error
     if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of {directory} has no chat template, so a question cannot become a prompt: give an instruct "
-                         "or chat model, or add the template that the model was trained with as chat_template.jinja")
+        raise ValueError(f"the tokenizer of {directory} has no chat template, so a question cannot become a prompt: "
+                         "give an instruct or chat model, or add the template that the model was trained with as "
+                         "chat_template.jinja")
     return tokenizer
 
 
@@ -206,17 +220,19 @@ def encode_answer(tokenizer, answer: str) -> list[int]:
     ids = tokenizer.encode(answer, add_special_tokens=False)
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
     if decoded != answer:
-        raise ValueError(f"the tokenizer turns the answer {answer!r} into {ids} and that back into {decoded!r}: the verifier would "
-                         "compare with the wrong number; use the tokenizer of the model to be trained, unmodified")
+        raise ValueError(f"the tokenizer turns the answer {answer!r} into {ids} and that back into {decoded!r}: the "
+                         "verifier would compare with the wrong number; use the tokenizer of the model to be trained, "
+                         "unmodified")
     return ids
 
 
 def check_data_path(folder: Path) -> None:
-    """ValueError if MindSpeed-RL, which uses `data_path` in a glob and in a regular expression, would not find files in `folder`."""
+    """ValueError if MindSpeed-RL, which uses `data_path` in a glob and in a regular expression, would not find files
+    in `folder`."""
     special = [character for character in "*?[(){|+^$\\" if character in str(folder)]
     if special:
-        raise ValueError(f"MindSpeed-RL reads the path {folder} as a pattern and would not find it, because of {' '.join(special)}: "
-                         "choose another output folder")
+        raise ValueError(f"MindSpeed-RL reads the path {folder} as a pattern and would not find it, because of "
+                         f"{' '.join(special)}: choose another output folder")
 
 
 def _encode(tokenizer: Any, rows: Sequence[Row], labels: Sequence[str], progress: bool) -> dict[str, list[list[int]]]:
@@ -243,8 +259,8 @@ def _contents(name: str, fields: dict[str, list[list[int]]]) -> dict[str, bytes]
 
 
 def _refuse_other_files(output: Path, contents: dict[str, dict[str, bytes]]) -> None:
-    """MindSpeed-RL reads every field beside ours too, such as the attention_mask of an earlier run of its preprocessor; and rows that
-    an earlier packing counted would be taken for the labels' own."""
+    """MindSpeed-RL reads every field beside ours too, such as the attention_mask of an earlier run of its
+    preprocessor; and rows that an earlier packing counted would be taken for the labels' own."""
     for name, files in contents.items():
         for path in sorted([*output.glob(f"{name}_packed_*_document*"), *output.glob(f"{name}_rows.jsonl")]):
             if path.name not in files:

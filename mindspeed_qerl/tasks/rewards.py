@@ -1,7 +1,7 @@
 """What an answer is worth: the rewards by name, a user's own by import path, and what they return, checked.
 
-A reward is called as `f(responses, answers, rows)`: the decoded answers of the model, the `answer` of each one's row, and that row
-with all its columns. It returns a number for each. docs/own_task.md shows one.
+A reward is called as `f(responses, answers, rows)`: the decoded answers of the model, the `answer` of each one's row,
+and that row with all its columns. It returns a number for each. docs/own_task.md shows one.
 """
 
 import importlib
@@ -24,7 +24,8 @@ Reward = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
 
 
 class RewardError(ConfigError):
-    """A reward raised, or returned something that is not a finite number for each response; the message shows the row."""
+    """A reward raised, or returned something that is not a finite number for each response; the message shows the
+    row."""
 
 
 def is_reward(name: object) -> bool:
@@ -54,21 +55,23 @@ def load_reward(name: str) -> Reward:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"verifier {name!r}: {unknown(f'function in {_file(module)}:', function, functions)}")
     if not callable(found):
-        raise ConfigError(f"verifier {name!r}: {function} in {_file(module)} is a {type(found).__name__}, not a function")
+        raise ConfigError(f"verifier {name!r}: {function} in {_file(module)} is no function but of type "
+                          f"{type(found).__name__}")
     return found
 
 
 def _import(name: str, path: str) -> Any:
-    if not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"verifier {name!r}: {path!r} is not a module. Write it as in an import, my_package.my_module:my_reward")
+    if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"verifier {name!r}: {path!r} is not a module. Write it as in an import, "
+                          "my_package.my_module:my_reward")
     if os.getcwd() not in sys.path:  # python cli/train_grpo.py has cli/ there instead
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and (path == error.name or path.startswith(f"{error.name}.")):
-            raise ConfigError(f"verifier {name!r}: no module {error.name!r}. Start from the folder that holds it (this is {os.getcwd()}), "
-                              "or put that folder on PYTHONPATH") from error
+            raise ConfigError(f"verifier {name!r}: no module {error.name!r}. Start from the folder that holds it "
+                              f"(this is {os.getcwd()}), or put that folder on PYTHONPATH") from error
         raise ConfigError(f"verifier {name!r}: its module needs one that is missing: {error}") from error
     except (Exception, SystemExit) as error:  # whatever a user's module does
         raise ConfigError(f"verifier {name!r}: importing {path} failed: {_describe(error)}") from error
@@ -93,7 +96,8 @@ def score(verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows
         ConfigError: there is no such reward. RewardError: one did not do its work.
 
     >>> from mindspeed_qerl.tasks.rows import row_of
-    >>> score([("gsm8k", 1.0), ("gsm8k_strict", 0.5)], ["it is 4", "#### 4"], [row_of({"prompt": "2+2?", "answer": "4"})] * 2)[0]
+    >>> row = row_of({"prompt": "2+2?", "answer": "4"})
+    >>> score([("gsm8k", 1.0), ("gsm8k_strict", 0.5)], ["it is 4", "#### 4"], [row, row])[0]
     array([1. , 1.5])
     """
     scores = {name: call_reward(name, load(name), responses, rows) for name, _ in verifiers}
@@ -101,26 +105,31 @@ def score(verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows
 
 
 def try_reward(name: str, rows: Sequence[Row]) -> None:
-    """Call the reward on the first two rows, before anything heavy starts: with a row's answer as response, and with an empty one."""
+    """Call the reward on the first two rows, before anything heavy starts: with a row's answer as response, and with
+    an empty one."""
     rows = rows[:2]
     try:
         call_reward(name, load_reward(name), [rows[0].answer, ""][:len(rows)], rows)
     except RewardError as error:
-        raise RewardError(f"{error}. (It was tried before the start, with an answer and an empty text as responses)") from error
+        raise RewardError(f"{error}. (It was tried before the start, with an answer and an empty text as "
+                          "responses)") from error
 
 
 def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Sequence[Row]) -> np.ndarray:
-    """float64 [N]: what `reward` gives for N responses. RewardError if it raises, or gives no finite number for one."""
+    """float64 [N]: what `reward` gives for N responses. RewardError if it raises, or gives no finite number for
+    one."""
     try:
         given = _call(reward, responses, rows)
         values = list(given) if _is_list(given) else None
     except Exception as error:
         raise RewardError(f"verifier {name!r} raised {_describe(error)}, {_blame(reward, responses, rows)}") from error
     if values is None:
-        raise RewardError(f"verifier {name!r} returned {given!r:.80} ({type(given).__name__}) instead of a list of {len(rows)} numbers")
+        raise RewardError(f"verifier {name!r} returned {given!r:.80} ({type(given).__name__}) instead of a list of "
+                          f"{len(rows)} numbers")
     if len(values) != len(rows):
         first = f"; {_shown(len(values), responses, rows)} has none" if len(values) < len(rows) else ""
-        raise RewardError(f"verifier {name!r} returned {len(values)} scores for {len(rows)} responses, and must return one for each{first}")
+        raise RewardError(f"verifier {name!r} returned {len(values)} scores for {len(rows)} responses, and must "
+                          f"return one for each{first}")
     scores = [_number(value) for value in values]
     for i, value in enumerate(scores):
         if value is None or not math.isfinite(value):

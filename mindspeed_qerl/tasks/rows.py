@@ -6,8 +6,8 @@ A file is .jsonl or .parquet, and each of its rows has
     messages    [{"role": "user", "content": "..."}, ...], for the chat template
     answer      any text; the reward compares with it
 
-and more columns if you like: the reward gets them all. GSM8K's converted rows (`gsm8k.convert`) are such rows, with `messages`
-for chat models and `question` for plain prompts. This module imports in a bare Python.
+and more columns if you like: the reward gets them all. GSM8K's converted rows (`gsm8k.convert`) are such rows, with
+`messages` for chat models and `question` for plain prompts. This module imports in a bare Python.
 """
 
 import json
@@ -26,7 +26,8 @@ class Row:
 
     Attributes:
         messages: what a chat template is applied to, each with "role" and "content".
-        prompt: what a model without a chat template reads; None if `messages` are a conversation, which has no plain form.
+        prompt: what a model without a chat template reads; None if `messages` are a conversation, which has no plain
+            form.
         question: what is asked, for records and checks: the prompt, or what the user says last.
         answer: what is right.
         columns: the row as it stands in the file, for the reward.
@@ -45,7 +46,8 @@ def read_rows(path: str | Path) -> list[Row]:
     """The rows of a .jsonl or .parquet file; at least one.
 
     Raises:
-        FileNotFoundError: there is no such file. ConfigError: names the file, the line (or row) and the column that is wrong.
+        FileNotFoundError: there is no such file. ConfigError: names the file, the line (or row) and the column that is
+        wrong.
     """
     path = Path(path)
     if not path.is_file():
@@ -90,7 +92,8 @@ def _check_messages(messages: Any) -> None:
     turns = messages if isinstance(messages, list) else []
     texts = [turn.get(key) for turn in turns if isinstance(turn, dict) for key in ("role", "content")]
     if not turns or len(texts) != 2 * len(turns) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"column 'messages': expected a list of {{role, content}}, both of them text, got {str(messages)[:80]}")
+        raise ValueError("column 'messages': expected a list of {role, content}, both of them text, got "
+                         f"{str(messages)[:80]}")
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
@@ -112,7 +115,8 @@ def check_text(row: dict[str, Any], column: str) -> None:
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where the row stands, its columns) for each row of a .jsonl or .parquet file; ValueError if it cannot be read."""
+    """(where the row stands, its columns) for each row of a .jsonl or .parquet file; ValueError if it cannot be
+    read."""
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
     if path.suffix == ".parquet":

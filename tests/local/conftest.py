@@ -67,8 +67,8 @@ def raw_config(model_dir, data_dir, **overrides):
     configs = Path(__file__).parents[2] / "configs"
     with initialize_config_dir(str(configs), version_base=None):
         config = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={model_dir}",
-                                               f"gsm8k.train_file={data_dir}/train_chat.parquet",
-                                               f"gsm8k.test_file={data_dir}/test_chat.parquet"])
+                                               f"task.train_file={data_dir}/train_chat.parquet",
+                                               f"task.test_file={data_dir}/test_chat.parquet"])
     raw = OmegaConf.to_container(config, resolve=True)
     for key, value in overrides.items():
         *sections, last = key.split("__")
@@ -77,6 +77,13 @@ def raw_config(model_dir, data_dir, **overrides):
             place = place.setdefault(section, {})
         place[last] = value
     return raw
+
+
+def recipe_of(model_dir, data_dir, **overrides):
+    """The Recipe of `raw_config`."""
+    from mindspeed_qerl.engines import checked
+
+    return checked(raw_config(model_dir, data_dir, **overrides))[0]
 
 
 @pytest.fixture(scope="session")

@@ -36,9 +36,10 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
     checkpoint.save(tmp_path, 5, {"updates": 10, **state}, lambda folder: None, keep=1)
     calls = []
     processes = SimpleNamespace(on_ranks=lambda *call: calls.append(call))
-    engine = LocalEngine(SimpleNamespace(global_batch_size=4), SimpleNamespace(checkpoints_dir=tmp_path), None, SimpleNamespace(message=print),
-                         processes)
-    engine.order, unbroken = PromptOrder(10, seed=1), PromptOrder(10, seed=1)
+    recipe = SimpleNamespace(batch=SimpleNamespace(global_batch_size=4), run=SimpleNamespace(seed=1))
+    run, progress = SimpleNamespace(checkpoints_dir=tmp_path), SimpleNamespace(message=print)
+    data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
+    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data), PromptOrder(10, seed=1)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
     unbroken.take(position)
     assert engine.order.take(4) == unbroken.take(4)

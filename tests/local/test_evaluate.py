@@ -16,7 +16,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
-from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 from .conftest import raw_config
 
@@ -63,6 +63,7 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny
         runpy.run_path(str(TOOL), run_name="__main__")
     printed = capsys.readouterr().out
     assert end.value.code == 0
+    assert "data/test_chat.parquet, 8 questions, verifier gsm8k" in printed
     greedy, sampled = read_jsonl(tmp_path / "out/greedy.jsonl"), read_jsonl(tmp_path / "out/answers.jsonl")
     assert len(greedy) == len(sampled) == 8
 
@@ -74,13 +75,30 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny
         assert row["responses"] == [tokenizer.decode(tokens, skip_special_tokens=True)]
 
     numbers = json.loads((tmp_path / "out/summary.json").read_text())["sampled"]
-    verify = get_verifier("gsm8k")
+    verify = VERIFIERS["gsm8k"]
     scores = [[verify([text], [row["answer"]])[0] for text in row["responses"]] for row in sampled]
     assert all(len(row) == 3 for row in scores) and len({text for row in sampled for text in row["responses"]}) > 8
     assert numbers["accuracy"] == pytest.approx(sum(map(sum, scores)) / 24)
     assert numbers["pass@3"] == pytest.approx(sum(map(max, scores)) / 8)
     assert numbers["truncated_fraction"] == pytest.approx(sum(sum(row["truncated"]) for row in sampled) / 24)
     assert f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}" in printed and "maj@k" in printed
+
+
+def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
+    """Again with other answers beside them: the same. Of two equal questions, and of another seed: others."""
+    [first, *_] = (tiny_model / "data/raw/test.jsonl").read_text().splitlines()
+    prompt = json.dumps({"prompt": json.loads(first)["question"] + "\n", "answer": "x"})
+    (tmp_path / "rows.jsonl").write_text(f"{prompt}\n" * 4)
+    (tmp_path / "longer.py").write_text("def longer(responses, answers, rows):\n    return list(map(len, responses))\n")
+    sys.path.append(str(tmp_path))
+    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="longer:longer", samples=3, max_tokens=12,
+                      dtype="float32", kv_cache_gib=1, max_num_seqs=12)
+    asked = {"once": what, "again": replace(what, max_num_seqs=5), "other": replace(what, seed=2)}
+    numbers = {name: evaluate(one, tmp_path / name, print)["sampled"] for name, one in asked.items()}
+    texts = {name: [text for row in read_jsonl(tmp_path / name / "answers.jsonl") for text in row["responses"]] for name in asked}
+    assert texts["once"] == texts["again"] and len(set(texts["once"])) > 6 and not set(texts["once"]) & set(texts["other"])
+    assert numbers["once"]["accuracy"] == pytest.approx(sum(map(len, texts["once"])) / 12)
+    assert not any(key.startswith(("rule/", "maj@")) for key in numbers["once"])
 
 
 @pytest.fixture
@@ -109,13 +127,13 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact': known verifiers are gsm8k"),
+    ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
     ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
     ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
     ({"temperature": 0.0}, ConfigError, "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples"),
     ({"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}}, ConfigError, "gaussian_std must be between 0 and 1"),
     ({"data": "no.parquet"}, OSError, "no.parquet"),
-    ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set gsm8k.prompt=plain"),
+    ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set task.prompt=plain"),
     ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
     ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
     ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError, "in one process only: leave out --tensor-parallel-size"),

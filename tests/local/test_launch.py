@@ -7,11 +7,10 @@ import pytest
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.local import launch
-from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.local.workers import Team, WorkerError
 from mindspeed_qerl.runs.directory import RunDirectory
 
-from .conftest import raw_config
+from .conftest import raw_config, recipe_of
 
 
 def no_port():
@@ -24,17 +23,16 @@ def start_another_class(start):
 
 
 @pytest.mark.parametrize("place, name, broken, error, message", [
-    (Team, "start", start_another_class(Team.start), WorkerError, "rank 0 failed: .*NoSuchClass|rollout engine failed: .*NoSuchClass"),
+    (Team, "start", start_another_class(Team.start), WorkerError, "has no attribute 'NoSuchClass'"),
     (launch, "free_port", no_port, OSError, "no port is free"),
-])
+], ids=["in a worker that is built", "between two workers"])
 def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir, tmp_path, place, name, broken, error, message):
-    raw = raw_config(moe_dir, data_dir)
-    run = RunDirectory.create(tmp_path, "run", config=raw, command=["test"], seed=1, data_files={})
+    run = RunDirectory.create(tmp_path, "run", config=raw_config(moe_dir, data_dir), command=["test"], seed=1, data_files={})
     directories, start = [], private_ray.start
     monkeypatch.setattr(private_ray, "start", lambda **options: directories.append(start(**options)) or directories[0])
     monkeypatch.setattr(place, name, broken)
     children, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(error, match=message), launch.launch(check(raw), run) as processes:
+    with pytest.raises(error, match=message), launch.launch(recipe_of(moe_dir, data_dir), run, 1) as processes:
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
         processes.team.wait_until_ready()
     assert len(directories) == 1 and not directories[0].exists()

@@ -17,12 +17,11 @@ from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.engine import data_rank
 from mindspeed_qerl.local.model import stage_layers
-from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.local.weights import Checkpoint, check_tensors
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.recipe.types import Layout
 
-from .conftest import FAMILIES, make_model, raw_config, run_ranks
+from .conftest import FAMILIES, make_model, recipe_of, run_ranks
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
 ONE = "one rank"
@@ -87,7 +86,7 @@ def train_rank(rank, configs, folder):
         for name, layer in lora_layers(trainer.model):  # B away from zero, so that A has a gradient as well; the same in each layout
             mapping = trainer.table[name + ".weight"]
             generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
-            b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora_r, generator=generator)
+            b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
             layer.lora_B.data.copy_(mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b)
         result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
@@ -124,11 +123,11 @@ def resume_rank(rank, config, saved, folder):
 def layout_config(layout, model_dir, data_dir):
     ranks, tp, pp, ep, sequence, recompute = LAYOUTS[layout]
     again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
-    return check(raw_config(
+    return recipe_of(
         model_dir, data_dir, **again, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
         megatron_training__sequence_parallel=sequence, actor_config__tensor_model_parallel_size=tp,
         actor_config__pipeline_model_parallel_size=pp, actor_config__expert_model_parallel_size=ep,
-        actor_config__micro_batch_size=2, actor_config__lr=1e-3, actor_config__clip_grad=0.05))
+        actor_config__micro_batch_size=2, actor_config__lr=1e-3, actor_config__clip_grad=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +266,7 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
 
     ranks, base, batch = results(layout, family), model_dirs[family], random_batch()
     config = layout_config(layout, base, data_dir)
-    describe = checkpoint.describe(config.shape, config.lora_r, config.lora_alpha, config.lora_targets)
+    describe = checkpoint.describe(read_shape(base), config.lora.r, config.lora.alpha, config.lora.targets)
     checkpoint.save(tmp_path / "checkpoints", SAVED, describe, lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True), 1)
     adapters = checkpoint.load_adapters(tmp_path / "checkpoints")
     save_peft(adapters, base, tmp_path / "adapter")
@@ -356,10 +355,10 @@ def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(mod
     """One micro-batch, two epochs, KL > 0, unequal bounds of the clipping, weights against the policy that sampled: the gradient that reaches the
     log probabilities, and the loss in the metrics, against the formula in float64. The first policy is the base model, since B starts at 0."""
     low, high, coefficient, cap, batch = 0.01, 0.05, 0.1, 2.0, batch_of_another_policy()
-    config = check(raw_config(
+    config = recipe_of(
         model_dirs["qwen3"], data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1,
         rl_config__clip_ratio_low=low, rl_config__clip_ratio_high=high, rl_config__init_kl_coef=coefficient, actor_config__lr=3e-3,
-        rollout_correction__method="token_tis", rollout_correction__cap=cap))
+        rollout_correction__method="token_tis", rollout_correction__cap=cap)
     run_ranks(joined_rank, 1, config, str(tmp_path))
     result = torch.load(tmp_path / "joined.pt", weights_only=False)
     policies, gradients = ([pair[part].double().numpy() for pair in result["trained"]] for part in (0, 1))
@@ -395,8 +394,8 @@ def load_rank(rank, config, folder):
 
 def test_uneven_pipeline_stages(data_dir, tmp_path):
     model_dir = make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=3)
-    config = check(raw_config(model_dir, data_dir, rl_config__actor_resource__num_npus=2, actor_config__pipeline_model_parallel_size=2,
-                              actor_config__expert_model_parallel_size=1, megatron_training__num_layer_list="1,2"))
+    config = recipe_of(model_dir, data_dir, rl_config__actor_resource__num_npus=2, actor_config__pipeline_model_parallel_size=2,
+                              actor_config__expert_model_parallel_size=1, megatron_training__num_layer_list="1,2")
     run_ranks(load_rank, 2, config, str(tmp_path))
     (first, _), (second, logprobs) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     batch = random_batch()
@@ -454,7 +453,7 @@ def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
 def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
     directory = make_model("qwen3", tmp_path / "model")
     change_config(directory, **config)
-    asked = check(raw_config(directory, data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1))
+    asked = recipe_of(directory, data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1)
     with pytest.raises(mp.ProcessRaisedException, match=message):
         run_ranks(load_rank, 1, asked, str(tmp_path))
 

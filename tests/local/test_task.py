@@ -4,8 +4,8 @@ import pytest
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.tiny_model import build_tokenizer
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rows import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def tokenizer():
 def test_plain_prompts_are_the_question_and_a_newline(tokenizer, data_dir):
     path = data_dir / "train_chat.parquet"
     task = Prompts(path, tokenizer, "plain", 96)
-    assert [tokenizer.decode(ids) for ids in task.prompts] == [row["question"] + "\n" for row in read_converted(path)]
+    assert [tokenizer.decode(ids) for ids in task.prompts] == [row.columns["question"] + "\n" for row in read_rows(path)]
 
 
 def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):

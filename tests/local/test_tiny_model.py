@@ -7,9 +7,9 @@ import pytest
 from mindspeed_qerl.local import tiny_model
 from mindspeed_qerl.local.tiny_model import Recipe
 from mindspeed_qerl.tasks.gsm8k import word_problems
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 from mindspeed_qerl.tasks.gsm8k.word_problems import Mixture, Problem
+from mindspeed_qerl.tasks.rows import read_rows
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -86,7 +86,7 @@ def test_data_are_the_word_problems_of_the_split(made):
     training_pairs, held_out_pairs = (set(pairs) for pairs in word_problems.split_pairs(QUICK.held_out, QUICK.seed))
     for name, pairs, count in (("train", training_pairs, 30), ("test", held_out_pairs, 20)):
         raw = [json.loads(line) for line in (directory / "data" / "raw" / f"{name}.jsonl").read_text().splitlines()]
-        converted = read_converted(directory / "data" / f"{name}_chat.parquet")
+        converted = [row.columns for row in read_rows(directory / "data" / f"{name}_chat.parquet")]
         assert len(raw) == len(converted) == count
         for row, chat in zip(raw, converted):
             assert chat["question"] == row["question"]

@@ -19,7 +19,7 @@ from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+from mindspeed_qerl.tasks.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
@@ -88,7 +88,7 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
     shape = narrow(NAMED_SHAPES[name], Layout(world=1))
     if shape.moe:
         shape = replace(shape, num_experts=4, num_experts_per_tok=2)
-    rows = read_converted(data / "gsm8k" / "train_chat.parquet")
+    rows = [row.columns for row in read_rows(data / "gsm8k" / "train_chat.parquet")]
     directory = make_model(shape, rows, tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     assert model.config.num_hidden_layers == shape.num_hidden_layers >= 28

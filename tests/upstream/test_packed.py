@@ -11,10 +11,10 @@ import pytest
 
 from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 from mindspeed_qerl.tasks.gsm8k.prompts import INSTRUCTION
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
+from mindspeed_qerl.tasks.rows import read_rows
 
 UPSTREAM = os.environ.get("UPSTREAM")
 pytestmark = pytest.mark.skipif(not UPSTREAM, reason="UPSTREAM names no folder with MindSpeed-RL, MindSpeed-LLM, MindSpeed and "
@@ -116,7 +116,7 @@ def test_labels_are_those_of_upstreams_preprocessor(made, tmp_path):
 def test_prompts_are_those_of_upstreams_preprocessor(made, tmp_path, prompt_type, overrides):
     """Given our question with its instruction (qwen3), or the rendered chat (empty): the same files, byte for byte."""
     folder, packed, tokenizer = made
-    rows = read_converted(folder / "chat" / "train_chat.parquet")
+    rows = [row.columns for row in read_rows(folder / "chat" / "train_chat.parquet")]
     with open(tmp_path / "train.jsonl", "w") as file:
         for row in rows:
             chat = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
@@ -141,7 +141,7 @@ def test_upstreams_data_set_reads_our_rows(made, tmp_path):
     rows, unreadable = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT "))[len("RESULT "):])
 
     expected = [(tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True), row["answer"])
-                for row in read_converted(folder / "chat" / "train_chat.parquet")]
+                for row in (row.columns for row in read_rows(folder / "chat" / "train_chat.parquet"))]
     kept = [(prompt, answer) for prompt, answer in expected if len(prompt) < limit]
     assert len(kept) == len(expected) - packed.dropped(limit) < len(expected)
     assert [(row["input_ids"], tokenizer.decode(row["labels"])) for row in rows] == kept

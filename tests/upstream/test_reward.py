@@ -1,4 +1,4 @@
-"""Our verifier function in place of upstream's: ours and upstream's by name, weights, and errors instead of silence."""
+"""Our verifier function in place of upstream's: ours, a user's and upstream's by name, weights, and errors instead of silence."""
 
 import json
 import os
@@ -6,43 +6,71 @@ import subprocess
 import sys
 
 import pytest
-from rehearsal import environment
+from rehearsal import environment, make_tokenizer
 
 from mindspeed_qerl import emulation
+from mindspeed_qerl.tasks.packed import pack_rows
+from mindspeed_qerl.tasks.rows import read_rows
 
 SCRIPT = """
 import json, sys
 from types import SimpleNamespace
 from mindspeed_qerl.ascend import reward
 from mindspeed_rl.models import rule_verifier
+cases, data_path = json.loads(sys.argv[1])
 answers = []
-for responses, labels, names, weights in json.loads(sys.argv[1]):
+for responses, labels, names, weights, packed in cases:
     config = SimpleNamespace(verifier_function=names, verifier_weight=weights)
     data = {} if labels is None else {"labels": labels}
     try:
-        answers.append(reward.verifier(responses, data, config))
+        answers.append(reward.verifier(responses, data, config, data_path=data_path if packed else None))
     except ValueError as error:
-        answers.append(str(error))
+        answers.append(f"{type(error).__name__}: {error}")
 config = SimpleNamespace(verifier_function=["base_acc"], verifier_weight=[1.0])
 answers.append(rule_verifier.verifier([RIGHT, "7"], {"labels": ["7", "7"]}, config)[0])
+
+process = reward.QeRLRuleReward.__ray_actor_class__.__new__(reward.QeRLRuleReward.__ray_actor_class__)
+reward.RuleReward.__ray_actor_class__.initialize = lambda self, *arguments: answers.append(len(arguments))
+process.initialize(SimpleNamespace(data_path=data_path), "rl_config", "tokenizer")
+config = SimpleNamespace(verifier_function=["own_reward:levels"], verifier_weight=[1.0])
+answers.append(rule_verifier.verifier(["a", "b"], {"labels": ["1", "0"]}, config)[0])
 print("ANSWERS", json.dumps(answers))
+"""
+OWN = """
+def levels(responses, answers, rows):
+    return [float(response == answer) + row["level"] for response, answer, row in zip(responses, answers, rows)]
+def fails(responses, answers, rows):
+    return [1 / row["level"] for row in rows]
+def seen(responses, answers, rows):
+    return [float(row == {"answer": "7"}) for row in rows]
 """
 RIGHT = "<think>3+4</think><answer>\\boxed{7}</answer>"
 
 
 @pytest.fixture(scope="module")
-def answers(upstream):
+def answers(upstream, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_reward.py").write_text(OWN)
+    (folder / "rows.jsonl").write_text('{"prompt": "Which?", "answer": "7", "level": 10}\n{"prompt": "What?", "answer": "two words", "level": 0}\n')
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    data_path = str(pack_rows(read_rows(folder / "rows.jsonl"), folder / "packed" / "train", folder / "tokenizer").data_path)
     cases = [
-        (["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0]),
-        ([RIGHT, "#### 7"], ["7", "7"], ["gsm8k", "base_acc"], [0.5, 2.0]),
-        (["#### 7"], ["7"], ["gsm8c"], [1.0]),
-        (["#### 7"], None, ["gsm8k"], [1.0]),
-        (["#### 7", "#### 7"], ["7", " "], ["gsm8k"], [1.0]),
+        (["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0], False),
+        ([RIGHT, "#### 7"], ["7", "7"], ["gsm8k", "base_acc"], [0.5, 2.0], False),
+        (["#### 7"], ["7"], ["gsm8c"], [1.0], False),
+        (["#### 7"], None, ["gsm8k"], [1.0], False),
+        (["#### 7", "#### 7"], ["7", " "], ["gsm8k"], [1.0], False),
+        (["7", "two words"], ["0", "1 "], ["own_reward:levels"], [0.5], True),
+        (["x"], ["7"], ["own_reward:seen"], [1.0], False),
+        (["a", "b"], ["0", "1"], ["own_reward:fails"], [1.0], True),
+        ([RIGHT, "#### 7"], ["0", "0"], ["base_acc", "gsm8k"], [1.0, 1.0], True),
+        (["a"], ["2"], ["own_reward:levels"], [1.0], True),
     ]
     variables = environment(upstream)
     path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
-    result = subprocess.run([sys.executable, "-c", SCRIPT.replace("RIGHT", repr(RIGHT)), json.dumps(cases)], check=False, capture_output=True,
-                            text=True, env={**variables, **emulation.environment(1), "PYTHONPATH": path, "IS_MULTIMODAL": "False"})
+    result = subprocess.run([sys.executable, "-c", SCRIPT.replace("RIGHT", repr(RIGHT)), json.dumps([cases, data_path])], check=False,
+                            capture_output=True, text=True, cwd=folder,
+                            env={**variables, **emulation.environment(1), "PYTHONPATH": path, "IS_MULTIMODAL": "False"})
     [line] = [line for line in result.stdout.splitlines() if line.startswith("ANSWERS")] or [result.stderr[-2000:]]
     return json.loads(line.removeprefix("ANSWERS"))
 
@@ -53,7 +81,7 @@ def test_labels_arrive_with_spaces(answers):
 
 def test_ours_and_upstreams_are_weighted_and_summed(answers):
     scores, metrics = answers[1]
-    assert metrics["base_acc_rewards/mean"] == [1.0, 0.0] == answers[5]
+    assert metrics["base_acc_rewards/mean"] == [1.0, 0.0] == answers[10]
     assert scores == [0.5 * ours + 2.0 * theirs for ours, theirs in zip(metrics["gsm8k_rewards/mean"], metrics["base_acc_rewards/mean"])]
     assert metrics["gsm8k_rewards/mean"][1] == 1.0
 
@@ -63,5 +91,24 @@ def test_an_unknown_name_is_an_error_with_the_known_ones(answers):
 
 
 def test_missing_labels_are_an_error(answers):
-    assert answers[3].startswith("1 responses with 0 labels, first missing or empty at 0")
-    assert answers[4].startswith("2 responses with 2 labels, first missing or empty at 1")
+    assert answers[3].startswith("ConfigError: 1 responses with 0 labels: the data needs the column `labels`")
+    assert answers[4].startswith("ConfigError: label 1 of 2 is empty: pack the data again")
+
+
+def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
+    assert answers[5] == [[5.5, 0.5], {"own_reward:levels_rewards/mean": [11.0, 1.0]}]
+    assert answers[6][0] == [1.0], "without packed rows, a row is what is known of it"
+
+
+def test_its_exception_names_the_row(answers):
+    assert answers[7].startswith("RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero (own_reward.py:5), on "
+                                 "row 1 (") and "question 'What?', answer 'two words', response 'b'" in answers[7]
+
+
+def test_upstreams_verifiers_get_the_answers_of_packed_rows(answers):
+    assert answers[8] == [[2.0, 1.0], {"base_acc_rewards/mean": [1.0, 0.0], "gsm8k_rewards/mean": [1.0, 1.0]}]
+    assert answers[9].startswith("ConfigError: label '2' is not the number of one of the 2 packed rows")
+
+
+def test_the_reward_process_puts_it_in_upstreams_place(answers):
+    assert answers[11:] == [3, [0.0, 10.0]]

@@ -1,1 +1,1 @@
-"""The task: GSM8K rows (`dataset`, `convert`), prompts (`prompts`) and the verifier (`verifier`). Imports in a bare Python."""
+"""GSM8K: its rows (`dataset`, `convert`), prompts and verifier. Imports in a bare Python."""

@@ -32,10 +32,12 @@ class WrittenFile:
 
 
 def convert(source: str | Path, output: str | Path, progress: bool = False) -> list[WrittenFile]:
-    """Write the converted files of `source` to the folder `output`, which is made if needed; earlier ones are replaced.
+    """Write the converted files of `source` to the folder `output`, which is made if needed; earlier ones are
+    replaced.
 
-    `source` is what `dataset.load_raw` takes: a folder or Hub dataset with both splits, or one file whose name begins with
-    `train` or `test` and which is that split. All rows are checked before anything is written, and the files get their names
+    `source` is what `dataset.load_raw` takes: a folder or Hub dataset with both splits, or one file whose name begins
+    with `train` or `test` and which is that split. All rows are checked before anything is written, and the files get
+    their names
     after all are complete: whatever fails, `output` is as it was before. `progress` shows a bar per split.
 
     FileNotFoundError if a split is missing; ValueError for a bad row names the file and the line.
@@ -62,7 +64,8 @@ def read_splits(source: str | Path, progress: bool = False) -> dict[str, list[di
 
 
 def write_together(output: Path, writers: dict[str, Callable[[Path], None]]) -> None:
-    """Write the files `output`/name by calling each writer with a temporary path; they get their names after all are complete.
+    """Write the files `output`/name by calling each writer with a temporary path; they get their names after all are
+    complete.
 
     Whatever fails before that, `output` and its parents are as they were. ValueError if a name is taken by a folder.
     """

@@ -33,8 +33,9 @@ def gold_answer(solution: str) -> str:
 def load_raw(source: str | Path, split: str) -> Iterator[tuple[str, dict]]:
     """Yield (where the row stands, row) for each row of one split, "train" or "test"; rows are checked by `check_raw`.
 
-    `source` is a folder (see `split_files`), one .jsonl or .parquet file, or a dataset of the Hugging Face Hub that is laid
-    out like `openai/gsm8k` (loaded with `datasets`). FileNotFoundError and ValueError name the path and the way out.
+    `source` is a folder (see `split_files`), one .jsonl or .parquet file, or a dataset of the Hugging Face Hub that is
+    laid out like `openai/gsm8k` (loaded with `datasets`). FileNotFoundError and ValueError name the path and the way
+    out.
     """
     if Path(source).exists():
         for path in split_files(source, split):
@@ -46,7 +47,8 @@ def load_raw(source: str | Path, split: str) -> Iterator[tuple[str, dict]]:
 def split_files(source: str | Path, split: str) -> list[Path]:
     """The files under `source` that hold `split`; `source` itself if it is a file.
 
-    In a folder these are `train.jsonl` or `train.parquet`, or the Hub's `train-00000-of-00001.parquet`, there or in `main/`.
+    In a folder these are `train.jsonl` or `train.parquet`, or the Hub's `train-00000-of-00001.parquet`, there or in
+    `main/`.
     """
     source = Path(source)
     if source.is_file():

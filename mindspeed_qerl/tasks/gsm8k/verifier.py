@@ -5,23 +5,25 @@ r"""Read the number that a response commits to, and compare it with the gold num
     >>> extract_answer(r"so it is \boxed{1{,}000}", "flexible")
     '1000'
 
-An answer is stated by a marker and a number right behind it; only spaces, markup and a currency sign may stand between.
+An answer is stated by a marker and a number right behind it; only spaces, markup and a currency sign may stand
+between.
 
 - `strict` knows one marker, `####`. Several `####` with different numbers are hedging: no answer.
-- `flexible` tries `####`, `\boxed{`, "answer is" / "answer:", "A:" in this order and takes the last statement of the first
-  form that is there; if there is none, or it cannot be read, the last number of the response. One number is read, never a
-  choice of several, so hedging buys nothing.
+- `flexible` tries `####`, `\boxed{`, "answer is" / "answer:", "A:" in this order and takes the last statement of the
+  first form that is there; if there is none, or it cannot be read, the last number of the response. One number is
+  read, never a choice of several, so hedging buys nothing.
 
-A statement that goes on into another number (`#### 48+24`, `#### 72 or 73`, `#### 10:30`) states no single number and is not
-read. Neither is an unreadable number: badly grouped (`1,00`, `1.2.3`), in exponent notation (`7e1`), with a superscript,
-a fraction sign or a foreign digit in it (`7²`, `7½`), or written with more than `MAX_NUMBER_CHARS` characters. An unreadable
-number is never replaced by a piece of itself. Behind a marker, groups of three may stand apart: `#### 1 000` is 1000.
+A statement that goes on into another number (`#### 48+24`, `#### 72 or 73`, `#### 10:30`) states no single number and
+is not read. Neither is an unreadable number: badly grouped (`1,00`, `1.2.3`), in exponent notation (`7e1`), with a
+superscript, a fraction sign or a foreign digit in it (`7²`, `7½`), or written with more than `MAX_NUMBER_CHARS`
+characters. An unreadable number is never replaced by a piece of itself. Behind a marker, groups of three may stand
+apart: `#### 1 000` is 1000.
 
-Signs other than a percent or currency sign are part of the number, units are not: 50% = 50, $72 = 72 = 72 kg. `3/4` and
-`\frac{3}{4}` are fractions. docs/verifier.md has a table of verdicts beside those of other verifiers.
+Signs other than a percent or currency sign are part of the number, units are not: 50% = 50, $72 = 72 = 72 kg. `3/4`
+and `\frac{3}{4}` are fractions. docs/verifier.md has a table of verdicts beside those of other verifiers.
 
-The whole response is read, in time linear in its length: every repetition in the patterns below is bounded, or runs over
-characters that nothing next to it can also match, and no number is parsed before its length is known.
+The whole response is read, in time linear in its length: every repetition in the patterns below is bounded, or runs
+over characters that nothing next to it can also match, and no number is parsed before its length is known.
 """
 
 import re
@@ -33,8 +35,8 @@ from functools import partial
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, commas and the point, as written
 
-# Superscripts, fractions and digits of other scripts become this, which makes the number they stand in unreadable. One ASCII
-# character, since a class that holds others is slower to search for.
+# Superscripts, fractions and digits of other scripts become this, which makes the number they stand in unreadable. One
+# ASCII character, since a class that holds others is slower to search for.
 _ODD = "\0"
 _CHARACTERS = str.maketrans(
     {chr(code): _ODD for code in range(128, 0x10000) if unicodedata.category(chr(code)) in ("Nd", "No")}

@@ -4,11 +4,12 @@ A row, as `write_problems` writes it (raw GSM8K: the canonical number stands aft
 
     {"question": "Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", "answer": "3+4=7\\n#### 7"}
 
-Operands are 1 to 20 and the operation is + or -. What is held out is the UNORDERED operand pair, across both operations:
-if {3, 4} is held out, then none of 3+4, 4+3 and 4-3 is stated, asked or answered anywhere in training, neither in a right
-answer nor in a wrong one. (Splitting by problem text or by equation would not do: an answer with the wrong operation turns
-3+4 into 4-3, and 4+3 is 3+4 again.) What is not held out is the inverse fact: 7-3=4 has the pair {3, 7} and may be trained
-while 3+4=7 is held out, and so may other sums of the same digits. `split_facts` counts those.
+Operands are 1 to 20 and the operation is + or -. What is held out is the UNORDERED operand pair, across both
+operations: if {3, 4} is held out, then none of 3+4, 4+3 and 4-3 is stated, asked or answered anywhere in training,
+neither in a right answer nor in a wrong one. (Splitting by problem text or by equation would not do: an answer with
+the wrong operation turns 3+4 into 4-3, and 4+3 is 3+4 again.) What is not held out is the inverse fact: 7-3=4 has the
+pair {3, 7} and may be trained while 3+4=7 is held out, and so may other sums of the same digits. `split_facts` counts
+those.
 """
 
 import json
@@ -117,7 +118,8 @@ class Mixture:
 
 
 def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mixture, rng: random.Random) -> str:
-    """One answer to `problem`, of a kind drawn from `mixture`. Whatever equation it states has a pair in `training_pairs`."""
+    """One answer to `problem`, of a kind drawn from `mixture`. Whatever equation it states has a pair in
+    `training_pairs`."""
     kinds = {"bare": mixture.bare, "wrong_operation": mixture.wrong_operation, "slipped_number": mixture.slipped_number}
     kind = rng.choices([*kinds, "right"], [*kinds.values(), 1 - sum(kinds.values())])[0]
     if kind == "bare":
@@ -132,10 +134,11 @@ def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mixture, 
 
 
 def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[str, int]:
-    """Count what is distinct on each side: unordered pairs, equations, and held-out equations whose inverse is trained.
+    """Count what is distinct on each side: unordered pairs, equations, and held-out equations whose inverse is
+    trained.
 
-    Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of 3+4=7 is 7-3=4 or 7-4=3,
-    that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not keep it out of training.
+    Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of 3+4=7 is 7-3=4 or
+    7-4=3, that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not keep it out of training.
     """
     trained, held_out = equations(training_pairs), equations(held_out_pairs)
     inverse_trained = sum(any(inverse in trained for inverse in _inverses(*equation)) for equation in held_out)
@@ -151,7 +154,8 @@ def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[
 
 
 def equations(pairs: Iterable[Pair]) -> set[tuple[int, str, int]]:
-    """All equations `a op b` whose unordered operand pair is in `pairs`: both orders of +, and the larger minus the smaller."""
+    """All equations `a op b` whose unordered operand pair is in `pairs`: both orders of +, and the larger minus the
+    smaller."""
     return {equation for low, high in pairs for equation in ((low, "+", high), (high, "+", low), (high, "-", low))}
 
 
@@ -181,7 +185,8 @@ def _word(template: str, name: str, other: str, objects: str, a: int, b: int) ->
 
 
 def _slips(problem: Problem, training_pairs: set[Pair]) -> list[tuple[int, str, int]]:
-    """The same operation with one operand off by one or two, where the pair so made is a training pair (never a held-out one)."""
+    """The same operation with one operand off by one or two, where the pair so made is a training pair (never a
+    held-out one)."""
     slips = []
     for offset in (-2, -1, 1, 2):
         for a, b in ((problem.a + offset, problem.b), (problem.a, problem.b + offset)):

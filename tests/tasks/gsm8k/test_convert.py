@@ -11,8 +11,8 @@ import pytest
 
 from mindspeed_qerl.tasks.gsm8k import convert as convert_module
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
+from mindspeed_qerl.tasks.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
@@ -44,7 +44,7 @@ def test_files_and_summary(tmp_path):
     written = convert(write_raw(tmp_path / "raw", train=[ROW, big]), tmp_path / "new" / "out")
     out = tmp_path / "new" / "out"
     assert sorted(path.name for path in out.iterdir()) == sorted(file.path.name for file in written) == NAMES
-    assert read_converted(out / "train_chat.parquet") == [
+    assert [row.columns for row in read_rows(out / "train_chat.parquet")] == [
         {"messages": chat_messages(ROW["question"]), "question": ROW["question"], "answer": "7", "solution": ROW["answer"]},
         {"messages": chat_messages("500*2?"), "question": "500*2?", "answer": "1000", "solution": big["answer"]},
     ]
@@ -160,7 +160,7 @@ def test_gsm8k_itself(tmp_path):
     if not GSM8K.is_dir():
         pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     convert(GSM8K, tmp_path)
-    train, test = (read_converted(tmp_path / f"{split}_chat.parquet") for split in ("train", "test"))
+    train, test = ([row.columns for row in read_rows(tmp_path / f"{split}_chat.parquet")] for split in ("train", "test"))
     assert (len(train), len(test)) == (7473, 1319)
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_bytes().splitlines()]
     assert [(row["question"], row["solution"]) for row in train] == [(row["question"], row["answer"]) for row in raw]

@@ -6,16 +6,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k.dataset import (
-    check_raw,
-    gold_answer,
-    load_raw,
-    read_converted,
-)
+from mindspeed_qerl.tasks.gsm8k.dataset import check_raw, gold_answer, load_raw
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
 
 RAW = [{"question": "3+4?", "answer": "3+4=7\n#### 7"}, {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}]
-CONVERTED = {"messages": [{"role": "user", "content": "3+4?"}], "question": "3+4?", "answer": "7", "solution": "#### 7"}
 
 
 def write_jsonl(path, rows):
@@ -98,57 +92,3 @@ def test_raw_rows_from_the_hub(monkeypatch):
 def test_raw_row_errors(row, words):
     with pytest.raises(ValueError, match=words):
         check_raw(row)
-
-
-def test_converted_rows_from_parquet_and_jsonl(tmp_path):
-    rows = [CONVERTED, CONVERTED | {"question": "other"}]
-    assert read_converted(write_parquet(tmp_path / "a.parquet", rows)) == rows
-    assert read_converted(write_jsonl(tmp_path / "a.jsonl", rows)) == rows
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"messages": None}, "column 'messages': expected a list of {role, content}, got None"),
-    ({"messages": []}, "column 'messages'"),
-    ({"messages": [{"role": "user"}]}, "column 'messages'"),
-    ({"messages": [{"content": "3+4?"}]}, "column 'messages'"),
-    ({"messages": "3+4?"}, "column 'messages'"),
-    ({"answer": "seven"}, "column 'answer': not a number: 'seven'"),
-    ({"answer": 7}, "column 'answer': expected a non-empty string"),
-    ({"question": ""}, "column 'question'"),
-    ({"solution": None}, "column 'solution'"),
-])
-def test_malformed_converted_rows_are_named(tmp_path, change, words):
-    path = write_jsonl(tmp_path / "bad.jsonl", [CONVERTED, CONVERTED | change])
-    with pytest.raises(ValueError) as error:
-        read_converted(path)
-    assert f"{path}:2: {words}" in str(error.value) and "tools/convert_gsm8k.py" in str(error.value)
-
-
-@pytest.mark.parametrize("column", ["messages", "question", "answer", "solution"])
-def test_missing_column_is_named(tmp_path, column):
-    row = {key: value for key, value in CONVERTED.items() if key != column}
-    path = write_parquet(tmp_path / "bad.parquet", [row])
-    with pytest.raises(ValueError, match=f"bad.parquet: row 1: column '{column}'"):
-        read_converted(path)
-
-
-@pytest.mark.parametrize("name, content, words", [
-    ("a.jsonl", b"", "no rows"),
-    ("a.jsonl", b"\n", "a.jsonl:1: empty line"),
-    ("a.jsonl", b'{"question": ', "a.jsonl:1: invalid JSON"),
-    ("a.jsonl", b"\xff\xfe{}", "a.jsonl:1: invalid JSON"),
-    ("a.jsonl", b"[" * 100_000, "a.jsonl:1: invalid JSON"),
-    ("a.jsonl", b"[1]\n", "a.jsonl:1: expected a JSON object, got list"),
-    ("a.jsonl", b"9" * 10_000, "a.jsonl:1: invalid JSON"),
-    ("a.parquet", b"not parquet", "a.parquet: not a readable parquet file"),
-    ("a.csv", b"", r"expected a .jsonl or .parquet file"),
-])
-def test_unreadable_files(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=words):
-        read_converted(tmp_path / name)
-
-
-def test_no_such_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no data file .*make it with tools/convert_gsm8k.py"):
-        read_converted(tmp_path / "train_chat.parquet")

@@ -2,14 +2,18 @@
 
 import itertools
 import math
+import statistics
+import sys
+import types
 
 import numpy as np
 import pytest
 
 from mindspeed_qerl.tasks.evaluation import evaluate_answers, majority_score, wilson_interval
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES, extract_with_rule
+from mindspeed_qerl.tasks.rows import row_of
 
-ROWS = [{"question": "a", "answer": "72"}, {"question": "b", "answer": "1000"}]
+ROWS = [row_of({"prompt": "a", "answer": "72"}), row_of({"prompt": "b", "answer": "1000"})]
 
 
 def test_numbers_counted_by_hand():
@@ -92,3 +96,26 @@ def test_majority_is_what_a_random_tie_break_gives_on_average():
 
         expected = np.mean([first_most_common(order) for order in itertools.permutations(extracted)])
         assert majority_score(extracted, scores) == pytest.approx(expected), extracted
+
+
+def lengths(responses, answers, rows):
+    return [len(response) * row.get("scale", 1) for response, row in zip(responses, rows)]
+
+
+def test_a_users_own_reward_is_a_mean_score_with_a_normal_interval(monkeypatch):
+    module = types.ModuleType("own_lengths")
+    module.lengths, module.empty = lengths, lambda responses, answers, rows: [not response for response in responses]
+    monkeypatch.setitem(sys.modules, "own_lengths", module)
+    rows = [row_of({"prompt": "a", "answer": "x"}), row_of({"prompt": "b", "answer": "y", "scale": 0.5}), ROWS[0]]
+    texts = ["ab", "", "abcd", "", "abc", "#### 72"]
+    result, answers = evaluate_answers(rows, texts, [False] * 6, 2, "own_lengths:lengths")
+    means = [1.0, 1.0, 5.0]
+    error = statistics.stdev(means) / math.sqrt(3)
+    assert result == pytest.approx({
+        "accuracy": 7 / 3, "standard_error": error, "interval_low": 7 / 3 - 1.959964 * error, "interval_high": 7 / 3 + 1.959964 * error,
+        "n_problems": 3, "samples_per_problem": 2, "truncated_fraction": 0, "pass@2": (2 + 2 + 7) / 3})
+    assert answers[1] == {"question": "b", "answer": "y", "responses": ["abcd", ""], "scores": [2.0, 0.0], "truncated": [False, False]}
+
+    result, _ = evaluate_answers(rows, texts, [False] * 6, 2, "own_lengths:empty")  # 0 or 1: fractions, as GSM8K's
+    assert (result["interval_low"], result["interval_high"]) == wilson_interval(np.array([0.5, 0.5, 0.0]), 2)
+    assert result["pass@2"] == pytest.approx(2 / 3)

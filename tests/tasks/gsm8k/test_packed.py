@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
@@ -83,7 +83,7 @@ def snapshot(folder):
 def check_split(split, packed, tokenizer_dir, chat_file):
     """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same row of `chat_file`."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    rows = read_converted(chat_file)
+    rows = [row.columns for row in read_rows(chat_file)]
     prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
     assert packed.data_path.name == f"gsm8k_{split}" and len(prompts) == len(labels) == len(rows)
     for dataset in (prompts, labels):
@@ -150,7 +150,7 @@ def half_written(path, data):
 @pytest.mark.parametrize("fault, error, message", [
     ("bad row", ValueError, "test.jsonl:16: column 'answer': no '#### n'"),
     ("no chat template", ValueError, "has no chat template, so a question cannot become a prompt: give an instruct"),
-    ("template fails", ValueError, "train row 1: no templates here"),
+    ("template fails", ValueError, "train row 1: the tokenizer.s chat template refuses its messages: no templates here"),
     ("answers change", ValueError, r"train row \d+: the tokenizer turns the answer '\d\d' into \[\d+, \d+\] and that back into '\d \d'"),
     ("no directory", FileNotFoundError, "no directory .*nowhere: --tokenizer is the directory"),
     ("no tokenizer", FileNotFoundError, "has no tokenizer that transformers can read"),

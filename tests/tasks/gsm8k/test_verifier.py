@@ -16,7 +16,6 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     VERIFIERS,
     canonical_number,
     extract_answer,
-    get_verifier,
     score,
     score_batch,
 )
@@ -92,6 +91,26 @@ NUMBERS = [  # what stands behind "#### ", gold, strict, flexible
     ("48+24", "48", 0, 0),
     ("48 \\times 2", "48", 0, 0),
     ("72 dollars or more", "72", 1, 1),
+    ("7\u00b2", "7", 0, 0),  # an exponent, and no piece of the number is read
+    ("7\u00b2", "49", 0, 0),
+    ("7\u00b2 = 49", "49", 0, 1),
+    ("7\u00bd", "7", 0, 0),
+    ("72\u2070", "72", 0, 0),
+    ("72\u0663", "72", 0, 0),  # an Arabic-Indic digit
+    ("\uff17\uff12", "72", 1, 1),  # full-width digits
+    ("72 m\u00b2", "72", 1, 1),
+    ("72m\u00b2", "72", 1, 1),
+    ("1 000", "1000", 1, 1),
+    ("1 000", "0", 0, 0),
+    ("1 000", "1", 0, 0),
+    ("1\u202f000", "1000", 1, 1),
+    ("-$12 345 678.50 in all", "-12345678.5", 1, 1),
+    ("1 000. 48 of them", "1000", 1, 1),
+    ("1 0000", "10000", 0, 0),
+    ("1 000 5", "1000", 0, 0),
+    ("1 000.5.6", "1000.5", 0, 0),
+    ("1 000\u00b2", "1000", 0, 0),
+    ("1 000 or 2 000", "1000", 0, 0),
     ("about 72", "72", 0, 1),
     ("\n72", "72", 0, 1),
 ]
@@ -129,6 +148,10 @@ FORMS = [  # response, gold, strict, flexible
     ("so 5 ...", "5", 0, 1),
     ("...5", "5", 0, 1),
     ("72" + " x" * 5000, "72", 0, 1),
+    ("\\boxed{1 000} of 72", "1000", 0, 1),
+    ("The answer is 3 500 dollars", "3500", 0, 1),
+    ("a square of 7\u00b2", "7", 0, 0),
+    ("10 m\u00b2 and 72 m\u00b2", "72", 0, 1),
 ]
 
 
@@ -155,7 +178,7 @@ def test_all_gold_answers_of_gsm8k():
     golds = [gold_answer(solution) for solution in solutions]
     assert len(solutions) == 8792
     for method in METHODS:
-        assert sum(score_batch(solutions, golds, method)) == 8792
+        assert sum(score_batch(solutions, golds, method=method)) == 8792
     # A verifier that says yes to everything would pass so far. Beside the next row's gold answer, yes must mean equal.
     for solution, gold, other in zip(solutions, golds, golds[1:]):
         assert score(solution, other) == float(gold == other)
@@ -163,15 +186,13 @@ def test_all_gold_answers_of_gsm8k():
 
 def test_batch_and_names():
     responses, golds = ["#### 72", "The answer is 72", "#### 73"], ["72", "72.0", "72"]
-    assert score_batch(responses, golds, "strict") == [1.0, 0.0, 0.0]
-    assert get_verifier("gsm8k")(responses, golds) == [1.0, 1.0, 0.0]
-    assert get_verifier("gsm8k_strict")(responses, golds) == [1.0, 0.0, 0.0]
+    assert score_batch(responses, golds, method="strict") == [1.0, 0.0, 0.0]
+    assert VERIFIERS["gsm8k"](responses, golds) == [1.0, 1.0, 0.0]
+    assert VERIFIERS["gsm8k_strict"](responses, golds, [{}] * 3) == [1.0, 0.0, 0.0]
     assert set(VERIFIERS) == {"gsm8k", "gsm8k_strict"}
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: get_verifier("gsm8k_strikt"), ["gsm8k_strikt", "gsm8k, gsm8k_strict", "did you mean 'gsm8k_strict'"]),
-    (lambda: get_verifier("code"), ["'code'", "gsm8k, gsm8k_strict"]),
     (lambda: score("72", "72", "lenient"), ["lenient", "strict, flexible"]),
     (lambda: score_batch(["1", "2"], ["1"]), ["2 responses", "1 gold"]),
     (lambda: score("72", "seventy-two"), ["seventy-two", "not a number"]),
@@ -203,7 +224,7 @@ def test_numbers_are_bounded():
 # Each of these is quadratic, or fails, for some plausible way to write the verifier (1 MB of each).
 HOSTILE_UNITS = [
     "9", "9,", "1,000,", ",", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1", "\\frac{1",
-    "\\frac{1}{", "the answer is ", "answer:", "answer*", "A:", "-", "1-", "$", "\\$", "*", "#### **", " ", "\t", "\u2212", "\n",
+    "\\frac{1}{", "the answer is ", "answer:", "answer*", "A:", "-", "1-", "$", "\\$", "*", "#### **", " ", "\t", "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2",
 ]
 HOSTILE_STARTS = ["", "#### ", "#### 1", "\\frac{1"]
 

@@ -1,0 +1,74 @@
+"""The example of docs/own_task.md, run as it is printed: its files, its command, its rewards counted again."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.tasks.rows import read_rows
+
+REPO = Path(__file__).resolve().parents[2]
+TEXT = (REPO / "docs" / "own_task.md").read_text(encoding="utf-8")
+EXAMPLE = TEXT[TEXT.index("## A complete example"):TEXT.index("## The files")]
+FILES = dict(re.findall(r"`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.DOTALL))
+[COMMAND] = re.findall(r"```bash\n(.*?)```", EXAMPLE, re.DOTALL)
+
+
+def start(folder, command):
+    command = command.replace(" task.", " gsm8k.")  # until the config section is called `task`
+    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
+    return subprocess.run(["bash", "-c", command], check=False, cwd=folder, capture_output=True, text=True, env=variables)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the quickstart's model is, untrained."""
+    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+
+    folder = tmp_path_factory.mktemp("own")
+    make_tiny_model(folder / "models" / "tiny_qwen3_moe", Recipe(steps=0, train_problems=4, test_problems=4))
+    (folder / "cli").symlink_to(REPO / "cli")
+    (folder / "my_task").mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder
+
+
+def test_the_example_is_complete_and_short():
+    assert sorted(FILES) == ["my_task/reward.py", "my_task/test.jsonl", "my_task/train.jsonl"]
+    assert sum(part.count("\n") for part in (COMMAND, *FILES.values())) < 40
+
+
+def test_the_example_runs_as_printed(folder):
+    done = start(folder, COMMAND)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [path] = (folder / "runs" / "grpo_tiny_moe_cpu").iterdir()
+    run = RunDirectory.open(path)
+    reward = runpy.run_path(str(folder / "my_task" / "reward.py"))["right_and_short"]
+
+    rows = {row.question: row for row in read_rows(folder / "my_task" / "train.jsonl")}
+    kept = read_jsonl(run.path / "rollouts.jsonl")
+    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3] and {row["step"] for row in kept} == {1, 2, 3}
+    for one in kept:
+        row = rows[one["question"]]
+        assert one["answer"] == row.answer and [one["reward"]] == reward([one["response"]], [row.answer], [row.columns])
+    assert len({one["reward"] for one in kept}) > 2, "the length counts"
+
+    tested = read_rows(folder / "my_task" / "test.jsonl")
+    for scored in read_jsonl(run.path / "eval_answers.jsonl"):
+        [row] = [row for row in tested if row.question == scored["question"]]
+        assert scored["scores"] == reward(scored["responses"], [row.answer] * 4, [row.columns] * 4) and "rules" not in scored
+    assert len(read_jsonl(run.path / "eval.jsonl")) >= 2
+
+
+def test_a_reward_that_fails_ends_the_run_before_it_starts(folder):
+    (folder / "my_task" / "bad.py").write_text("def bad(responses, answers, rows):\n    return [row['points'] for row in rows]\n")
+    done = start(folder, COMMAND.replace("my_task.reward:right_and_short", "my_task.bad:bad"))
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    assert "verifier 'my_task.bad:bad' raised KeyError: 'points' (bad.py:2), on row 0 (my_task/train.jsonl:1): question 'Tom has 3" in done.stderr
