@@ -127,7 +127,7 @@ def test_parts_of_configs(prefix):
     ("=5", "'=5' is no override: write key=value"),
     ("seed.x=1", "unknown key 'seed.x'"),
     ("rl_config.epochs=[", f"{TINY} with rl_config.epochs=["),
-    ("gsm8k.prompt=${nowhere}", "nowhere"),
+    ("task.prompt=${nowhere}", "nowhere"),
 ])
 def test_an_override_that_cannot_be_is_refused_in_words(override, message):
     with pytest.raises(ConfigError) as error:

@@ -9,6 +9,13 @@ tools/convert_gsm8k.py --format mindspeed.
 
 import argparse
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
 
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.rows import read_rows

@@ -79,14 +79,14 @@ def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
         return min(places[name], key=lambda path: (path not in are_set, path.rpartition(".")[0] != section))
 
     anywhere = difflib.get_close_matches(wanted, places, n=1)
-    here = difflib.get_close_matches(wanted, _namesat(section, config, known), n=1)
+    here = difflib.get_close_matches(wanted, _names_at(section, config, known), n=1)
     return [best_place(name) for name in dict.fromkeys([*anywhere, *here])]
 
 
 def _with_known_section(key: str, config: Mapping[str, Any], known: Known) -> str | None:
     """`key` with its section spelt as a known one, if that makes it a known key."""
     section, _, rest = key.partition(".")
-    near = difflib.get_close_matches(section, _namesat("", config, known), n=1) if rest else []
+    near = difflib.get_close_matches(section, _names_at("", config, known), n=1) if rest else []
     repaired = f"{near[0]}.{rest}" if near else key
     return repaired if repaired != key and _is_known(repaired, config, known) else None
 
@@ -95,7 +95,7 @@ def _is_known(key: str, config: Mapping[str, Any], known: Known) -> bool:
     steps = key.split(".")
     for depth, step in enumerate(steps):
         above = ".".join(steps[:depth])
-        names = _namesat(above, config, known)
+        names = _names_at(above, config, known)
         if not names:
             return depth > 0 and not isinstance(at(above, config), (str, int, float))
         if step not in names:
@@ -103,7 +103,7 @@ def _is_known(key: str, config: Mapping[str, Any], known: Known) -> bool:
     return True
 
 
-def _namesat(section: str, config: Mapping[str, Any], known: Known) -> set[str]:
+def _names_at(section: str, config: Mapping[str, Any], known: Known) -> set[str]:
     there = at(section, config)
     return {*known.get(section, ()), *(there if isinstance(there, Mapping) else ())}
 
