@@ -13,6 +13,9 @@ def names(file: str) -> list[str]:
     return [line for line in lines if line]
 
 
+FOLDERS = ("cli", "tools", "configs")  # of a checkout; installed inside the package
+COMMANDS = ["train", *(file.stem.replace("_", "-") for file in sorted((ROOT / "tools").glob("*.py")))]
+
 setup(
     name="mindspeed_qerl",
     version="0.1.0",
@@ -20,12 +23,19 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]),
-    package_data={"mindspeed_qerl.emulation": ["stand_ins/**/*"]},  # packages of other names, put on the path by emulation.environment
+    packages=[*find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]), *(f"mindspeed_qerl.{folder}" for folder in FOLDERS)],
+    package_dir={f"mindspeed_qerl.{folder}": folder for folder in FOLDERS},
+    package_data={
+        "mindspeed_qerl.ascend": ["contract.yaml"],
+        "mindspeed_qerl.configs": ["**/*.yaml"],
+        "mindspeed_qerl.recipe": ["keys.yaml"],
+        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, put on the path by emulation.environment
+    },
+    entry_points={"console_scripts": [f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS]},
     python_requires=">=3.11",
+    install_requires=names("base.in"),
     extras_require={
         "local": ["torch==2.13.0", *names("local.in")],  # `make install` installs the locked list, which leaves out what does not fit
         "dev": names("dev.in"),
-        "ascend": ["hydra-core==1.3.2", "matplotlib", "pandas", "psutil", "pyarrow", "pyyaml", "rich", "scipy"],  # torch, vLLM and Ray are MindSpeed-RL's own
-    },
+    },  # on NPUs torch, vLLM and Ray are MindSpeed-RL's own
 )

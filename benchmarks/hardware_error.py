@@ -10,6 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,10 +29,10 @@ def measure(model: Path, dtype: str) -> None:
     from transformers import AutoTokenizer
 
     from mindspeed_qerl.local.rollout import RolloutEngine
-    from mindspeed_qerl.tasks.prompts import Task
+    from mindspeed_qerl.tasks.prompts import Prompts
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = Task(str(model / "data/test_chat.parquet"), tokenizer, "plain", 96, 200).prompts
+    prompts = Prompts(str(model / "data/test_chat.parquet"), tokenizer, "plain", 96, 200).prompts
     engine = RolloutEngine(str(model), dtype, 128, 256, 1)
     answers, _ = engine.generate(prompts, 1, 0, dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id]))
     sequences = [[*prompt, *answer[0].token_ids] for prompt, answer in zip(prompts, answers)]

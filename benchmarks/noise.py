@@ -15,9 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
 
-from mindspeed_qerl.recipe.config import AQNConfig, compose
+    use_checkout()
+
+import numpy as np
+from mindspeed_qerl.recipe.config import AQNConfig
+
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 
@@ -84,7 +91,7 @@ def kl_by_sigma(root: Path, dtype: str) -> list[dict]:
                  f"megatron_training.train_iters={STAGES * DRAWS}", "megatron_training.save_interval=100000",
                  "actor_config.lr=1e-12", f"generate_config.dtype={dtype}", "eval.n_problems=1", "eval.every=1000", f"run.root={root}",
                  f"run.name={dtype}", "run.tensorboard=false"]
-    subprocess.run([sys.executable, "cli/train_grpo.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     (file,) = (root / dtype).glob("*/metrics.jsonl")
     rows = read_jsonl(file)
     return [{name: np.mean([row[name] for row in rows[start:start + DRAWS]]) for name in NAMES} for start in range(0, len(rows), DRAWS)]

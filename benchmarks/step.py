@@ -36,6 +36,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 REPO = Path(__file__).resolve().parents[1]
 CORES = 2
 GROUP = 8  # answers per prompt
@@ -134,17 +140,14 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from mindspeed_qerl.local.engine import prompt_indices
-    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-    from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
-    from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
+    from mindspeed_qerl.local.batch import PromptOrder
+    from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+    from mindspeed_qerl.tasks.rows import read_rows
 
     torch.set_num_threads(CORES)
-    rows = read_converted(model_dir / "data" / "train_chat.parquet")
-    chosen = [index for step in range(setting.warm_up + setting.steps)
-              for index in prompt_indices(step, setting.prompts, len(rows), SEED)]
-    dataset = Dataset.from_dict({"prompt": [plain_prompt(rows[i]["question"]) for i in chosen],
-                                 "gold": [rows[i]["answer"] for i in chosen]})
+    rows = read_rows(model_dir / "data" / "train_chat.parquet")
+    chosen = PromptOrder(len(rows), SEED).take((setting.warm_up + setting.steps) * setting.prompts)
+    dataset = Dataset.from_dict({"prompt": [rows[i].prompt for i in chosen], "gold": [rows[i].answer for i in chosen]})
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.set_experts_implementation("grouped_mm")
     lora = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -188,7 +191,7 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
             if "completions/mean_length" in logs:
                 steps[-1] |= {"length": logs["completions/mean_length"], "gradient": logs["grad_norm"]}
 
-    verifier = get_verifier("gsm8k")
+    verifier = VERIFIERS["gsm8k"]
     trainer = Timed(model=model, processing_class=tokenizer, args=arguments, train_dataset=dataset,
                     reward_funcs=lambda completions, gold, **_: verifier(completions, gold), peft_config=lora, callbacks=[Clock()])
     trainer.train()

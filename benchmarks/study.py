@@ -13,9 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 import numpy as np
 
-from mindspeed_qerl.runs.compare import SIGNIFICANCE, ComparedRun, compare, find_runs, read_run
+from mindspeed_qerl.runs.compare import SIGNIFICANCE, compare
+from mindspeed_qerl.runs.compared_run import ComparedRun, find_runs, read_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE

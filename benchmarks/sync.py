@@ -19,6 +19,12 @@ import time
 from pathlib import Path
 from typing import Self
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +82,8 @@ class Watch:
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
     from mindspeed_qerl.local import settings
     from mindspeed_qerl.local.engine import LocalEngine
-    from mindspeed_qerl.recipe.config import compose
+    from mindspeed_qerl.local.launch import launch
+    from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, write_problems
@@ -89,12 +96,13 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
         f"rl_config.actor_resource.num_npus={ranks}", f"actor_config.expert_model_parallel_size={ranks}"])
     config = settings.check(raw)
     run = RunDirectory.create(folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={})
-    with Progress(1, "sync") as progress, LocalEngine(config, run, None, progress) as engine:
-        engine.team.wait_until_ready()
+    with Progress(1, "sync") as progress, launch(config, run) as processes:
+        engine = LocalEngine(config, run, None, progress, processes)
+        processes.team.wait_until_ready()
         engine.report_targets()
         engine.proved = True  # the proof of what arrived is not part of a sync
         seconds = []
-        with Watch(engine.team.pids) as watch:
+        with Watch(processes.team.pids) as watch:
             for _ in range(1 + SYNCS):  # the first one makes what the others use again; its time does not count
                 started = time.perf_counter()
                 engine.sync()

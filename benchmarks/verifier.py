@@ -19,6 +19,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from rich.console import Console
 from rich.table import Table
 
@@ -115,9 +121,9 @@ def scorers() -> dict:
         sys.exit("math-verify is not installed: pip install math-verify (it is in the dev extra)")
     verl = load_verl_score()
     return {
-        "ours strict": lambda texts, golds: score_batch(texts, golds, "strict"),
+        "ours strict": lambda texts, golds: score_batch(texts, golds, method="strict"),
         "verl strict": lambda texts, golds: [float(verl(text, gold, "strict")) for text, gold in zip(texts, golds)],
-        "ours flexible": lambda texts, golds: score_batch(texts, golds, "flexible"),
+        "ours flexible": lambda texts, golds: score_batch(texts, golds),
         "verl flexible": lambda texts, golds: [float(verl(text, gold, "flexible")) for text, gold in zip(texts, golds)],
         "math-verify": lambda texts, golds: [float(verify(parse(gold), parse(text))) for text, gold in zip(texts, golds)],
     }

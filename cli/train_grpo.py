@@ -1,59 +1,92 @@
-"""Train with GRPO: python cli/train_grpo.py --config-name grpo_tiny_moe_cpu [key=value ...]
+"""Train with GRPO: a config of configs/, with any of its keys changed.
 
-The configs are configs/*.yaml; any key of theirs can be overridden. With --cfg job the resolved config is printed and nothing runs.
-With --multirun a key may have several values, and each combination is run: aqn=off,qerl seed=1,2,3. Runs that are finished are not run
-again, one that stopped goes on, one that fails is reported in the end.
+With --multirun a key may have several values, and each combination is run in turn: aqn=off,qerl seed=1,2,3. Runs that are finished
+are not run again, one that stopped is resumed, one that fails is reported at the end.
 """
 
-import re
+import argparse
 import sys
+from pathlib import Path
 
-import hydra
-import hydra.types
-from omegaconf import DictConfig, OmegaConf
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.recipe.config import CONFIGS, check_config_name
+from mindspeed_qerl.recipe import compose, describe
 
-outcomes = []  # of a sweep
+EXAMPLES = """exit status: 0 finished, 1 stopped by a failure, 2 refused before anything ran, 130 interrupted
+
+examples:
+  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu --help             the config with its comments
+  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu --keys aqn         every key of a section
+  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu aqn=off actor_config.lr=1e-4
+  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu run.resume=auto    resume the newest run that stopped
+  python cli/train_grpo.py --multirun --config-name grpo_tiny_moe_cpu aqn=off,qerl seed=1,2,3
+"""
 
 
-@hydra.main(version_base=None, config_path=str(CONFIGS), config_name="grpo_tiny_moe_cpu")
-def main(config: DictConfig) -> None:
-    from mindspeed_qerl import sweep
+def arguments() -> argparse.ArgumentParser:
+    usage = "%(prog)s --config-name NAME [key=value ...] [--multirun | --help | --keys [SECTION] | --cfg job]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, epilog=EXAMPLES, add_help=False, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-cn", "--config-name", metavar="NAME", help="a config of configs/, or of the folder `configs` where you are")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a folder with configs of yours, in place of that `configs`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key with another value, aqn=off for another part, ~key to drop one")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run every combination of the values, in turn")
+    parser.add_argument("-h", "--help", action="store_true", help="this, and with --config-name the config with its comments")
+    parser.add_argument("--keys", nargs="?", const="", metavar="SECTION", help="print the keys of the config, or all of a section, with value and comment")
+    parser.add_argument("-c", "--cfg", choices=["job"], help="print the resolved config")
+    return parser
+
+
+def main() -> int:
+    parser = arguments()
+    args = parser.parse_intermixed_args()
+    chosen = (args.config_name, args.overrides, args.config_dir)
+    try:
+        if args.help or not args.config_name:
+            about = describe.text_of_config(*chosen) if args.config_name else f"configs:\n{describe.list_of_configs(args.config_dir)}"
+            print(f"{parser.format_help() if args.help else parser.format_usage()}\n{about}", file=sys.stdout if args.help else sys.stderr)
+            return 0 if args.help else 2
+        if args.keys is not None:
+            print(describe.list_of_keys(args.config_name, args.keys, args.overrides, args.config_dir))
+            return 0
+        if args.multirun:
+            return sweep(args)
+        raw = compose.compose(*chosen)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    if args.cfg:
+        import yaml
+
+        print(yaml.safe_dump(raw, sort_keys=False), end="")
+        return 0
+    from mindspeed_qerl.tasks.checks import self_before_base
     from mindspeed_qerl.train import run
 
-    started = hydra.core.hydra_config.HydraConfig.get()
-    raw, name = OmegaConf.to_container(config, resolve=True), started.job.config_name
-    if started.mode == hydra.types.RunMode.MULTIRUN:
-        try:
-            outcomes.append(sweep.run_one(raw, name, list(started.overrides.task), sys.argv))
-        except ConfigError as error:
-            sys.exit(f"error: {error}")
-    else:
-        sys.exit(run(raw, name))
+    for file in compose.config_parts(*chosen).values():
+        if warning := self_before_base(file):
+            print(f"Warning: {warning}", file=sys.stderr)
+    return run(raw, args.config_name.removesuffix(".yaml"), args.overrides)
 
 
-def config_name(arguments: list[str]) -> str | None:
-    """The config of configs/ that the command line names, if it names one."""
-    asked = re.search(r"(?:^|\n)(?:--config-name|-cn)[=\n]([^\n]+)", "\n".join(arguments))
-    elsewhere = any(argument.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for argument in arguments)
-    return asked[1] if asked and not elsewhere else None
+def sweep(args: argparse.Namespace) -> int:
+    """Run each combination, all of which are checked first; exit status as `mindspeed_qerl.sweep.report` has it."""
+    from mindspeed_qerl import sweep
+
+    name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
+    runs = [(overrides, compose.compose(name, overrides, folder)) for overrides in compose.combinations(name, args.overrides, folder)]
+    try:
+        return sweep.report([sweep.run_one(raw, name, overrides, sys.argv) for overrides, raw in runs])
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command resumes the sweep", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
-    try:
-        if name := config_name(sys.argv[1:]):
-            check_config_name(name)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("error: interrupted; started again with the same command, the sweep goes on", file=sys.stderr)
-        sys.exit(130)
-    if outcomes:
-        from mindspeed_qerl.sweep import report
-
-        sys.exit(report(outcomes))
+    sys.exit(main())

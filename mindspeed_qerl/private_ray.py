@@ -1,8 +1,10 @@
 """A Ray of one run's own on this machine, that nobody else can reach, and that leaves nothing behind."""
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +40,8 @@ def start(**options: Any) -> Path:
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
     _ours[directory] = lock, psutil.Process().children(recursive=True)
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory), **options)
+    with _stderr_into(directory / "start.log"):  # it says there which log level it was given
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory), **options)
     return directory
 
 
@@ -54,6 +57,19 @@ def stop() -> None:
         psutil.wait_procs([child for child in children if child not in others], timeout=10)
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()
+
+
+@contextlib.contextmanager
+def _stderr_into(file: Path) -> Iterator[None]:
+    """Inside, what this process and its C++ libraries write to stderr goes into `file`."""
+    screen = os.dup(2)
+    with open(file, "wb") as aside:
+        os.dup2(aside.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
 
 
 def _remove_unless_in_use(directory: Path) -> None:

@@ -1,4 +1,5 @@
-"""Several runs after one another, each in a process of its own: what is finished is not run again, and what fails is not in the way.
+"""Several runs after one another, each in a process of its own: what is finished is not run again, and what fails is
+not in the way.
 
     python cli/train_grpo.py --multirun --config-name grpo_tiny_moe_cpu aqn=off,qerl seed=1,2,3
 """
@@ -9,11 +10,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.directory import RunDirectory, runs_folder
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -29,26 +29,28 @@ class Outcome:
 
 
 def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]) -> Outcome:
-    """Run one config of a sweep, unless a run of it is finished; go on with one that stopped.
+    """Run one config of a sweep, unless a run of it is finished; resume one that stopped.
 
     Args:
-        raw: its resolved config. name: the config's name. overrides: what makes it this one. command: the sweep's command line.
+        raw: its resolved config. name: the config's name. overrides: what makes it this one. command: the sweep's
+            command line.
 
     Raises:
         KeyboardInterrupt: the run was interrupted.
-        ConfigError: a rehearsal, whose run has another config than was asked for, so that it could not be found again.
+        ConfigError: `run.root` or `run.name` is no text; or a rehearsal, whose run has another config than was asked
+            for, so that it could not be found again.
     """
     if (raw.get("rehearsal") or {}).get("enabled"):
         raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
-    section = raw.get("run") or {}
-    parent = Path(section.get("root", "runs")) / (section.get("name") or name)
+    parent = runs_folder(raw, name)
     what = " ".join(overrides)
     if done := RunDirectory.finished(parent, config=raw):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
         return Outcome(what, "finished before", done)
     print(f"sweep: {what}", flush=True)
     resume = [] if any(override.startswith("run.resume=") for override in overrides) else ["run.resume=auto"]
-    process = subprocess.Popen([sys.executable, *_without_sweep(command), *overrides, *resume], preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
+    process = subprocess.Popen([sys.executable, *_without_sweep(command), *overrides, *resume],
+                               preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal has sent it to the run as well, which notes it in its directory
@@ -73,8 +75,8 @@ def report(outcomes: Sequence[Outcome]) -> int:
     Console().print(table)
     failed = [outcome for outcome in outcomes if outcome.result == "failed"]
     if failed:
-        print(f"error: {len(failed)} of {len(outcomes)} runs failed; started again with the same command, the sweep tries them again",
-              file=sys.stderr)
+        print(f"error: {len(failed)} of {len(outcomes)} runs failed; started again with the same command, the sweep "
+              "tries them again", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -85,5 +87,6 @@ def _without_sweep(command: Sequence[str]) -> list[str]:
 
 
 def _end_with_parent() -> None:
-    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it to run beside the next one."""
+    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it to run beside the next
+    one."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The formulas against float64 written out by hand, and against autograd where a gradient is the point."""
+"""The formulas against float64 written out by hand, and against enumeration where an expectation is the point."""
 
 import math
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.algorithm.losses import group_advantages, grpo_loss, low_variance_kl, token_logprobs, truncated_weights
+from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.losses import LossConfig, LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.metrics import EffectiveSampleSize, low_variance_kl, merge, mismatch
 
 
 def test_advantages_are_group_normalised_with_unbiased_std():
@@ -41,46 +43,117 @@ def test_low_variance_kl_is_unbiased():
     torch.testing.assert_close((policy.exp() * low_variance_kl(policy, reference)).sum(), exact)
 
 
-def _loss_by_hand(logprobs, old, advantages, mask, low, high, reference):
-    policy = kl = clipped = 0.0
-    for row in range(len(logprobs)):
-        for column in range(len(logprobs[row])):
-            if not mask[row][column]:
-                continue
-            ratio = math.exp(logprobs[row][column] - old[row][column])
-            bounded = min(max(ratio, 1 - low), 1 + high)
-            policy -= min(ratio * advantages[row], bounded * advantages[row])
-            clipped += bounded * advantages[row] < ratio * advantages[row]
-            difference = reference[row][column] - logprobs[row][column]
-            kl += math.exp(difference) - 1 - difference
-    return policy, kl, clipped
+OPTIONS = [LossConfig(0.1, 0.6), LossConfig(0.1, 0.6, kl_coefficient=0.3), LossConfig(0.1, 0.6, kl_coefficient=0.3, correction_cap=1.3)]
 
 
-def test_loss_matches_the_formula_token_by_token():
-    torch.manual_seed(1)
-    logprobs, reference = -torch.rand(4, 6).double(), -torch.rand(4, 6).double()
-    old = logprobs + 0.5 * torch.randn(4, 6)
-    advantages, mask = torch.tensor([1.0, -1.0, 0.5, -2.0]).double(), torch.rand(4, 6) < 0.7
-    terms = grpo_loss(logprobs, old, advantages, mask, 0.2, 0.28, reference)
-    policy, kl, clipped = _loss_by_hand(*(x.tolist() for x in (logprobs, old, advantages, mask)), 0.2, 0.28, reference.tolist())
-    assert clipped > 0
-    assert terms.policy.item() == pytest.approx(policy, rel=1e-6)
-    assert terms.kl.item() == pytest.approx(kl, rel=1e-6)
-    assert terms.clipped_tokens.item() == clipped
+def micro_batch(seed=1, rows=6, columns=8):
+    """Policies far enough apart that each bound of the clipping and of the correction acts."""
+    torch.manual_seed(seed)
+    logprobs, advantages = -torch.rand(rows, columns).double(), torch.randn(rows).double()
+    old, rollout, reference = (logprobs + 0.5 * torch.randn(rows, columns) for _ in range(3))
+    return LossInputs(logprobs.requires_grad_(), old, rollout, advantages, torch.rand(rows, columns) < 0.7, reference)
+
+
+def rows_of(inputs, rows):
+    return LossInputs(*(value[rows] for value in vars(inputs).values()))
+
+
+def by_hand(inputs, config):
+    """Loss, KL, clipped tokens, tokens above the cap, and the derivative of policy + c KL in each log probability: token by token, in Python."""
+    policy = kl = clipped = above = 0.0
+    gradient = torch.zeros(inputs.mask.shape).double()
+    for row, column in inputs.mask.nonzero().tolist():
+        new, old, rollout, reference = (values[row, column].item() for values in (
+            inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.reference_logprobs))
+        advantage, ratio = inputs.advantages[row].item(), math.exp(new - old)
+        weight = math.exp(old - rollout) if config.correction_cap else 1.0
+        if config.correction_cap and weight > config.correction_cap:
+            weight, above = config.correction_cap, above + 1
+        gain = ratio * advantage
+        bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage
+        policy -= weight * min(gain, bounded)
+        clipped += bounded < gain
+        kl += math.exp(reference - new) - 1 - (reference - new)
+        gradient[row, column] = (0.0 if bounded < gain else -weight * gain) + config.kl_coefficient * (1 - math.exp(reference - new))
+    return policy, kl if config.kl_coefficient else 0.0, clipped, above, gradient
+
+
+@pytest.mark.parametrize("config", OPTIONS)
+def test_the_joined_loss_and_its_gradient_are_the_formula_token_by_token(config):
+    inputs = micro_batch()
+    total, metrics = loss(inputs, config)
+    total.backward()
+    policy, kl, clipped, above, gradient = by_hand(inputs, config)
+    assert total.item() == pytest.approx(policy + config.kl_coefficient * kl, rel=1e-12)
+    torch.testing.assert_close(inputs.logprobs.grad, gradient, rtol=1e-12, atol=1e-12)
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.mask]
+    assert (ratio < 1 - 0.1).any() and (ratio > 1 + 0.6).any() and clipped > 2
+    tokens = inputs.mask.sum().item()
+    for name, expected in (("loss/policy", policy), ("loss/kl", kl), ("clip_fraction", clipped)):
+        assert metrics[name].value() == pytest.approx(expected / tokens, rel=1e-12), name
+    if config.correction_cap:
+        assert metrics["rollout_correction/truncated_fraction"].value() == above / tokens > 0
+
+
+@pytest.mark.parametrize("config", OPTIONS)
+@pytest.mark.parametrize("outside", [{"logprobs": -100.0, "reference_logprobs": 0.0}, {"old_logprobs": -200.0}, {"rollout_logprobs": math.nan},
+                                     {"old_logprobs": math.nan, "reference_logprobs": math.inf}])
+def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(config, outside):
+    """exp(100) is infinite in float32, and 0 times it NaN."""
+    inputs = LossInputs(**{name: value.float() if name != "mask" else value for name, value in vars(micro_batch()).items()})
+    changed = {name: torch.where(inputs.mask, getattr(inputs, name).detach(), value) for name, value in outside.items()}
+    results = []
+    for values in ({}, changed):
+        both = vars(inputs) | values
+        both["logprobs"] = both["logprobs"].detach().requires_grad_()
+        total, metrics = loss(LossInputs(**both), config)
+        total.backward()
+        results.append((total.item(), {name: metric.value() for name, metric in metrics.items()}, both["logprobs"].grad))
+    (total, metrics, gradient), (other_total, other_metrics, other_gradient) = results
+    assert (total, metrics) == (other_total, other_metrics) and torch.equal(gradient, other_gradient)
+
+
+@pytest.mark.parametrize("config", OPTIONS)
+def test_metrics_of_parts_are_joined_to_those_of_the_whole(config):
+    """Parts with unequal numbers of tokens, one of them without any."""
+    inputs = micro_batch(rows=9)
+    inputs.mask[8] = False
+    parts = [loss(rows_of(inputs, rows), config)[1] for rows in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 9))]
+    whole, joined = loss(inputs, config)[1], merge(parts)
+    assert joined.keys() == whole.keys()
+    for name, metric in whole.items():
+        assert joined[name].value() == pytest.approx(metric.value(), rel=1e-12), name
+    ratio = (inputs.old_logprobs - inputs.rollout_logprobs).exp()[inputs.mask]
+    effective = joined["mismatch/effective_sample_size"]
+    assert isinstance(effective, EffectiveSampleSize) and effective.value() == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
+    assert joined["mismatch/ratio_mean"].value() == pytest.approx(ratio.mean().item())
+    probabilities = [values[inputs.mask].exp() for values in (inputs.rollout_logprobs, inputs.old_logprobs)]
+    difference = (probabilities[0] - probabilities[1]).abs()
+    assert joined["mismatch/mean_abs_prob_diff"].value() == pytest.approx(difference.mean().item())
+    assert joined["mismatch/max_abs_prob_diff"].value() == difference.max().item()
+
+
+def test_k1_and_k3_estimate_the_same_divergence():
+    """KL(sampler || trained), by their expectation over every outcome."""
+    sampled, trained = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
+    exact = (sampled.exp() * (sampled - trained)).sum().item()
+    for name in ("mismatch/k1", "mismatch/k3"):
+        each = [mismatch(sampled[i : i + 1], trained[i : i + 1])[name].value() for i in range(7)]
+        assert sum(p * k for p, k in zip(sampled.exp().tolist(), each)) == pytest.approx(exact)
 
 
 def test_on_policy_gradient_is_advantage_times_score():
     """At ratio 1 the gradient of the loss in logprobs is -advantage on completion tokens, 0 elsewhere."""
     logprobs = (-torch.rand(3, 4)).requires_grad_()
     advantages, mask = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([[0, 1, 1, 0]] * 3).bool()
-    grpo_loss(logprobs, logprobs.detach(), advantages, mask, 0.2, 0.28).policy.backward()
+    loss(LossInputs(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask), LossConfig(0.2, 0.28))[0].backward()
     torch.testing.assert_close(logprobs.grad, -advantages.unsqueeze(1) * mask.float())
 
 
 @pytest.mark.parametrize("advantage, ratio, moves", [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)])
 def test_clipping_stops_the_gradient_only_in_the_direction_of_gain(advantage, ratio, moves):
-    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    grpo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1).bool(), 0.2, 0.28).policy.backward()
+    logprobs, zeros = torch.tensor([[math.log(ratio)]], requires_grad=True), torch.zeros(1, 1)
+    loss(LossInputs(logprobs, zeros, zeros, torch.tensor([advantage]), torch.ones(1, 1).bool()), LossConfig(0.2, 0.28))[0].backward()
     assert (logprobs.grad.abs().item() > 0) is moves
 
 
@@ -97,13 +170,11 @@ def expected_gradient(logits, sampler, reward, cap=None):
         return torch.stack([table[0, first], table[1 + first, second]], 1)
 
     logprobs, sampled = of(logits), of(sampler)
-    weights = None if cap is None else truncated_weights(logprobs, sampled, cap)
     probability, mask = sampled.sum(1).exp(), torch.ones(2).bool()
     for row in range(size * size):
         part = slice(row, row + 1)
-        terms = grpo_loss(logprobs[part], logprobs[part].detach(), reward.reshape(-1)[part], mask.expand(1, 2), 0.2, 0.28,
-                          weights=None if weights is None else weights[part])
-        total = total + probability[row] * terms.policy
+        inputs = LossInputs(logprobs[part], logprobs[part].detach(), sampled[part], reward.reshape(-1)[part], mask.expand(1, 2))
+        total = total + probability[row] * loss(inputs, LossConfig(0.2, 0.28, correction_cap=cap))[0]
     total.backward()
     return logits.grad
 

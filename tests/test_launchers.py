@@ -62,7 +62,7 @@ def machine(tmp_path):
         fake.chmod(0o755)
     return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user", "RECORD": str(tmp_path / "record"),
             "ASCEND_ROOT": str(tmp_path / "Ascend"), "JEMALLOC": str(tmp_path / "libjemalloc.so.2"),
-            "MODELS": "/data/models", "DATA": "/data"}
+            "MODELS": "/data/models", "DATA": "/data", "PYTHON": "python"}
 
 
 def few_files() -> None:
@@ -97,7 +97,7 @@ def test_shellcheck():
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.stem)
 def test_dry_run_shows_everything_and_runs_nothing(script, machine):
-    from mindspeed_qerl.recipe.config import compose
+    from mindspeed_qerl.recipe.compose import compose
 
     nodes = 2 if "2x8" in script.stem else 1
     result = launch({**machine, "NODE_ADDR": "10.0.0.1"}, script, "--dry-run", "aqn=off")
@@ -226,6 +226,27 @@ def test_base_weights_are_not_converted_into_the_folder_of_another_layout(machin
     base.mkdir()
     (base / "latest_checkpointed_iteration.txt").touch()
     assert launch(machine, ONE_NODE, *tp4).returncode == 0, "nothing to convert; the preflight looks at what is there"
+
+
+def test_which_python(machine, tmp_path):
+    """$PYTHON if it is given, else the .venv of the checkout, else `python`; `ray` is the one beside it."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(FOLDER, checkout / "examples" / "grpo")
+    script = checkout / "examples" / "grpo" / ONE_NODE.name
+    own, other = checkout / ".venv" / "bin", tmp_path / "other" / "bin"
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+        (folder / "python").write_text(f'#!/usr/bin/env bash\necho "{folder} $1, ray of $(dirname "$(command -v ray)")" >> "$RECORD"; exit 2\n')
+        (folder / "ray").touch()
+        (folder / "python").chmod(0o755)
+        (folder / "ray").chmod(0o755)
+    del machine["PYTHON"]
+    launch(machine, script)
+    launch({**machine, "PYTHON": "other/bin/python"}, script, cwd=tmp_path)
+    shutil.rmtree(own)
+    launch({**machine, "PATH": f"{other}:{machine['PATH']}"}, script)
+    assert recorded(machine).splitlines() == [f"{folder} examples/grpo/facts.py, ray of {folder}" for folder in (own, other, other)]
+    assert "there is no python3.99 here" in launch({**machine, "PYTHON": "python3.99"}, script).stderr
 
 
 def test_from_any_directory(machine, tmp_path):

@@ -35,6 +35,12 @@ def test_nothing_is_left_in_the_temporary_directory():
     assert not directory.exists()
 
 
+def test_it_says_nothing():
+    script = "import os; from mindspeed_qerl import private_ray; private_ray.start(num_cpus=1); os.write(2, b'ours'); private_ray.stop()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "ours")
+
+
 @pytest.mark.full  # Ray's processes take half a minute to notice
 def test_what_a_killed_process_left_goes_with_the_next_start(started):
     child = subprocess.Popen([sys.executable, "-c", "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"],

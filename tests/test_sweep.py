@@ -24,7 +24,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 def run(raw, name):
     seed, root = raw["megatron_training"]["seed"], Path(raw["run"]["root"])
     stopped = RunDirectory.unfinished(root / name, config=raw)
-    made = RunDirectory.reopen(stopped.path, config=raw, command=sys.argv) if stopped else RunDirectory.create(
+    made = RunDirectory.reopen(stopped.path, config=raw, command=sys.argv, data_files={{}}) if stopped else RunDirectory.create(
         root, name, config=raw, command=sys.argv, seed=seed, data_files={{}})
     (made.checkpoints_dir / "iter_0000001").mkdir(parents=True, exist_ok=True)
     with open({folder!r} + "/calls", "a") as calls:
@@ -42,7 +42,7 @@ def run(raw, name):
 
 train.run = run
 sys.argv[0] = __file__
-exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__"}})  # runpy would change argv
+exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__", "__file__": {cli!r}}})  # runpy would change argv
 '''
 
 
@@ -120,7 +120,7 @@ def test_an_interrupted_sweep_stops_whole(sweep, tmp_path):
         os.kill(int(child), signal.SIGINT)  # a terminal sends it to both
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
-    assert process.returncode == 130 and "the sweep goes on" in error
+    assert process.returncode == 130 and "the same command resumes the sweep" in error
     assert len(calls(tmp_path)) == 1
 
 

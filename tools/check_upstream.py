@@ -1,57 +1,65 @@
-"""Check that MindSpeed-RL and what it stands on still are what the engine was written for.
+"""Which versions of MindSpeed-RL and what it stands on are here, and are they what the engine was written for?
 
-Holds every name, signature, registry and behaviour that the engine relies on against the sources, which are parsed and not
-imported: nothing has to be installed. Prints each promise with the line that keeps it and the reason, and under a broken one what
-is there instead. A repository that is not given is not checked. The engine checks the installed packages so when it starts.
+Compares all that the engine relies on with the digests in mindspeed_qerl/ascend/contract.yaml. Sources are parsed and not imported:
+nothing of upstream has to be installed. Without folders the packages that this Python would import are compared, as the engine does
+when it starts; with folders only these.
 """
 
 import argparse
 import sys
-from collections import Counter
 from pathlib import Path
 
-from mindspeed_qerl.ascend.clauses import BROKEN
-from mindspeed_qerl.ascend.contract import PINS, Pin, check, commit_of, repository
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
+from mindspeed_qerl.ascend.contract import ENTRIES, PINS, TABLE, Report, check, installed
+from mindspeed_qerl.errors import ConfigError
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 all that was checked holds, 1 something is broken, 2 wrong arguments or a missing folder\n\n"
-        "example:\n  python tools/check_upstream.py --mindspeed-rl MindSpeed-RL --mindspeed-llm MindSpeed-LLM \\\n"
-        "      --mindspeed MindSpeed",
+        epilog="exit status: 0 all that was compared is unchanged, 1 something is not, 2 wrong arguments or a missing folder\n\n"
+        "example:\n  python tools/check_upstream.py --mindspeed-rl MindSpeed-RL --mindspeed-llm MindSpeed-LLM --mindspeed MindSpeed",
     )
-    for key, pin in PINS.items():
-        parser.add_argument(f"--{key.replace('_', '-')}", type=Path, metavar="DIR", required=key.startswith("mindspeed"),
-                            help=f"checkout of {pin.title}; the engine was written for {pin.commit[:7]} ({pin.on})")
-    parser.add_argument("--broken-only", action="store_true", help="leave out the promises that hold")
+    for package, pin in PINS.items():
+        parser.add_argument(f"--{package.replace('_', '-')}", type=Path, metavar="DIR", help=f"checkout of {pin.title}; {pin}")
+    parser.add_argument("--all", action="store_true", help="print what is unchanged too, each with its reason")
+    parser.add_argument("--write", action="store_true", help="make what is there the pins: write commits and digests to contract.yaml")
     args = parser.parse_args()
-    roots = {key: root for key in PINS if (root := getattr(args, key))}
+    given = {package: [root] for package in PINS if (root := getattr(args, package))}
     try:
-        findings = check(roots)
-    except FileNotFoundError as error:
+        reports = check(given or installed())
+    except ConfigError as error:
         parser.error(str(error))
+    if args.write:
+        return write(reports)
+    for report in reports:
+        print(report, *(report.findings if args.all else report.changed), sep="\n  ")
+    for pin in PINS.values():
+        if pin not in [report.pin for report in reports]:
+            print(f"{pin.title} is not there, so not compared")
+    return 1 if any(report.changed for report in reports) else 0
 
-    for key, pin in PINS.items():
-        print(f"\n{pin.title}  {_which_commit(roots[key], pin) if key in roots else 'not given, so not checked'}")
-        for finding in findings:
-            if key not in roots or repository(finding.clause) != key or args.broken_only and finding.status != BROKEN:
+
+def write(reports: list[Report]) -> int:
+    """Put the commits, contents and digests of what is there into contract.yaml. For a new entry write any word as its digest."""
+    text = TABLE.read_text(encoding="utf-8")
+    for report in reports:
+        text = text.replace(report.pin.commit, report.commit or report.pin.commit).replace(report.pin.content, report.content)
+        for finding in report.changed:
+            if finding.change == "gone":
+                print(finding, file=sys.stderr)
                 continue
-            print(f"  {finding.status:6}  {finding.where}")
-            for text in (finding.clause.promise, finding.found and f"found: {finding.found}", f"why: {finding.clause.why}"):
-                if text:
-                    print(f"          {text}")
-    counts = Counter(finding.status for finding in findings)
-    print(f"\n{len(findings)} promises: " + ", ".join(f"{number} {status}" for status, number in counts.items()))
-    return 1 if counts[BROKEN] else 0
-
-
-def _which_commit(root: Path, pin: Pin) -> str:
-    commit = commit_of(root)
-    if commit is None:
-        return f"{root}, not a git checkout"
-    return f"{root} at {commit[:7]}, " + ("the pin" if commit == pin.commit else f"not the pin {pin.commit[:7]} ({pin.on})")
+            name = finding.name or finding.file
+            text = text.replace(f"  {name}: {ENTRIES[finding.file][finding.name]}\n", f"  {name}: {finding.digest} {finding.why}\n")
+    TABLE.write_text(text, encoding="utf-8")
+    print(f"wrote {TABLE}; its refs, the contents of other versions and the entries of what is gone are written by hand")
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,30 +3,41 @@
     python tools/compare_runs.py runs/grpo_tiny_moe_cpu
     python tools/compare_runs.py RUN RUN RUN ... --baseline "aqn off" --output comparison
 
-A RUN is a run directory, or a folder with some. Left out, with the reason: runs that did not finish or whose last step was not evaluated, runs
-whose noise did not fire as their config says, runs with other data or other code than most, repetitions of a seed.
+A RUN is a run directory, or a folder with some. Left out, with the reason: runs that did not finish or whose last step
+was not evaluated, runs whose noise did not fire as their config says, runs with other data or other code than most,
+repetitions of a seed.
 
-The difference to the baseline is paired by seed and question. The verdict says better, worse, or not distinguishable, and then about how
-many more seeds it would take; it is wrong in at most one of twenty cases where there is no difference (docs/compare.md has the measurement).
-Writes comparison.md, comparison.json and comparison.png to --output.
+The difference to the baseline is paired by seed and question. The verdict says better, worse, or not distinguishable,
+and then about how many more seeds it would take; it is wrong in at most one of twenty cases where there is no
+difference (docs/compare.md has the measurement). Writes comparison.md, comparison.json and comparison.png to --output.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from mindspeed_qerl.runs.compare import compare, find_runs, read_run
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
+from mindspeed_qerl.runs.compare import compare
 from mindspeed_qerl.runs.compare_report import to_markdown, write_comparison
+from mindspeed_qerl.runs.compared_run import find_runs, read_run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="exit status: 0 compared, 1 nothing to compare or a damaged run, 2 wrong arguments")
+                                     epilog="exit status: 0 compared, 1 nothing to compare or a damaged run, "
+                                            "2 wrong arguments")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold some")
-    parser.add_argument("--baseline", metavar="GROUP", help="a group's name as the table shows it, or a part of it (default: the one without AQN)")
-    parser.add_argument("--evaluation", metavar="NAME", help="compare what tools/evaluate.py --run RUN --name NAME measured "
-                        "(default: the evaluations made during the run)")
-    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("comparison"), help="where the files go (default: comparison)")
+    parser.add_argument("--baseline", metavar="GROUP", help="a group's name as the table shows it, its settings, or a "
+                        "part of them (default: the one without AQN)")
+    parser.add_argument("--evaluation", metavar="NAME", help="compare what tools/evaluate.py --run RUN --name NAME "
+                        "measured (default: the evaluations made during the run)")
+    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("comparison"),
+                        help="where the files go (default: comparison)")
     args = parser.parse_args()
     from rich.console import Console
     from rich.markdown import Markdown

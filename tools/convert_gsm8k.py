@@ -15,11 +15,17 @@ Every row is checked first. A bad row stops the conversion with its file and lin
 """
 
 import argparse
-import json
 import sys
+from pathlib import Path
 
-from mindspeed_qerl.tasks.gsm8k.convert import WrittenFile, convert
-from mindspeed_qerl.tasks.gsm8k.packed import PackedSplit, convert_packed
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
+from mindspeed_qerl.tasks.gsm8k.convert import convert
+from mindspeed_qerl.tasks.packed import convert_packed
 
 
 def main() -> int:
@@ -46,31 +52,15 @@ def main() -> int:
         parser.error("--max-prompt-length is a number of tokens, at least 1, for --format mindspeed")
     try:
         if args.format == "chat":
-            _print_files(convert(args.input, args.output, progress=True))
+            written = convert(args.input, args.output, progress=True)
         else:
-            for split in convert_packed(args.input, args.output, args.tokenizer, progress=True):
-                _print_packed(split, args.max_prompt_length)
+            packed = convert_packed(args.input, args.output, args.tokenizer, progress=True)
+            written = [split.report(args.max_prompt_length) for split in packed]
+        print(*written, sep="\n")
     except (ValueError, OSError) as error:
         print(f"convert_gsm8k: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _print_files(files: list[WrittenFile]) -> None:
-    for file in files:
-        print(f"{file.path}  {file.rows:,} rows  {file.bytes:,} bytes  sha256 {file.sha256}")
-
-
-def _print_packed(split: PackedSplit, max_prompt_length: int | None) -> None:
-    _print_files(split.files)
-    rows = len(split.prompt_lengths)
-    print(f"  prompts of {min(split.prompt_lengths)} to {max(split.prompt_lengths)} tokens")
-    if max_prompt_length is not None:
-        print(f"  {split.dropped(max_prompt_length):,} of {rows:,} have {max_prompt_length} tokens or more: "
-              f"with max_prompt_length: {max_prompt_length} MindSpeed-RL leaves them out")
-    if split.prompts_with_unknown:
-        print(f"  warning: {split.prompts_with_unknown:,} of {rows:,} prompts hold the tokenizer's unknown token: is it the right one?")
-    print(f"  data_path: {json.dumps(str(split.data_path), ensure_ascii=False)}")
 
 
 if __name__ == "__main__":

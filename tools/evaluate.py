@@ -1,11 +1,11 @@
-"""Evaluate a model on GSM8K with vLLM: greedily, and with several samples.
+"""Evaluate a model on a task with vLLM: greedily, and with several samples.
 
     python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1            the last checkpoint, as the run evaluates
     python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output evaluations/base
     python tools/evaluate.py --model ... --adapter DIR --data ... --output ...                  a PEFT adapter
 
-Says accuracy with its 95% interval, pass@k, maj@k, which rule found how many answers, and how many were cut off, and writes every answer
-(mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the model, which takes its
+Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k), how many answers were cut off, and for
+GSM8K's verifiers maj@k and which rule found how many; writes every answer (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the model, which takes its
 size in the temporary directory (TMPDIR). A run's evaluations lie in RUN/evaluations/NAME, where compare_runs.py --evaluation NAME finds them.
 """
 
@@ -14,8 +14,14 @@ import os
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.config import HARDWARE_ERRORS
+from mindspeed_qerl.recipe.types import HARDWARE_ERRORS
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 
@@ -27,14 +33,14 @@ def main() -> int:
     what.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the last one); 0: the model before training")
     what.add_argument("--model", metavar="DIR", help="a Hugging Face model")
     what.add_argument("--adapter", metavar="DIR", help="a PEFT adapter for it")
-    what.add_argument("--data", metavar="FILE", help="from tools/convert_gsm8k.py")
+    what.add_argument("--data", metavar="FILE", help="rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)")
     what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
     how = parser.add_argument_group("how")
     how.add_argument("--samples", type=int, metavar="K", help="answers per question for pass@K and maj@K; 0: greedy only (default: 4)")
     how.add_argument("--temperature", type=float, help="of the samples (default: 1)")
     how.add_argument("--problems", type=int, metavar="N", help="the first N questions (default: all)")
-    how.add_argument("--verifier", help="gsm8k or gsm8k_strict (default: gsm8k)")
+    how.add_argument("--verifier", help="gsm8k, gsm8k_strict, or your own module:function (default: gsm8k)")
     how.add_argument("--prompt", choices=("chat", "plain"), help="default: chat")
     how.add_argument("--max-tokens", type=int, help="length limit of an answer (default: 1024)")
     how.add_argument("--max-prompt-length", type=int, help="tokens; longer questions are left out (default: 512)")
@@ -80,15 +86,15 @@ def _print(summary: dict) -> None:
     from rich.table import Table
 
     columns = {key: summary[key] for key in ("greedy", "sampled") if key in summary}
-    table = Table("", *columns, title=f"GSM8K, {next(iter(columns.values()))['n_problems']} questions, verifier {summary['verifier']}",
-                  title_justify="left")
+    questions, name = next(iter(columns.values()))["n_problems"], "/".join(Path(summary["data"]).parts[-2:])
+    table = Table("", *columns, title=f"{name}, {questions:,} questions, verifier {summary['verifier']}", title_justify="left")
 
     def row(label: str, of) -> None:
         if any(cells := [of(numbers) for numbers in columns.values()]):
             table.add_row(label, *cells)
 
     row("accuracy (pass@1) [95 %]", lambda numbers: f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}, {numbers['interval_high']:.3f}]")
-    for kind, meaning in (("pass", "any right"), ("maj", "majority right")):
+    for kind, meaning in (("pass", "best of k"), ("maj", "majority right")):
         row(f"{kind}@k, {meaning}", lambda numbers, kind=kind: next((f"{value:.3f} (k = {key.partition('@')[2]})" for key, value in numbers.items()
                                                                   if key.startswith(f"{kind}@")), ""))
     row("cut off", lambda numbers: f"{numbers['truncated_fraction']:.1%}")

@@ -15,6 +15,12 @@ import argparse
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
 from mindspeed_qerl.local import checkpoint as local
 from mindspeed_qerl.lora import checkpoint as upstream
 from mindspeed_qerl.lora.export import save_merged, save_peft

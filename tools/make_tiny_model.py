@@ -8,6 +8,13 @@ how accurate it is, how many distinct facts the split has. Running it again find
 import argparse
 import json
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
 
 from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
 

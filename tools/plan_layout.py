@@ -11,16 +11,23 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
+from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
 from mindspeed_qerl.layout import planner, show
-from mindspeed_qerl.layout.memory import Memory, Settings, read_settings
-from mindspeed_qerl.layout.plan import MAX_RANKS, Batch, Layout, Plan, read_plan, shape_of_model
+from mindspeed_qerl.layout.memory import Memory, Settings, settings_of
+from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.recipe.config import OWN_SECTIONS, Reader, check_names, compose
-from mindspeed_qerl.train import ENGINES
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read
+from mindspeed_qerl.recipe.types import MAX_RANKS, Batch, Layout, Recipe
 
 PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node that nobody described
@@ -59,10 +66,8 @@ def main() -> int:
         check_arguments(args)
         width = args.ranks_per_node or NODE
         if args.config_name:
-            raw = compose(args.config_name, args.overrides)
-            check_config(raw)
-            plan = read_plan(raw, shape_of_model(raw), width)
-            return judge(args, plan, replace(read_settings(raw), memory_gb=args.memory_gb), planner.CHANGEABLE)
+            recipe = recipe_of(args.config_name, args.overrides)
+            return judge(args, plan_of(recipe, ranks_per_node=width), settings_of(recipe, args.memory_gb), planner.CHANGEABLE)
         shape = read_shape(args.model)
         if args.check is not None:
             sizes = checked_sizes(args)
@@ -93,24 +98,16 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end in {', '.join(PICTURES)}")
 
 
-def check_config(raw: Mapping[str, Any]) -> None:
-    """ConfigError for an engine, a model, a section or a key that nobody knows: it would be left out of the judgement without a word."""
-    reader = Reader(raw)
-    check_names(reader)
-    for section in OWN_SECTIONS:
-        reader.own(section)
-    if str(raw.get("engine")) not in ENGINES:
-        reader.fault(unknown("engine", raw.get("engine"), ENGINES))
-    models = raw.get("model") or {}
-    if not isinstance(models, Mapping) or not all(isinstance(sizes, Mapping) for sizes in models.values()):
-        reader.fault(f"section model = {models!r} must be a mapping of names to sizes")
-    else:
-        named = {section: (raw.get(section) or {}).get("model") for section in ("megatron_training", "actor_config")}
-        for section, name in named.items():
-            if name is not None and str(name) not in models:
-                reader.fault(f"{section}.model: " + unknown("model", name, models))
-    if reader.faults:
-        raise ConfigError("\n".join(reader.faults))
+def recipe_of(name: str, overrides: list[str]) -> Recipe:
+    """The recipe of a config; ConfigError for an engine, a model, a section or a key that nobody knows, and for values of the wrong kind: it
+    would be left out of the judgement without a word."""
+    recipe, found = read(compose(name, overrides))
+    try:
+        engine_of(recipe)
+    except ConfigError as error:
+        found.faults.append(str(error))
+    found.raise_faults()
+    return recipe
 
 
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:

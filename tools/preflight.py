@@ -11,14 +11,20 @@ import json
 import shlex
 import sys
 from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, headline, preflight, print_table
-from mindspeed_qerl.preflight.case import Case, check_engine
+from mindspeed_qerl.preflight.case import case_of
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.npus import Seen
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 
 WIDTH = 110  # columns, where the output is no terminal
 
@@ -45,14 +51,12 @@ def main() -> int:
     name = args.config_name.removesuffix(".yaml")
     try:
         raw = compose(name, args.overrides)
-        check_engine(raw)
         if args.print_conversion:
-            print(shlex.join(conversion(Case(raw, name, args.nodes, args.own_ray, Seen()))))
+            print(shlex.join(conversion(case_of(raw, name, args.nodes, args.own_ray))))
             return 0
+        checks = preflight(raw, name, Machine(), args.nodes, args.own_ray)
     except ConfigError as error:
         parser.error(str(error))
-
-    checks = preflight(raw, name, Machine(), args.nodes, args.own_ray)
     if args.json:
         print(json.dumps({"config": name, "summary": headline(checks), "checks": [asdict(check) for check in checks]}, indent=2))
     else:

@@ -12,7 +12,7 @@ Converts what is missing, checks the machine, starts a Ray of its own, trains, s
   --dry-run           print every command and run none
   key=value           Hydra overrides, as for cli/train_grpo.py; relative paths in them are relative to the repository
 
-Variables (docs/launch.md has them all): MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE;
+Variables (docs/launch.md has them all): PYTHON, MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE;
 two nodes: NODE_RANK, NODE_ADDR, MASTER_ADDR, RAY_AUTH_TOKEN_PATH, NODE_TIMEOUT
 EOF
 }
@@ -82,10 +82,20 @@ check_number NODE_TIMEOUT 1 999999 "the seconds to wait for all NPUs"
 for name in MODELS DATA MINDSPEED_LLM; do  # from where the script was called
     [[ -z ${!name:-} ]] || printf -v "$name" '%s' "$(realpath -m "${!name}")"
 done
+[[ ${PYTHON:-} != */* ]] || PYTHON=$(realpath -ms "$PYTHON")  # not what it links to: a venv is known by its path
 [[ ! -e ${GSM8K:-} ]] || GSM8K=$(realpath "$GSM8K")  # else a name on the Hub
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ -z ${MODELS:-} ]] || export MODELS
 [[ -z ${DATA:-} ]] || export DATA
+
+# $PYTHON if it is given, else the .venv of this checkout, else the shell's own; `ray` is the one beside it.
+if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then
+    PATH=$PWD/.venv/bin:$PATH
+elif [[ ${PYTHON:-} == */* ]]; then
+    PATH=$(dirname "$PYTHON"):$PATH
+fi
+PYTHON=${PYTHON:-python}
+command -v "$PYTHON" > /dev/null || fail "there is no $PYTHON here: set PYTHON to a Python 3.11, or make a .venv with \`make install\`" 2
 
 if ((NODES == 1)); then
     NODE_ADDR=127.0.0.1 MASTER_ADDR=127.0.0.1
@@ -98,8 +108,9 @@ fi
 
 # What the config asks for, as assignments to these; stops here if it cannot be launched, such as for a layout that cannot exist.
 npus='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=()
-facts=$(python examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" ${overrides[@]+"${overrides[@]}"}) || exit
+facts=$("$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" ${overrides[@]+"${overrides[@]}"}) || exit
 eval "$facts"
+((${#conversion[@]} == 0)) || conversion[0]=$PYTHON
 npus_here=$((npus / NODES))
 
 # ---------------------------------------------------------------------------------------------------------------------------- environment
@@ -141,10 +152,10 @@ preflight() {
     local options=()
     ((NODES == 1)) || options+=(--nodes "$NODES")
     [[ -n ${RAY_ADDRESS:-} ]] || options+=(--own-ray)
-    run python tools/preflight.py --config-name "$CONFIG" ${options[@]+"${options[@]}"} ${overrides[@]+"${overrides[@]}"} || {
+    run "$PYTHON" tools/preflight.py --config-name "$CONFIG" ${options[@]+"${options[@]}"} ${overrides[@]+"${overrides[@]}"} || {
         local status=$?
         printf '\n%s\n' "Stopped by the preflight; nothing was started. To rehearse this config without NPUs:" >&2
-        show python cli/train_grpo.py --config-name "$CONFIG" engine=local rehearsal.enabled=true >&2
+        show "$PYTHON" cli/train_grpo.py --config-name "$CONFIG" engine=local rehearsal.enabled=true >&2
         exit $status
     }
 }
@@ -158,7 +169,7 @@ $dry_run || ((${#devices[@]} >= npus_here)) || preflight
 # ---------------------------------------------------------------------------------------------------------------------------- conversions
 
 if ((NODE_RANK == 0)); then  # the others find the same files, or their preflight names what is missing
-    convert=(python tools/convert_gsm8k.py --input "${GSM8K:-openai/gsm8k}")
+    convert=("$PYTHON" tools/convert_gsm8k.py --input "${GSM8K:-openai/gsm8k}")
     if [[ ! -f $train_file || ! -f $test_file ]]; then
         run "${convert[@]}" --output "$(dirname "$test_file")"
     fi
@@ -260,7 +271,7 @@ else
         exit
     fi
     run export "RAY_ADDRESS=$NODE_ADDR:$RAY_PORT"
-    run python examples/grpo/wait_for_npus.py --nodes "$NODES" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
+    run "$PYTHON" examples/grpo/wait_for_npus.py --nodes "$NODES" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
         (($? != 3)) || cat "$scratch/ray.log" >&2
         exit 1
     }
@@ -286,7 +297,7 @@ keep_log() {
     done
 }
 
-training=(python -u cli/train_grpo.py --config-name "$CONFIG" ${overrides[@]+"${overrides[@]}"})
+training=("$PYTHON" -u cli/train_grpo.py --config-name "$CONFIG" ${overrides[@]+"${overrides[@]}"})
 show "${training[@]}"
 $dry_run && exit
 mkfifo "$scratch/output"

@@ -1,32 +1,11 @@
-"""The mathematics of GRPO (DeepSeekMath, arXiv 2402.03300) as pure functions on tensors.
-
-What is deliberately absent: a value model, entropy bonus, reward shaping.
-"""
+"""The loss: what is trained, and what is logged about it."""
 
 from dataclasses import dataclass
 
 import torch
 
-
-def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(r - mean) / (std + 1e-6) within each group of answers to one prompt, std unbiased, in float64.
-
-    Follows MindSpeed-RL trainer/utils/compute_utils.py:152 `compute_group_norm_advantage_return`.
-
-    Args:
-        rewards: [prompts * group_size], a prompt's answers side by side.
-
-    Returns:
-        float32 [prompts * group_size]; a group whose rewards are all equal gets zeros.
-
-    Raises:
-        ValueError: group_size < 2, or the number of rewards is no multiple of it.
-    """
-    if group_size < 2 or rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards cannot be grouped by {group_size}: groups need at least 2 equal parts")
-    groups = rewards.double().reshape(-1, group_size)
-    normed = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
-    return normed.reshape(-1).float()
+from mindspeed_qerl.algorithm.corrections import truncated_weights
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, low_variance_kl, mismatch
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -42,58 +21,96 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimator of KL(policy || reference) per token: exp(d) - 1 - d with d = ref - policy; never negative."""
-    difference = reference_logprobs - logprobs
-    return difference.exp() - 1 - difference
+@dataclass(frozen=True)
+class LossConfig:
+    """The options of `loss`.
 
-
-def truncated_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
-    """Token-level truncated importance sampling: min(p_trained / p_sampled, cap) for each sampled token.
-
-    The answers were sampled by another policy than the one that is trained (noise, other kernels, other hardware); these weights undo that in
-    expectation, token by token, as far as `cap` lets them ("TIS", Yao et al. 2025, fengyao.notion.site/off-policy-rl; verl's
-    rollout_correction, level token). The part of the bias that comes from tokens sampled before stays.
-
-    Args:
-        old_logprobs, rollout_logprobs: of the policy that is trained, before this update, and of the one that sampled; of equal shape.
-        cap: largest weight.
-
-    Returns:
-        weights of that shape, without a gradient.
+    Attributes:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        kl_coefficient: of the KL term; 0: none.
+        correction_cap: of the importance weights of sampled tokens (`truncated_weights`); None: they all count 1.
     """
-    return (old_logprobs.detach() - rollout_logprobs).exp().clamp(max=cap)
+
+    clip_low: float
+    clip_high: float
+    kl_coefficient: float = 0.0
+    correction_cap: float | None = None
 
 
 @dataclass(frozen=True)
-class LossTerms:
-    """Sums over the valid tokens of one micro-batch; divide by the token count of the whole mini-batch for means."""
+class LossInputs:
+    """One micro-batch. What stands outside the mask, NaN and infinity included, changes neither the loss nor its gradient.
 
-    policy: torch.Tensor
-    kl: torch.Tensor
-    clipped_tokens: torch.Tensor
+    Attributes:
+        logprobs: float [batch, length], of the policy that is trained, with its gradient.
+        old_logprobs: [batch, length], of that policy before this iteration's first update.
+        rollout_logprobs: [batch, length], of the policy that sampled.
+        advantages: [batch], one per answer.
+        mask: bool [batch, length], True on completion tokens.
+        reference_logprobs: [batch, length], of the base model, or None where there is no KL term.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens."""
+        return int(self.mask.sum())
 
 
-def grpo_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor,
-              clip_low: float, clip_high: float, reference_logprobs: torch.Tensor | None = None,
-              weights: torch.Tensor | None = None) -> LossTerms:
-    """Clipped policy-gradient loss, summed over tokens (DAPO's token-level loss, arXiv 2503.14476, once divided by their number).
+def loss(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The loss of one micro-batch as a *sum* over its tokens, and its metrics.
+
+    Divided by the number of tokens of the whole mini-batch it is DAPO's token-level loss (arXiv 2503.14476):
+    policy + kl_coefficient KL. Whoever calls `backward` logs what it really gets as loss/total.
+    """
+    tokens = inputs.tokens
+    ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs).exp()
+    per_token, is_clipped = clipped_loss(ratio, inputs.advantages.unsqueeze(1), config.clip_low, config.clip_high)
+    sampled, trained = inputs.rollout_logprobs[inputs.mask], inputs.old_logprobs[inputs.mask]
+    metrics = mismatch(sampled, trained)
+    if config.correction_cap:
+        weights = truncated_weights(inputs.old_logprobs, inputs.rollout_logprobs, config.correction_cap)
+        per_token = per_token * _inside(inputs.mask, weights)
+        above = (trained.double() - sampled.double()).exp() > config.correction_cap
+        metrics["rollout_correction/truncated_fraction"] = Mean(above.sum().item(), tokens)
+    policy = _inside(inputs.mask, per_token).sum()
+    total, kl = policy, 0.0
+    if config.kl_coefficient:
+        logprobs, reference = (_inside(inputs.mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
+        kl_sum = low_variance_kl(logprobs, reference).sum()
+        total, kl = policy + config.kl_coefficient * kl_sum, kl_sum.item()
+    return total, {
+        "loss/policy": Mean(policy.item(), tokens),
+        "loss/kl": Mean(kl, tokens),
+        "clip_fraction": Mean(_inside(inputs.mask, is_clipped).sum().item(), tokens),
+        **metrics,
+    }
+
+
+def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clipped policy loss per token (arXiv 1707.06347), with bounds of its own below and above (DAPO's clip-higher).
 
     Args:
-        logprobs, old_logprobs: [batch, length]; old_logprobs carries no gradient.
-        advantages: [batch], one per answer.
-        mask: [batch, length], 1 on completion tokens.
+        ratio: p_new / p_old of each token. advantages: of a shape that fits.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        reference_logprobs: [batch, length] of the base model, or None for no KL term.
-        weights: [batch, length] of the tokens in the policy term (`truncated_weights`), or None for 1.
+
+    Returns:
+        the loss, of `ratio`'s shape, and where the clipping took the gradient away, bool.
+
+    >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), clip_low=0.2, clip_high=0.28)
+    (tensor([-1.2800, -0.5000]), tensor([ True, False]))
     """
-    mask = mask.float()
-    ratio = (logprobs - old_logprobs).exp()
-    advantages = advantages.unsqueeze(1)
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    kl = low_variance_kl(logprobs, reference_logprobs) if reference_logprobs is not None else torch.zeros_like(logprobs)
-    return LossTerms(
-        policy=(torch.maximum(unclipped, clipped) * (mask if weights is None else mask * weights)).sum(),
-        kl=(kl * mask).sum(),
-        clipped_tokens=((clipped > unclipped) * mask).sum(),
-    )
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` inside the mask, 0 outside. A product with the mask would keep NaN, and infinity would become it; so would the gradient of
+    whatever overflows outside, which is why arguments of exp() pass through here first."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))

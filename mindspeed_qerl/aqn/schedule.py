@@ -1,7 +1,7 @@
 """How much noise at which step: QeRL's stages (arXiv 2510.11696; code NVlabs/QeRL trl_trainer/noise_scheduler.py)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = ("exponential", "linear", "cosine", "constant")
 
@@ -17,15 +17,17 @@ class NoiseSchedule:
     - cosine:      sigma_end + (sigma_start - sigma_end) * (1 + cos(pi f)) / 2
     - constant:    sigma_start; sigma_end is not used
 
-    K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage that is off: no noise at all.
+    K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage that is off: no noise
+    at all.
 
     Args:
         kind: one of `KINDS`.
-        sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the end is a rising schedule.
+        sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the end is a rising
+            schedule.
         num_stages: K, the stage that is off included.
         total_steps: T, the training steps of the run. If T < K some stages are skipped, never the first.
-        restart_every: steps after which the whole schedule begins anew, the stage that is off included (an epoch, say); T is then this
-            number. None: one schedule over the run.
+        restart_every: steps after which the whole schedule begins anew, the stage that is off included (an epoch, say;
+            see `steps_of_epoch`); T is then this number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the rule.
@@ -54,12 +56,15 @@ class NoiseSchedule:
         if self.sigma_start == 0:
             raise ValueError("sigma_start must be > 0, not 0; to run without noise, use aqn=off")
         if self.kind == "exponential" and self.sigma_end == 0:
-            raise ValueError("an exponential schedule never reaches sigma_end = 0; use a small number, or schedule 'linear'")
+            raise ValueError("an exponential schedule never reaches sigma_end = 0; use a small number, or schedule "
+                             "'linear'")
 
     def stage(self, step: int) -> int:
-        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on stay in the last stage, if nothing restarts.
+        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on stay in the last
+        stage, if nothing restarts.
 
-        QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5 of T=22, K=10 at step 12.
+        QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5 of T=22, K=10 at
+        step 12.
         """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer >= 0, not {step!r}")
@@ -85,3 +90,43 @@ class NoiseSchedule:
         if self.kind == "cosine":
             return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
         return start
+
+
+def steps_of_epoch(rows: int, global_batch_size: int) -> int:
+    """Steps until each of `rows` prompts was asked once, `global_batch_size` prompts a step.
+
+    `rows` are those that training cycles over: prompts longer than the limit are left out before. The last step
+    reaches into the next epoch where the rows are no multiple of the batch.
+
+    >>> steps_of_epoch(100, 32)
+    4
+
+    Raises:
+        ValueError: a number below 1; with no rows there is no epoch.
+    """
+    if rows < 1 or global_batch_size < 1:
+        raise ValueError(f"an epoch of {rows} rows, {global_batch_size} a step: both must be at least 1")
+    return math.ceil(rows / global_batch_size)
+
+
+def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
+    """What to warn about a run too short to reach its schedule's strongest noise; None if it does.
+
+    Falling noise is strongest in stage 1, which has a step if T > K/2; rising noise in stage K-1, which has one if T
+    >= K.
+
+    >>> skipped_strongest_noise(NoiseSchedule(total_steps=6)) is None
+    True
+    >>> print(skipped_strongest_noise(NoiseSchedule(total_steps=5)))
+    the strongest noise of the schedule, sigma 0.05, is in no step: the run's 5 steps hit stages 0, 2, 4, 6, 8 of 10, \
+at most sigma 0.0281. Train more steps, or take fewer stages (aqn.num_stages)
+    """
+    one_step_a_stage = replace(schedule, total_steps=schedule.num_stages, restart_every=None)
+    strongest, reached = max(one_step_a_stage.sigmas()), max(schedule.sigmas())
+    if reached == strongest:
+        return None
+    stages = ", ".join(map(str, sorted({schedule.stage(step) for step in range(schedule.total_steps)})))
+    steps = f"{schedule.total_steps} step{'s' * (schedule.total_steps != 1)}"
+    return (f"the strongest noise of the schedule, sigma {strongest:.3g}, is in no step: the run's {steps} hit stages "
+            f"{stages} of {schedule.num_stages}, at most sigma {reached:.3g}. "
+            "Train more steps, or take fewer stages (aqn.num_stages)")

@@ -19,21 +19,29 @@ from typing import Any
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.ascend.contract import PINS, UpstreamMismatch, check, installed_roots, require
+from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.convert import TRACKER
-from mindspeed_qerl.ascend.settings import Settings, needed_cpus, npu_environment
+from mindspeed_qerl.ascend.settings import (
+    extra_arguments,
+    needed_cpus,
+    npu_environment,
+    upstream_sections,
+    vllm_dp_size,
+)
 from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
+from mindspeed_qerl.tasks.prompts import Prompts
 
 OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
 
-def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `settings` on NPUs, or with `emulate_npu` on CPUs.
+def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
+    """Run `recipe` on NPUs, or with `emulate_npu` on CPUs.
 
     Raises:
         EngineError: upstream's sources are missing or do not fit; Ray has too few NPUs or CPUs; a worker failed.
@@ -41,27 +49,28 @@ def train(settings: Settings, run: RunDirectory, metrics: MetricsWriter, progres
     """
     progress.phase("checking upstream")
     environment = {name: os.environ.get(name, value) for name, value in npu_environment().items()}
-    environment |= {"VLLM_DP_SIZE": str(settings.vllm_dp_size), "HCCL_BUFFSIZE": str(settings.hccl_buffer_mib)}
-    if settings.emulate_npu:
-        environment |= _emulate(settings)
-    check_upstream(settings.emulate_npu)
+    environment |= {"VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
+    if recipe.emulate_npu:
+        environment |= _emulate(recipe)
+    for warning in check_upstream(recipe.emulate_npu):
+        progress.message(f"Warning: {warning}")
     progress.phase("starting Ray")
     os.environ.update(environment)
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
-    start_ray(settings, environment)
+    start_ray(recipe, environment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
     ray_logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
     try:
-        check_resources(settings)
+        check_resources(recipe)
         progress.phase("importing upstream")
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # in this process, which only imports it
-        observer = RunObserver(settings, run, metrics, progress)
+        observer = RunObserver(recipe, run, metrics, progress)
         with open(logs / "driver.log", "a", encoding="utf-8") as log, redirect_stderr(log):  # upstream's loggers write to stderr
-            upstream = load_upstream(settings, observer)
+            upstream = load_upstream(recipe, observer)
             progress.phase("starting workers")
-            _call(upstream, settings, run)
+            _call(upstream, recipe, run)
     finally:
         _keep_worker_logs(ray_logs, logs)
         private_ray.stop()
@@ -74,37 +83,33 @@ def _keep_worker_logs(ray_logs: Path, logs: Path) -> None:
             shutil.copy(file, logs / file.name)
 
 
-def _emulate(settings: Settings) -> dict[str, str]:
+def _emulate(recipe: Recipe) -> dict[str, str]:
     """Put the stand-ins first on this process's path; the variables that every process needs for them."""
     from mindspeed_qerl import emulation
 
-    environment = emulation.environment(settings.npus)
+    environment = emulation.environment(recipe.layout.world)
     sys.path.insert(0, str(emulation.STAND_INS))
     os.environ.update(environment)
     return environment
 
 
-def check_upstream(emulated: bool) -> None:
-    """EngineError that names each thing in the installed upstream that is missing or not what we rely on (contract.py)."""
-    roots = installed_roots()
-    if emulated:
-        roots.pop("vllm_ascend")  # a stand-in
-    if missing := [PINS[key].title for key in PINS if key not in roots and not (emulated and key == "vllm_ascend")]:
+def check_upstream(emulated: bool) -> list[str]:
+    """Warnings of another version than the pin; EngineError if upstream is missing or not what we rely on (contract.py)."""
+    needed = [package for package in PINS if not (emulated and package == "vllm_ascend")]  # emulated: a stand-in
+    copies = installed()
+    if missing := [PINS[package].title for package in needed if package not in copies]:
         raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their checkouts on PYTHONPATH "
                           "(docs/ascend.md)")
-    try:
-        require(check(roots))
-    except UpstreamMismatch as error:
-        raise EngineError(str(error)) from error
+    return require(check({package: copies[package] for package in needed}))
 
 
-def start_ray(settings: Settings, environment: dict[str, str]) -> None:
+def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
     """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
     # Ray's agents outlive a killed driver by the second, not by 60 s.
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5", RAY_BACKEND_LOG_LEVEL="fatal")
     runtime_env = {"env_vars": environment}
-    if settings.emulate_npu:
-        private_ray.start(runtime_env=runtime_env, num_cpus=_needed_cpus(settings), resources={"NPU": settings.npus})
+    if recipe.emulate_npu:
+        private_ray.start(runtime_env=runtime_env, num_cpus=needed_cpus(recipe), resources={"NPU": recipe.layout.world})
         return
     try:
         ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False, logging_level="ERROR")
@@ -112,30 +117,26 @@ def start_ray(settings: Settings, environment: dict[str, str]) -> None:
         private_ray.start(runtime_env=runtime_env)
 
 
-def _needed_cpus(settings: Settings) -> int:
-    return needed_cpus(settings.npus, settings.cpus_per_npu, settings.cpus_for_tasks)
-
-
-def check_resources(settings: Settings) -> None:
+def check_resources(recipe: Recipe) -> None:
     """EngineError if Ray has too few NPUs or CPUs; upstream would wait for them for ever (`ray.get(pg.ready())`, launcher.py:101)."""
     have = ray.cluster_resources()
     npus, cpus = int(have.get("NPU", 0)), int(have.get("CPU", 0))
-    if npus < settings.npus:
+    if npus < recipe.layout.world:
         raise EngineError(
-            f"{settings.npus} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. Usual causes: "
+            f"{recipe.layout.world} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. Usual causes: "
             f"ASCEND_RT_VISIBLE_DEVICES names fewer (it is {os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} here), the container maps fewer "
             "/dev/davinci*, or `ray start` ran with other --resources. Unset it, map davinci0-15, then: ray stop; ray start --head "
-            f"--resources='{{\"NPU\": {settings.npus}}}'; or ask for {npus}.")
-    need = _needed_cpus(settings)
+            f"--resources='{{\"NPU\": {recipe.layout.world}}}'; or ask for {npus}.")
+    need = needed_cpus(recipe)
     if cpus < need:
-        most = (cpus - need + settings.npus * settings.cpus_per_npu) // settings.npus
+        most = (cpus - need + recipe.layout.world * recipe.npu.cpus_per_npu) // recipe.layout.world
         raise EngineError(
-            f"{settings.npus} NPUs x rl_config.num_cpus_for_placement_group = {settings.cpus_per_npu}, and the reward process, the "
+            f"{recipe.layout.world} NPUs x rl_config.num_cpus_for_placement_group = {recipe.npu.cpus_per_npu}, and the reward process, the "
             f"advantage task and the transfer dock, need {need} CPUs; Ray has {cpus}. They are places, not threads: "
             f"set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with --num-cpus={need}.")
 
 
-def load_upstream(settings: Settings, observer: "RunObserver") -> ModuleType:
+def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     """cli/train_grpo.py of MindSpeed-RL as a module of its own, with our classes for those that its `train` looks up as globals."""
     package = importlib.util.find_spec("mindspeed_rl")
     script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
@@ -153,11 +154,11 @@ def load_upstream(settings: Settings, observer: "RunObserver") -> ModuleType:
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
     module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
-    arguments = dict(settings.extra_arguments)
-    if settings.run.resume:
-        arguments["lora_load"] = str(RunDirectory.open(settings.run.resume).checkpoints_dir.resolve())
+    arguments = extra_arguments(recipe)
+    if recipe.run.resume:
+        arguments["lora_load"] = str(RunDirectory.open(recipe.run.resume).checkpoints_dir.resolve())
     module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
-    module.RLConfig = _with_attributes(module.RLConfig, {"qerl": settings.worker})
+    module.RLConfig = _with_attributes(module.RLConfig, {"qerl": recipe})
     return module
 
 
@@ -172,12 +173,12 @@ def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable
     return build
 
 
-def _call(upstream: ModuleType, settings: Settings, run: RunDirectory) -> None:
+def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     from omegaconf import OmegaConf
 
-    sections = OmegaConf.create(settings.upstream)
+    sections = OmegaConf.create(upstream_sections(recipe))
     sections.actor_config.save = str(run.checkpoints_dir.resolve())
-    if settings.run.resume:
+    if recipe.run.resume:
         # The base weights from `load`, the rest from `lora_load` (MindSpeed-LLM training/checkpointing.py:68-75); `finetune` would set the
         # iteration to 0 and leave the optimizer out.
         sections.actor_config.update(finetune=False, no_load_optim=False, no_load_rng=False,
@@ -208,9 +209,9 @@ def base_for_resuming(base: Path, run: RunDirectory) -> Path:
     return view.parent.resolve()
 
 
-def last_checkpoint(settings: Settings) -> int:
-    """The step that the run in `settings.run.resume` can go on after; ValueError if it saved none."""
-    return saved_step(settings.run.resume)
+def last_checkpoint(recipe: Recipe) -> int:
+    """The step that the run in `recipe.run.resume` can go on after; ValueError if it saved none."""
+    return saved_step(recipe.run.resume)
 
 
 def saved_step(directory: str | Path) -> int:
@@ -226,13 +227,14 @@ def saved_step(directory: str | Path) -> int:
 class RunObserver:
     """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when it is time."""
 
-    def __init__(self, settings: Settings, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
+    def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
         from transformers import AutoTokenizer
 
-        self.settings, self.run, self.metrics, self.progress = settings, run, metrics, progress
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.model_dir)
-        self.task = Task(settings.gsm8k.test_file, self.tokenizer, settings.gsm8k.prompt, settings.max_prompt_length,
-                         settings.eval.n_problems)
+        self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
+        self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
+        self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length,
+                         recipe.evaluation.n_problems)
+        self.packed_rows = read_packed_rows(recipe.task.data_path)
 
     def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
         """Names what is trained and what gets noise, once."""
@@ -242,11 +244,11 @@ class RunObserver:
                 total = totals.setdefault(target, dict.fromkeys(counts, 0))
                 for key, count in counts.items():
                     total[key] += count
-        if missing := [target for target in self.settings.lora_targets if not totals.get(target, {}).get("modules")]:
+        if missing := [target for target in self.recipe.lora.targets if not totals.get(target, {}).get("modules")]:
             raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
         self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
         if self.task.dropped:
-            self.progress.message(f"{self.task.dropped} evaluation prompts longer than {self.settings.max_prompt_length} tokens are left out")
+            self.progress.message(self.task.left_out("evaluation"))
         for target, total in totals.items():
             self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} parameters over all ranks")
         if ranks[0]["aqn"]:
@@ -255,16 +257,17 @@ class RunObserver:
     def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
         """One row of metrics.jsonl, and samples of this step's answers."""
         rewards = [float(score) for score in experience["rm_scores"]]
-        values = to_our_names(metrics) | reward_metrics(rewards, self.settings.samples_per_prompt)
+        values = to_our_names(metrics) | reward_metrics(rewards, self.recipe.batch.samples_per_prompt)
         self.metrics.log(step, values)
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
             self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
                                   f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}")
-        shown = range(min(self.settings.run.rollout_samples, len(rewards)))
+        shown = range(min(self.recipe.run.rollout_samples, len(rewards)))
         texts = {column: self.tokenizer.batch_decode([experience[column][i] for i in shown], skip_special_tokens=True)
                  for column in ("prompts", "responses", "labels")}
+        answers = [row.answer for row in rows_of_labels(texts["labels"], self.packed_rows)]
         self.metrics.log_rollouts(step, [
-            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": texts["labels"][i], "reward": rewards[i]}
+            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": answers[i], "reward": rewards[i]}
             for i in shown])
         self.progress.step(step, values)
 
@@ -274,24 +277,24 @@ class RunObserver:
 
     def evaluate(self, step: int, generate: Callable) -> None:
         """Accuracy on the test file, noise off: before step 1, every eval.every steps, and after the last."""
-        settings, started = self.settings.eval, time.perf_counter()
-        if step % settings.every and step != self.settings.train_iters:
+        evaluation, started = self.recipe.evaluation, time.perf_counter()
+        if step % evaluation.every and step != self.recipe.run.train_iters:
             return
         self.progress.phase("evaluation")
-        answers = generate(self.task.prompts, settings.samples_per_problem, settings.temperature)
-        limit = self.settings.upstream["generate_config"]["sampling_config"]["max_tokens"]
+        answers = generate(self.task.prompts, evaluation.samples_per_problem, evaluation.temperature)
+        limit = self.recipe.sampling.max_tokens
         texts = self.tokenizer.batch_decode([ids for group in answers for ids in group], skip_special_tokens=True)
         cut = [len(ids) >= limit and self.tokenizer.eos_token_id not in ids for group in answers for ids in group]
-        result, scored = evaluate_answers(self.task.rows, texts, cut, settings.samples_per_problem, self._verifier())
-        result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
+        result, scored = evaluate_answers(self.task.rows, texts, cut, evaluation.samples_per_problem, self._verifier())
+        result |= {"temperature": evaluation.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, scored)
         self.progress.evaluated(step, result)
 
     def _verifier(self) -> str:
-        """The first of our verifiers in the config; "gsm8k" if all are upstream's."""
-        from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+        """The first verifier of the config that is not upstream's; "gsm8k" if all are."""
+        from mindspeed_qerl.tasks.rewards import is_reward
 
-        return next((name for name, _ in self.settings.verifiers if name in VERIFIERS), "gsm8k")
+        return next(filter(is_reward, (name for name, _ in self.recipe.task.verifiers)), "gsm8k")
 
 
 # Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others keep theirs

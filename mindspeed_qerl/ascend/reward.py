@@ -1,10 +1,11 @@
-"""Our verifiers inside upstream's RuleReward process.
+"""Our rewards, and a user's own, inside upstream's RuleReward process.
 
 Upstream's `verifier` looks its functions up in a dict local to itself and skips a name it does not know (MindSpeed-RL
 models/rule_verifier.py:155-178): a misspelt one means reward 0 for ever. `compute_verifier_score` calls the module global (:112),
 so replacing that global is enough.
 """
 
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,49 +14,57 @@ from mindspeed_rl.models import rule_verifier
 from mindspeed_rl.workers.rule_reward import RuleReward
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.errors import unknown
-from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS, get_verifier
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
+from mindspeed_qerl.tasks.rewards import Reward, is_reward, load_reward, score
 
 _upstream_verifier = rule_verifier.verifier
+_packed_rows = cache(read_packed_rows)
 
 
-def verifier(responses: list[str], data: dict[str, list[str]], config: Any, **kwargs: Any) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores of `responses`: the sum over `config.verifier_function` of weight times score, ours and upstream's alike.
+def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data_path: str | None = None,
+             **kwargs: Any) -> tuple[list[float], dict[str, list[float]]]:
+    """Scores of `responses`: the sum over `config.verifier_function` of weight times score; ours, a user's and upstream's alike.
 
     Args:
         responses: decoded answers, padding and special tokens already gone.
-        data: "labels", the decoded gold answers, one per response; more columns for upstream's own functions.
+        data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that are packed beside `data_path`
+            (tasks/packed.py); more columns for upstream's own functions.
         config: upstream's RLConfig: verifier_function, verifier_weight.
+        data_path: upstream's, of the training data.
 
     Returns:
         one score per response, and `{name}_rewards/mean` with the unweighted scores of each function.
 
     Raises:
-        ValueError: an unknown name, no labels, or an empty one.
+        ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a row. RewardError: a reward failed.
     """
-    labels = [label.strip() for label in data.get("labels", [])]
-    if len(labels) != len(responses) or not all(labels):
-        missing = next((i for i, label in enumerate(labels) if not label), len(labels))
-        raise ValueError(f"{len(responses)} responses with {len(labels)} labels, first missing or empty at {missing}: the data needs the "
-                         "column `labels` (tools/convert_gsm8k.py --format mindspeed writes it) and dataset_additional_keys [labels]")
-    total, metrics = [0.0] * len(responses), {}
-    for name, weight in zip(config.verifier_function, config.verifier_weight, strict=True):
-        if name in VERIFIERS:
-            scores = get_verifier(name)(responses, labels)
-        elif name in UPSTREAM_VERIFIERS:
-            one = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
-            scores = _upstream_verifier(responses, {**data, "labels": labels}, one, **kwargs)[0]
-        else:
-            raise ValueError("rl_config.verifier_function: " + unknown("verifier", name, [*VERIFIERS, *UPSTREAM_VERIFIERS]))
-        metrics[f"{name}_rewards/mean"] = list(scores)
-        total = [sum_so_far + weight * score for sum_so_far, score in zip(total, scores)]
-    return total, metrics
+    labels = data.get("labels", [])
+    if len(labels) != len(responses):
+        raise ConfigError(f"{len(responses)} responses with {len(labels)} labels: the data needs the column `labels` "
+                          "(tools/convert_gsm8k.py --format mindspeed writes it, and tools/pack_task.py) and "
+                          "dataset_additional_keys [labels]")
+    rows = rows_of_labels(labels, _packed_rows(data_path) if data_path else None)
+
+    def load(name: str) -> Reward:
+        if is_reward(name):
+            return load_reward(name)
+        if name not in UPSTREAM_VERIFIERS:
+            raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, [*VERIFIERS, *UPSTREAM_VERIFIERS]))
+        one = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
+        return lambda responses, answers, rows: _upstream_verifier(responses, {**data, "labels": answers}, one, **kwargs)[0]
+
+    weights = list(zip(config.verifier_function, config.verifier_weight, strict=True))
+    total, scores = score(weights, responses, rows, load)
+    return total.tolist(), {f"{name}_rewards/mean": values.tolist() for name, values in scores.items()}
 
 
 @ray.remote
 class QeRLRuleReward(RuleReward.__ray_actor_class__):
-    """Upstream's RuleReward with `verifier` above."""
+    """Upstream's RuleReward with `verifier` above. What can fail waits for the first call: nobody awaits `initialize`
+    (cli/train_grpo.py:166)."""
 
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
-        rule_verifier.verifier = verifier
-        super().initialize(*args, **kwargs)
+    def initialize(self, megatron_config: Any, *args: Any, **kwargs: Any) -> None:
+        rule_verifier.verifier = partial(verifier, data_path=megatron_config.data_path)
+        super().initialize(megatron_config, *args, **kwargs)

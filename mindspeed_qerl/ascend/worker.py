@@ -11,11 +11,12 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.ascend import weights
 from mindspeed_qerl.ascend.rollout import QeRLInferEngine
+from mindspeed_qerl.ascend.settings import epoch_steps
 
 
 @ray.remote(resources={"NPU": 0.7})
 class QeRLWorker(IntegratedWorker.__ray_actor_class__):
-    """Upstream's IntegratedWorker; `rl_config.qerl` (ascend/settings.py) holds what is ours."""
+    """Upstream's IntegratedWorker; `rl_config.qerl` is the Recipe."""
 
     def setup_distributed_rank(self) -> None:
         """Upstream's, which initialises Megatron; our expert class is put in place before the model is built."""
@@ -34,11 +35,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
         rollout = super()._build_rollout()
         self.actor_model_config.lora_target_modules = None  # the weight container sees a model without LoRA (weights.py)
-        aqn = self.rl_config.qerl.aqn
-        if aqn.enabled:
-            rollout.injector = NoiseInjector(
-                rollout.model, aqn.noise_schedule(self.megatron_config.train_iters), aqn.targets, aqn.exclude,
-                aqn.all_multipliers(), seed=self.rl_config.qerl.seed if aqn.seed is None else aqn.seed)
+        recipe = self.rl_config.qerl
+        if recipe.noise.enabled:
+            schedule = recipe.noise.noise_schedule(self.megatron_config.train_iters, epoch_steps(recipe))
+            rollout.injector = NoiseInjector(rollout.model, schedule, recipe.noise.targets, recipe.noise.exclude, recipe.noise.factors,
+                                             seed=recipe.noise_seed)
         return rollout
 
     def _build_sharding_manager(self) -> Any:

@@ -6,13 +6,11 @@ reference), `update` (forward, backward, optimizer). Weights and activations are
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.layout.plan import Plan, arguments_of
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import vllm_vocabulary
-from mindspeed_qerl.recipe.config import Reader
+from mindspeed_qerl.recipe.types import Recipe
 
 GB = 10 ** 9
 BF16, FP32 = 2, 4
@@ -101,25 +99,15 @@ class Memory:
         return tuple(over)
 
 
-def read_settings(raw: Mapping[str, Any]) -> Settings:
-    """The settings that a resolved config states; upstream's defaults where it is silent. ConfigError for a value of the wrong kind."""
-    arguments, reader = arguments_of(raw), Reader(raw)
-
-    def generate(key: str, default: Any, kind: type, low: float | None = None, high: float | None = None) -> Any:
-        return reader.upstream("generate_config", key, default, (kind,), low=low, high=high)
-
-    given, targets = arguments.get("recompute_num_layers"), arguments.get("lora_target_modules") or []
-    settings = Settings(
-        gpu_memory_utilization=generate("gpu_memory_utilization", 0.5, float, 0.0, 1.0), max_num_seqs=generate("max_num_seqs", 1, int, 1),
-        **{key: generate(key, False, bool) for key in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")},
-        distributed_optimizer=bool(arguments.get("use_distributed_optimizer")), recompute=arguments.get("recompute_granularity") == "full",
-        recompute_num_layers=None if given is None else reader.value("recompute_num_layers", given, 1, int, 1, None),
-        lora_r=reader.value("lora_r", arguments.get("lora_r", 8), 8, int, 1, None),
-        lora_targets=tuple(reader.value("lora_target_modules", targets, [], list, None, None)),
-        hccl_buffer_mib=reader.upstream("rl_config", "hccl_buffersize", 256, (int,), low=1))
-    if reader.faults:
-        raise ConfigError("\n".join(reader.faults))
-    return settings
+def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
+    """What a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
+    rollout, optimizer = recipe.rollout, recipe.optimizer
+    return Settings(
+        memory_gb=memory_gb, gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
+        offload_train_param=rollout.offload_train_param, offload_train_grad=rollout.offload_train_grad,
+        offload_train_optimizer=rollout.offload_train_optimizer, distributed_optimizer=optimizer.distributed,
+        recompute=optimizer.recompute_granularity == "full", recompute_num_layers=optimizer.recompute_num_layers,
+        lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib)
 
 
 # ---- parameters ----
@@ -305,7 +293,7 @@ def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
 
 
 def _forward(plan: Plan, stage: int) -> tuple[Part, ...]:
-    tokens = (plan.batch.forward_micro_batch_size or plan.batch.micro_batch_size) * plan.batch.seq_length // plan.layout.cp
+    tokens = (max(plan.batch.actor_forward, plan.batch.ref_forward)) * plan.batch.seq_length // plan.layout.cp
     return (Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens", "activations and logits"),
             *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"))
 

@@ -10,8 +10,9 @@ from math import isqrt, lcm, log2
 
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, Rule, broken
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)

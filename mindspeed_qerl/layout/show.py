@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
-from mindspeed_qerl.layout.plan import Layout, Plan
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import Ranked, idle_share, layer_collectives
 from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Broken, citation, statement
+from mindspeed_qerl.recipe.types import Layout
 
 if TYPE_CHECKING:
     from rich.console import Console

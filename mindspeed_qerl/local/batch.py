@@ -1,9 +1,37 @@
-"""From sampled answers to what a Megatron rank is fed: right-padded sequences, dealt out by length."""
+"""Which questions are next; and from sampled answers to what a Megatron rank is fed: right-padded sequences, dealt out by length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+
+
+class PromptOrder:
+    """Which rows are asked next: the file is shuffled anew for each pass and read in that order.
+
+    Args:
+        count: rows of the file. seed: of the shuffles.
+
+    Attributes:
+        position: rows asked so far. With it a run that resumes asks what it would have asked.
+
+    >>> order = PromptOrder(count=4, seed=2)
+    >>> order.take(3), order.position
+    ([3, 2, 0], 3)
+    >>> order.take(3)
+    [1, 0, 2]
+    """
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed, self.position = count, seed, 0
+
+    def take(self, rows: int) -> list[int]:
+        """The next `rows` row numbers; a row comes again in each pass."""
+        positions = range(self.position, self.position + rows)
+        passes = {position // self.count for position in positions}
+        shuffled = {number: np.random.default_rng([self.seed, number]).permutation(self.count) for number in passes}
+        self.position += rows
+        return [int(shuffled[position // self.count][position % self.count]) for position in positions]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Checkpoints of the local engine: adapters and their optimizer, whole, under the names of the undivided model, so that any layout can go on.
 
     checkpoints/iter_0000010/
-        state.json                iteration, updates, the model's shape, LoRA's settings, and each file's bytes and SHA-256
+        state.json                iteration, updates, prompts_asked (the position in the data), the model's shape, LoRA's
+                                  settings, and each file's bytes and SHA-256
         shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's two
                                   moments of both (.exp_avg, .exp_avg_sq), float32
 
 A folder with that name is complete: it is written as iter_0000010.making, forced to the disk, and renamed. Reading it executes nothing, it is
 safetensors and JSON. Random states are not in it, because there are none: each draw of a run has a seed of its own, made of the run's seed, its
-purpose and the step (seeds.py), and the prompts of a step follow from its number.
+purpose and the step (seeds.py).
 """
 
 import hashlib
@@ -98,6 +99,15 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
         if _sha256(file) != digest:
             raise ValueError(_damaged(directory, there, f"the content of {name} has changed since it was written (SHA-256)"))
     return state
+
+
+def prompts_asked(state: Mapping[str, Any], batch_size: int) -> int:
+    """The position in the data of what `read_state` returned. Before it was written there, each iteration asked `batch_size` prompts.
+
+    >>> prompts_asked({"iteration": 10, "prompts_asked": 360}, 32), prompts_asked({"iteration": 10}, 32)
+    (360, 320)
+    """
+    return state.get("prompts_asked", state["iteration"] * batch_size)
 
 
 def _damaged(directory: Path, there: list[int], fault: str) -> str:

@@ -1,8 +1,8 @@
-"""Evaluate a model, an adapter, or a checkpoint of a run on GSM8K: greedily, and with several samples.
+"""Evaluate a model, an adapter, or a checkpoint of a run on the rows of a task: greedily, and with several samples.
 
 One folder for each evaluation, in a run RUN/evaluations/<name>/:
 
-    summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of gsm8k/evaluation.py
+    summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of tasks/evaluation.py
     answers.jsonl    one row per question, as in eval_answers.jsonl: the samples, or the greedy answers if there are none
     greedy.jsonl     the greedy answers, if there are samples as well
 """
@@ -20,8 +20,8 @@ from mindspeed_qerl.recipe.config import EvalConfig, HardwareError
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rewards import is_reward, load_reward, try_reward
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Evaluation:
 
     Attributes:
         model: Hugging Face directory. adapter: a PEFT adapter for it; run, step: or the adapters of a run's checkpoint.
-        data: file of tools/convert_gsm8k.py. prompt: "chat" or "plain". problems: the first so many, None for all.
+        data: file of rows (tasks/rows.py). prompt: "chat" or "plain". problems: the first so many, None for all.
+        verifier: name or import path of a reward (tasks/rewards.py).
         samples: answers per question at `temperature`, 0 for greedy answers only.
         hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, or None.
 
@@ -65,8 +66,7 @@ class Evaluation:
                 raise ConfigError(f"{name} = {value} must be at least {least}")
         if self.samples and self.temperature <= 0:
             raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 samples")
-        if self.verifier not in VERIFIERS:
-            raise ConfigError(f"unknown verifier {self.verifier!r}: known verifiers are {', '.join(VERIFIERS)}")
+        load_reward(self.verifier)
         if self.hardware_error:
             if self.tensor_parallel_size > 1:
                 raise ConfigError("errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
@@ -95,7 +95,7 @@ def of_run(path: str, **given: Any) -> Evaluation:
     samples = {"samples": settings.samples_per_problem, "temperature": settings.temperature} if settings.temperature else {"samples": 0}
     values = dict(
         model=model, data=data, run=str(path), prompt=sections["gsm8k"].get("prompt", "chat"),
-        verifier=next((name for name in verifiers if name in VERIFIERS), "gsm8k"), problems=settings.n_problems, **samples,
+        verifier=next(filter(is_reward, verifiers), "gsm8k"), problems=settings.n_problems, **samples,
         max_tokens=sampling.get("max_tokens", 128), max_prompt_length=sections["rl_config"].get("max_prompt_length", 512),
         max_num_seqs=sections["generate_config"].get("max_num_seqs", 256), dtype=sections["generate_config"].get("dtype", "bfloat16"),
         seed=run.status()["seed"], hardware_error=HardwareError(**sections["hardware_error"]).arguments("evaluation"))
@@ -113,9 +113,10 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
     if output.exists():
         raise FileExistsError(f"{output} exists: an evaluation is written once. Choose another name, or remove it")
     tokenizer = AutoTokenizer.from_pretrained(what.model)
-    task = Task(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems)
+    task = Prompts(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems)
+    try_reward(what.verifier, task.rows)
     if task.dropped:
-        tell(f"{task.dropped} prompts longer than {what.max_prompt_length} tokens are left out")
+        tell(task.left_out("evaluation"))
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
         model, step = _merged(what, Path(folder) / "model", tell)
         tell("starting vLLM")
@@ -171,7 +172,7 @@ def _answerer(what: Evaluation, model: str, tokenizer: Any) -> Callable:
         if what.hardware_error:
             completions, _ = engine.generate(prompts, n, seed, sampling, hardware_error=what.hardware_error)
         else:
-            completions = complete(llm, prompts, use_tqdm=True, n=n, **sampling)
+            completions = complete(llm, prompts, use_tqdm=True, n=n, seed=seed, **sampling)
         flat = [completion for group in completions for completion in group]
         return tokenizer.batch_decode([one.token_ids for one in flat], skip_special_tokens=True), [one.truncated for one in flat]
 

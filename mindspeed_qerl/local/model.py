@@ -10,8 +10,8 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.base import not_built
 from mindspeed_qerl.families.tensors import Mapping
-from mindspeed_qerl.layout.plan import Layout
 from mindspeed_qerl.local.weights import Checkpoint, check_tensors, load_weights
+from mindspeed_qerl.recipe.types import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.algorithm.losses import grpo_loss, low_variance_kl, token_logprobs, truncated_weights
+from mindspeed_qerl.algorithm.losses import LossConfig, LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
-from mindspeed_qerl.local.settings import RunConfig
 from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.seeds import derived_seed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for AdamW's state
@@ -28,7 +30,7 @@ class TrainRank:
     """A rank of the training world. Ranks move in step: every method is called on all of them at once; the ranks of one data-parallel
     rank get the same shard, and all shards are of equal size."""
 
-    def __init__(self, config: RunConfig, rank: int, rendezvous: str):
+    def __init__(self, recipe: Recipe, rank: int, rendezvous: str):
         """rendezvous: init_method of torch.distributed, for example file:///some/new/file."""
         os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
         self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -44,13 +46,15 @@ class TrainRank:
 
         from mindspeed_qerl.local.model import DTYPES, build_model
 
-        layout = config.layout
+        layout, shape = recipe.layout, read_shape(recipe.model.path)
         backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu adds hccl
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=layout.world)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
-            expert_model_parallel_size=layout.tp * layout.ep if config.shape.moe else 1, expert_tensor_parallel_size=1)
-        self.config = config
+            expert_model_parallel_size=layout.tp * layout.ep if shape.moe else 1, expert_tensor_parallel_size=1)
+        self.recipe = recipe
+        self.loss_config = LossConfig(recipe.algorithm.clip_low, recipe.algorithm.clip_high, recipe.algorithm.kl_coefficient,
+                                      recipe.correction.active_cap)
         self.tp_group, self.tp_size = parallel_state.get_tensor_model_parallel_group(), layout.tp
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
@@ -58,20 +62,24 @@ class TrainRank:
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.owns_dense = parallel_state.get_data_parallel_rank() == 0
         self.owns_experts = parallel_state.get_expert_data_parallel_rank() == 0
-        part = build_model(config.model_dir, DTYPES[config.dtype], layout, config.recompute_layers)
+        adam = recipe.optimizer
+        recompute = (adam.recompute_num_layers or shape.num_hidden_layers) if adam.recompute_granularity else 0
+        part = build_model(recipe.model.path, DTYPES[recipe.model.dtype], layout, recompute)
         self.model = part.model
         self.table = {mapping.megatron: mapping for mapping in part.table}
-        apply_lora(self.model, config.lora_targets, config.lora_r, config.lora_alpha, config.seed, part.layers.start, part.experts.start,
+        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed, part.layers.start, part.experts.start,
                    self.tp_rank, self.tp_size)
         self.model.to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=adam.lr, betas=(adam.adam_beta1, adam.adam_beta2),
+                                           weight_decay=adam.weight_decay)
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr, lr_warmup_steps=config.lr_warmup_steps,
-            lr_decay_steps=config.train_iters, lr_decay_style=config.lr_decay_style, start_wd=config.weight_decay,
-            end_wd=config.weight_decay, wd_incr_steps=config.train_iters, wd_incr_style="constant")
+            self.optimizer, init_lr=0.0, max_lr=adam.lr, min_lr=adam.min_lr,
+            lr_warmup_steps=int(adam.lr_warmup_fraction * recipe.run.train_iters),
+            lr_decay_steps=recipe.run.train_iters, lr_decay_style=adam.lr_decay_style, start_wd=adam.weight_decay,
+            end_wd=adam.weight_decay, wd_incr_steps=recipe.run.train_iters, wd_incr_style="constant")
         self.parts = self._divide_sync()
-        arithmetic = config.hardware_error.arguments("training")
+        arithmetic = recipe.hardware_error.arguments("training")
         self.hardware_error = HardwareErrorMode(**arithmetic) if arithmetic else None
 
     def describe(self) -> tuple[dict[str, dict[str, int]], int]:
@@ -106,7 +114,7 @@ class TrainRank:
 
             def finish(logits, non_loss_data=False):
                 logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
-                logprobs = token_logprobs(logits, tokens[:, 1:length], self.config.sampling.temperature)
+                logprobs = token_logprobs(logits, tokens[:, 1:length], self.recipe.sampling.temperature)
                 if forward_only:
                     return outcome(rows, micro, logprobs)
                 loss, result = outcome(rows, micro, logprobs)
@@ -128,7 +136,7 @@ class TrainRank:
         def keep(rows, micro, logprobs):
             result[rows, : logprobs.shape[1]] = logprobs.cpu().numpy()
 
-        size = self.config.ref_forward_micro_batch_size if reference else self.config.actor_forward_micro_batch_size
+        size = self.recipe.batch.ref_forward if reference else self.recipe.batch.actor_forward
         with adapters_disabled(self.model) if reference else contextlib.nullcontext():
             self._run(shard, size, keep, forward_only=True)
         return result
@@ -144,9 +152,9 @@ class TrainRank:
         """
         started = time.perf_counter()
         if self.hardware_error:
-            self.hardware_error.reseed(derived_seed(self.config.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
+            self.hardware_error.reseed(derived_seed(self.recipe.run.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
         with self.hardware_error or contextlib.nullcontext():
-            if self.config.kl_coefficient > 0:
+            if self.recipe.algorithm.kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]
             if len(shards) * epochs > 1:  # with a single update the policy that is trained is the policy before it
                 shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
@@ -156,57 +164,41 @@ class TrainRank:
         return {**metrics, "time/logprobs": forward_seconds, "time/update": seconds - forward_seconds}
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
-        totals = torch.zeros(10, dtype=torch.float64, device=self.device)
-        largest = torch.zeros(1, dtype=torch.float64, device=self.device)
-        grad_norms = []
+        parts, grad_norms = [], []
         for shard in shards:
             tokens = torch.tensor(float(shard.mask.sum()), device=self.device)
             dist.all_reduce(tokens, group=self.data_group)
             self.optimizer.zero_grad(set_to_none=False)
-            totals += sum(self._run(shard, self.config.micro_batch_size, partial(self._loss, float(tokens), largest)))
+            parts += self._run(shard, self.recipe.batch.micro_batch_size, partial(self._loss, float(tokens)))
             grad_norms.append(self._reduce_and_clip())
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        for group in (self.data_group, self.pipeline_group):  # only the last stage has anything to add
-            dist.all_reduce(totals, group=group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        policy, kl, clipped, count, k1, k3, difference, ratio, squared_ratio, truncated = totals.tolist()
-        return {
-            "loss/policy": policy / count,
-            "loss/kl": kl / count,
-            "loss/total": (policy + self.config.kl_coefficient * kl) / count,
-            "clip_fraction": clipped / count,
-            "grad_norm": sum(grad_norms) / len(grad_norms),
-            "lr": lr,
-            "mismatch/k1": k1 / count,
-            "mismatch/k3": k3 / count,
-            "mismatch/mean_abs_prob_diff": difference / count,
-            "mismatch/max_abs_prob_diff": largest.item(),
-            "mismatch/ratio_mean": ratio / count,
-            "mismatch/effective_sample_size": ratio**2 / (count * squared_ratio),
-            **({"rollout_correction/truncated_fraction": truncated / count} if self.config.correction_cap else {}),
-        }
+        reduced = {name: metric.value() for name, metric in self._merge_over_ranks(parts).items()}
+        return {**reduced, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr}
 
-    def _loss(self, mini_batch_tokens: float, largest: torch.Tensor, rows: np.ndarray, micro: Batch,
-              logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of one micro-batch, and its sums (policy, kl, clipped, tokens, k1, k3, |dp|, ratio, ratio^2, truncated)."""
-        mask = self._tensor(micro.mask)
-        old = logprobs.detach() if micro.old_logprobs is None else self._tensor(micro.old_logprobs)
-        reference = None if micro.reference_logprobs is None else self._tensor(micro.reference_logprobs)
-        rollout, cap = self._tensor(micro.rollout_logprobs), self.config.correction_cap
-        weights = truncated_weights(old, rollout, cap) if cap else None
-        terms = grpo_loss(logprobs, old, self._tensor(micro.advantages), mask, self.config.clip_low, self.config.clip_high,
-                          reference, weights)
-        sampled, trained = rollout[mask].double(), old[mask].double()
-        difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
-        if difference.numel():
-            largest.copy_(torch.maximum(largest, difference.max().reshape(1)))
-        sums = torch.tensor([terms.policy.item(), terms.kl.item(), terms.clipped_tokens.item(), float(mask.sum()),
-                             (sampled - trained).sum().item(), low_variance_kl(sampled, trained).sum().item(),
-                             difference.sum().item(), ratio.sum().item(), ratio.square().sum().item(),
-                             float((ratio > (cap or math.inf)).sum())], dtype=torch.float64, device=self.device)
-        return (terms.policy + self.config.kl_coefficient * terms.kl) / mini_batch_tokens, sums
+    def _loss(self, mini_batch_tokens: float, rows: np.ndarray, micro: Batch,
+              logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """What `backward` gets of one micro-batch, and its metrics."""
+        old, reference = micro.old_logprobs, micro.reference_logprobs
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else self._tensor(old),
+            rollout_logprobs=self._tensor(micro.rollout_logprobs),
+            advantages=self._tensor(micro.advantages),
+            mask=self._tensor(micro.mask),
+            reference_logprobs=None if reference is None else self._tensor(reference))
+        total, metrics = loss(inputs, self.loss_config)
+        return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), inputs.tokens)}
+
+    def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
+        """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage has any."""
+        merged = merge(parts)
+        for group in (self.data_group, self.pipeline_group):
+            of_ranks = [{}] * group.size()
+            dist.all_gather_object(of_ranks, merged, group=group)
+            merged = merge(of_ranks)
+        return merged
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -235,9 +227,9 @@ class TrainRank:
         norm = math.sqrt(square.item())
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in metrics.jsonl")
-        if self.config.clip_grad > 0 and norm > self.config.clip_grad:
+        if self.recipe.optimizer.clip_grad > 0 and norm > self.recipe.optimizer.clip_grad:
             for parameter in self.parameters:
-                parameter.grad.mul_(self.config.clip_grad / (norm + 1e-6))
+                parameter.grad.mul_(self.recipe.optimizer.clip_grad / (norm + 1e-6))
         return norm
 
     def _adapted(self) -> Iterator[tuple[Mapping, LoRALinear]]:
@@ -253,7 +245,7 @@ class TrainRank:
         parts, filled = [], math.inf
         for mapping, layer in self._owned():
             size = 4 * layer.base_layer.input_size * layer.base_layer.output_size  # they travel as float32
-            if filled + size > self.config.local.sync_buffer_mib * 2**20:
+            if filled + size > self.recipe.local.sync_buffer_mib * 2**20:
                 parts.append([])
                 filled = 0
             parts[-1].append((mapping, layer))

@@ -75,10 +75,14 @@ def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
             for output in _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)]  # logprobs=0: of the sampled token alone
 
 
-def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, **sampling: Any) -> list:
+def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, seed: int | None = None, **sampling: Any) -> list:
+    """With a `seed`, each answer is drawn from a seed of its own: vLLM counts on from a prompt's for its further answers."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(detokenize=False, **sampling)
+    if seed is not None:
+        seeds = (seed + i * params.n for i in range(len(prompts)))
+        params = [SamplingParams(detokenize=False, seed=one, **sampling) for one in seeds]
     return llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=use_tqdm)
 
 

@@ -12,14 +12,13 @@ time, on problems it has seen and on held-out ones, which leaves RL something to
 
 import hashlib
 import json
-import os
 import random
 import re
-import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.tasks.gsm8k import word_problems
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 from mindspeed_qerl.tasks.gsm8k.verifier import score
@@ -71,15 +70,8 @@ def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
     if cached is not None:
         print(f"{output_dir} is already made: recipe {recipe.digest()[:12]}, {cached['parameters']:,} parameters")
         return cached
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    making = output_dir.parent / f".{output_dir.name}.making-{os.getpid()}"
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir()
-    try:
+    with new_directory(output_dir) as making:
         report = _make(making, recipe)
-        os.rename(making, output_dir)  # also replaces an empty directory, and nothing else
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
     return report
 
 

@@ -87,11 +87,11 @@ class Team:
             WorkerError: as soon as one call failed, without waiting for the rest, which may hang for want of the dead one.
         """
         owner = {reference: worker for worker, reference in calls.items()}
-        pending = list(owner)
+        pending, results = list(owner), {}
         while pending:
             done, pending = ray.wait(pending, num_returns=1)
             try:
-                ray.get(done[0])
+                results[done[0]] = ray.get(done[0])
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
                 caller = owner[done[0]]
                 for worker in self.workers:  # also where the caller only waited for another's result, as in a sync
@@ -103,7 +103,7 @@ class Team:
             except ray.exceptions.OutOfMemoryError as error:
                 raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done[0]].name}. Ask for fewer ranks, a smaller "
                                   f"actor_config.micro_batch_size, or recompute_granularity=full. Ray says: {error}") from error
-        return [ray.get(reference) for reference in calls.values()]
+        return [results[reference] for reference in calls.values()]
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""

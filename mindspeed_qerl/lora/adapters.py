@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.recipe.config import check_lora_targets
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe.types import LORA_TARGETS
 
 
 class LoRALinear(nn.Module):
@@ -103,7 +103,10 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
     Raises:
         ConfigError: an unknown target, or one that matches no layer of this model.
     """
-    targets = check_lora_targets(targets)
+    targets = tuple(targets)
+    if not targets or set(targets) - set(LORA_TARGETS):
+        wrong = next((target for target in targets if target not in LORA_TARGETS), None)
+        raise ConfigError(unknown("LoRA target", wrong, LORA_TARGETS) if targets else f"no LoRA target. Known: {', '.join(LORA_TARGETS)}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     found = {target: {"modules": 0, "parameters": 0} for target in targets}

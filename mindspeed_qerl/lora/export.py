@@ -3,15 +3,13 @@
 import json
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -56,7 +54,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
     # clone: the projections of one layer share their A, which safetensors refuses
     tensors = {f"base_model.model.{module}.lora_{side}.weight": tensor.contiguous().clone()
                for module, pair in adapters.weights.items() for side, tensor in zip("AB", pair, strict=True)}
-    with _new_directory(Path(out_dir)) as directory:
+    with new_directory(Path(out_dir)) as directory:
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -117,7 +115,7 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
     """
     base_model_dir = Path(base_model_dir)
     _check_fit(adapters, base_model_dir, all_layers)
-    with _new_directory(Path(out_dir)) as directory:
+    with new_directory(Path(out_dir)) as directory:
         for file in sorted(base_model_dir.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
@@ -174,18 +172,3 @@ def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True
 
 def _kind(module: str) -> str:
     return re.sub(r"\d+", "*", module)
-
-
-@contextmanager
-def _new_directory(path: Path) -> Iterator[Path]:
-    """A hidden sibling to write to, which gets the name `path` in the end: never half made, never over something else."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{path} exists already: choose another output directory, or remove it first")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        making.chmod(0o755)  # mkdtemp's 0o700 is for secrets
-        yield making
-        making.rename(path)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Check, case_of
 from mindspeed_qerl.preflight.config import config, layout_rules, memory, model
 from mindspeed_qerl.preflight.files import base_checkpoint, test_data, training_data
 from mindspeed_qerl.preflight.host import cann, cpus, disk, jemalloc, open_files, panic_on_oom, ports, shared_memory
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.npus import NO_NPU, Seen, npus, see_npus
+from mindspeed_qerl.preflight.npus import NO_NPU, npus, see_npus
 from mindspeed_qerl.preflight.software import environment, sources, versions
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ GROUPS = {
 
 def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1, own_ray: bool = False) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is a failed line, never an error."""
-    case = Case(raw, name, nodes, own_ray, Seen())
+    case = case_of(raw, name, nodes, own_ray)
     if case.on_npus:
         case = replace(case, seen=see_npus(machine, own_ray))
     checks = []

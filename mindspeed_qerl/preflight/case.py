@@ -2,26 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.layout.plan import Plan, arguments_of, read_plan, shape_of_model
+from mindspeed_qerl.engines import engine_of, examine, on_npus
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.train import ENGINES
+from mindspeed_qerl.recipe.types import Recipe
 
 if TYPE_CHECKING:
     from mindspeed_qerl.preflight.npus import Seen
 
 PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
-
-
-def check_engine(raw: Mapping[str, Any]) -> None:
-    """ConfigError if the config's engine is none."""
-    if raw.get("engine") not in tuple(ENGINES):
-        raise ConfigError(unknown("engine", raw.get("engine"), ENGINES))
 
 
 @dataclass(frozen=True)
@@ -37,9 +30,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined."""
+    """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its NPUs equally;
+    `own_ray`: a Ray is started for it, none is joined. `plan` is None if the config's values make none (`faults` says which)."""
 
-    raw: Mapping[str, Any]
+    recipe: Recipe
+    faults: tuple[str, ...]
+    plan: Plan | None
     name: str
     nodes: int
     own_ray: bool
@@ -47,58 +43,42 @@ class Case:
 
     @property
     def on_npus(self) -> bool:
-        return self.raw.get("engine") == "mindspeed_rl" and self.raw.get("emulate_npu") is not True
+        return on_npus(self.recipe)
 
     @property
     def upstream(self) -> bool:
-        return self.raw.get("engine") == "mindspeed_rl"
-
-    @property
-    def rehearsed(self) -> bool:
-        return self.section("rehearsal").get("enabled") is True
-
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        return arguments_of(self.raw)
+        return engine_of(self.recipe).UPSTREAM
 
     @property
     def model_dir(self) -> Path:
-        return Path(str(self.arguments.get("tokenizer_name_or_path")))
-
-    def section(self, name: str) -> Mapping[str, Any]:
-        return self.raw.get(name) or {}
+        return Path(self.recipe.model.path)
 
     @property
     def npus(self) -> int:
         """NPUs of the whole run."""
-        asked = (self.section("rl_config").get("actor_resource") or {}).get("num_npus")
-        return asked if isinstance(asked, int) and asked > 0 else 1
+        return self.recipe.layout.world
 
     @property
     def npus_here(self) -> int:
         return -(-self.npus // self.nodes)
 
-    @cached_property
-    def faults(self) -> list[str]:
-        """What the engine's own check of the config says, a line each."""
-        try:
-            import_module(f"{ENGINES[self.raw['engine']]}.settings").check(self.raw)
-        except ConfigError as error:
-            return str(error).splitlines()
-        return []
-
-    @cached_property
-    def plan(self) -> Plan | None:
-        """The config's plan, for the model's own shape if its directory is there; None if its values make none (`faults` says which)."""
-        try:
-            return read_plan(self.raw, shape_of_model(self.raw), ranks_per_node=self.npus_here)
-        except ConfigError as error:
-            self.faults.extend(line for line in str(error).splitlines() if line not in self.faults)
-            return None
-
     @property
     def legal(self) -> bool:
         return self.plan is not None and not broken(self.plan)
+
+
+def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False, seen: "Seen | None" = None) -> Case:
+    """The case of the resolved config `name`; ConfigError if its engine is none."""
+    from mindspeed_qerl.preflight.npus import Seen
+
+    recipe, found = examine(raw)
+    engine_of(recipe)
+    faults, plan = list(found.faults), None
+    try:
+        plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
+    except ConfigError as error:
+        faults += [line for line in str(error).splitlines() if line not in faults]
+    return Case(recipe, tuple(faults), plan, name, nodes, own_ray, seen or Seen())
 
 
 def gigabytes(size: float) -> str:

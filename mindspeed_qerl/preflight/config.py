@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_qerl.families import shape_of
-from mindspeed_qerl.layout.memory import estimate, read_settings
+from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
 
-ABOUT_DATA = ("megatron_training.data_path", "gsm8k.test_file", "gsm8k.train_file")
+ABOUT_DATA = ("megatron_training.data_path", "task.test_file", "task.train_file")
 ABOUT_MODEL = re.compile(r"megatron_training\.tokenizer_name_or_path|\S*rotary_base\b|.*/config\.json")
 
 
 def config(machine: Machine, case: Case) -> Iterator[Check]:
     """What the engine's own check says, but for the layout, the model and the data, which have lines of their own."""
-    if case.rehearsed:
+    if case.recipe.rehearsal.enabled:
         yield Check("keys and values", SKIPPED, "a rehearsal checks its config itself, before it makes anything")
         return
     rules = [rule.message for rule in broken(case.plan)] if case.upstream and case.plan else []
@@ -27,12 +27,12 @@ def config(machine: Machine, case: Case) -> Iterator[Check]:
         key = re.match(r"(?:unknown key in )?[\w.\[\]]*", fault)[0]
         yield Check(key or "fault", FAILED, fault, "Change the config, or override the key on the command line")
     if not faults:
-        yield Check("keys and values", PASSED, f"accepted by engine {case.raw.get('engine')}")
+        yield Check("keys and values", PASSED, f"accepted by engine {case.recipe.engine}")
 
 
 def layout_rules(machine: Machine, case: Case) -> Iterator[Check]:
     """Upstream's rules for layout and batch, training and rollout."""
-    if not case.upstream and not case.rehearsed:
+    if not case.upstream and not case.recipe.rehearsal.enabled:
         yield Check("layout", SKIPPED, "the rules are upstream's; this engine has checked its own above")
         return
     plan = case.plan
@@ -56,7 +56,7 @@ def memory(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.legal:
         yield Check("memory of an NPU", SKIPPED, "no legal layout to estimate")
         return
-    held = estimate(case.plan, read_settings(case.raw))
+    held = estimate(case.plan, settings_of(case.recipe))
     mend = f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits"
     sums = f"weight sync {gigabytes(held.total('weight sync'))}, update {gigabytes(held.total('update'))} of {gigabytes(held.capacity)}"
     if not held.fits:
@@ -68,7 +68,7 @@ def memory(machine: Machine, case: Case) -> Iterator[Check]:
 
 def model(machine: Machine, case: Case) -> Iterator[Check]:
     """The model's directory, and what Megatron is told of the model against its own config.json."""
-    if case.rehearsed:
+    if case.recipe.rehearsal.enabled:
         yield Check("config.json", SKIPPED, "a rehearsal makes a model of its own")
         return
     folder = case.model_dir
@@ -89,13 +89,13 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
                     (f", {shape.num_experts} experts" if shape.moe else "") + (": YAML and config.json agree" if case.upstream else ""))
     if case.upstream:
         yield rotary_base(shape.rope_theta, case)
-    yield tokenizer(folder, case.section("gsm8k").get("prompt", "chat"))
+    yield tokenizer(folder, case.recipe.task.prompt)
     yield weights(folder)
 
 
 def rotary_base(theta: float, case: Case) -> Check:
     """Megatron's rotary base against rope_theta, which the Instruct-2507 models have changed. A wrong one trains, badly."""
-    given, name = case.arguments.get("rotary_base"), case.arguments.get("model")
+    given, name = case.recipe.model.arguments.get("rotary_base"), case.recipe.model.arguments.get("model")
     if given is None:
         return Check("rotary base", FAILED, f"rotary_base is missing; config.json says rope_theta {theta:,.0f}",
                      f"++model.{name}.rotary_base={theta:.0f}    # an override of the config")

@@ -5,24 +5,24 @@ import shlex
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.layout.plan import read_plan, shape_of_model
+from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.tasks.packed import read_packed
 
 
 def training_data(machine: Machine, case: Case) -> Iterator[Check]:
     """The packed files that upstream's trainer reads: prompts and labels, as many of both, and how many prompts are too long."""
     if not case.upstream:
-        yield from _converted("training rows", str(case.section("gsm8k").get("train_file") or ""))
+        yield from _converted("training rows", case.recipe.task.train_file)
         return
-    data_path = str(case.arguments.get("data_path") or "")
-    limit = case.section("rl_config").get("max_prompt_length", 512)
+    data_path = case.recipe.task.data_path
+    limit = case.recipe.sampling.max_prompt_length
     mend = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(data_path).parent} --format mindspeed --tokenizer "
             f"{case.model_dir} --max-prompt-length {limit}")
     try:
@@ -39,7 +39,7 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("labels", FAILED, f"{empty:,} of {len(lengths):,} are empty: nothing to verify against", mend)
     else:
         yield Check("training files", PASSED, f"{len(lengths):,} prompts and labels")
-    batch = case.arguments.get("global_batch_size") or 1
+    batch = case.recipe.batch.global_batch_size
     kept, longest = int((lengths < limit).sum()), int(lengths.max(initial=0))  # indexed_dataset.py:545
     if kept == len(lengths):
         yield Check("prompt lengths", PASSED, f"at most {longest} tokens; max_prompt_length is {limit}")
@@ -48,35 +48,15 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
         few = f", fewer than one batch of {batch}" if state == FAILED else ""
         yield Check("prompt lengths", state, f"{len(lengths) - kept:,} of {len(lengths):,} have max_prompt_length = {limit} tokens or more and are "
                     f"left out{few}", f"rl_config.max_prompt_length={longest + 1}    # an override; seq_length and max_model_len must hold it")
-    vocabulary = case.arguments.get("padded_vocab_size")
+    vocabulary = case.recipe.npu.padded_vocab_size
     if vocabulary and tokens.max(initial=0) >= vocabulary:
         yield Check("token ids", FAILED, f"up to {tokens.max()}, and the model's vocabulary has {vocabulary:,}: another model's tokenizer", mend)
     else:
         yield Check("token ids", PASSED, f"up to {tokens.max(initial=0):,}" + (f" of a vocabulary of {vocabulary:,}" if vocabulary else ""))
 
 
-def read_packed(prefix: str) -> tuple[Any, Any]:
-    """(length of each row, all tokens) of an indexed dataset, int32, memory mapped; gsm8k/packed.py has the layout.
-
-    FileNotFoundError; ValueError if the two files are not such a dataset.
-    """
-    import numpy as np
-
-    from mindspeed_qerl.tasks.gsm8k.packed import INT32
-
-    index = Path(f"{prefix}.idx").read_bytes()
-    rows = int.from_bytes(index[18:26], "little")
-    if index[:9] != b"MMIDIDX\0\0" or index[17:18] != bytes([INT32]) or len(index) != 42 + 20 * rows:
-        raise ValueError(f"{prefix}.idx is not the index of a dataset of int32 tokens")
-    lengths = np.frombuffer(index, "<i4", rows, 34)
-    size = Path(f"{prefix}.bin").stat().st_size
-    if size != 4 * int(lengths.sum(dtype=np.int64)):
-        raise ValueError(f"{prefix}.bin has {size:,} bytes, its index {4 * int(lengths.sum(dtype=np.int64)):,}: a copy that was cut short?")
-    return lengths, np.memmap(f"{prefix}.bin", "<i4", "r") if size else np.zeros(0, "<i4")
-
-
 def test_data(machine: Machine, case: Case) -> Iterator[Check]:
-    yield from _converted("test rows", str(case.section("gsm8k").get("test_file") or ""))
+    yield from _converted("test rows", case.recipe.task.test_file)
 
 
 def absent(file: str) -> str:
@@ -84,15 +64,15 @@ def absent(file: str) -> str:
 
 
 def _converted(name: str, file: str) -> Iterator[Check]:
-    from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
+    from mindspeed_qerl.tasks.rows import read_rows
 
     try:
-        rows = read_converted(file)
+        rows = read_rows(file)
     except (OSError, ValueError) as error:
         yield Check(name, FAILED, absent(file) if isinstance(error, FileNotFoundError) else str(error),
                     f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(file).parent}")
         return
-    yield Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with messages, question, answer and solution")
+    yield Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
 
 
 def conversion(case: Case) -> list[str]:
@@ -101,33 +81,28 @@ def conversion(case: Case) -> list[str]:
     Raises:
         ConfigError: the layout breaks a rule, `load` is named after another one, or there is no such command.
     """
-    for key in ("tokenizer_name_or_path", "load"):
-        value = case.arguments.get(key)
-        if value is not None and not isinstance(value, str) or key != "load" and not value:
-            section = "actor_config" if key == "load" else "megatron_training"
-            raise ConfigError(f"{section}.{key} = {value!r} must be a path")
-    if not case.arguments.get("load"):
-        return conversion_command(case.raw)  # says so
-    plan = read_plan(case.raw, shape_of_model(case.raw), ranks_per_node=case.npus_here)
+    if not case.recipe.model.load:
+        return conversion_command(case.recipe)  # says so
+    plan = plan_of(case.recipe, ranks_per_node=case.npus_here)
     rules = [rule.message for rule in broken(plan)]
     if rules:
         raise ConfigError("no conversion for a layout that cannot exist: " + "; ".join(rules) +
                           f". The nearest that can: python tools/plan_layout.py --config-name {case.name}, with the same overrides")
-    load, it = case.arguments["load"], plan.layout
+    load, it = case.recipe.model.load, plan.layout
     named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
     if named and any(size and int(size) != wanted for size, wanted in zip(named.groups(), (it.tp, it.pp, it.ep))):
         own = f"{load[:named.start()]}-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if named[3] else "")
         raise ConfigError(f"actor_config.load = {load} is named after another layout than the config's TP {it.tp} PP {it.pp} EP {it.ep}, and a "
                           f"folder holds the weights of one: set actor_config.load={own}")
-    return conversion_command(case.raw)
+    return conversion_command(case.recipe)
 
 
 def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of this layout."""
-    if not case.upstream or case.rehearsed:
-        yield Check("base weights", SKIPPED, "a rehearsal's model has its own" if case.rehearsed else "this engine reads the Hugging Face files")
+    if not case.upstream or case.recipe.rehearsal.enabled:
+        yield Check("base weights", SKIPPED, "a rehearsal's model has its own" if case.recipe.rehearsal.enabled else "this engine reads the Hugging Face files")
         return
-    load = case.arguments.get("load")
+    load = case.recipe.model.load
     if not load:
         yield Check("base weights", WARNING, "actor_config.load is not set: random weights are trained", "actor_config.load=DIR")
         return

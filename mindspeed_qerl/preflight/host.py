@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
-from mindspeed_qerl.layout.memory import adapter_weights, read_settings, training_weights
+from mindspeed_qerl.layout.memory import adapter_weights, settings_of, training_weights
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
 
@@ -21,9 +21,7 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.upstream:
         yield Check("CPUs", PASSED, f"{machine.cpus()} here")
         return
-    section = case.section("rl_config")
-    per_npu = section.get("num_cpus_for_placement_group", 8)
-    need = needed_cpus(case.npus, per_npu, section.get("num_cpus_for_local_task", 1))
+    per_npu, need = case.recipe.npu.cpus_per_npu, needed_cpus(case.recipe)
     asks = f"{case.npus} NPUs x {per_npu} and Ray's other tasks reserve {need} logical CPUs"
     if not case.on_npus or case.own_ray:
         yield Check("CPUs", PASSED, f"{asks}: places, not threads; the Ray that is started for the run is told to have them")
@@ -61,7 +59,7 @@ def shared_memory(machine: Machine, case: Case) -> Iterator[Check]:
 def disk(machine: Machine, case: Case) -> Iterator[Check]:
     """Room for the run's checkpoints and, while it is missing, for the converted base. Sizes are computed: 2 bytes a weight, and 12 of AdamW
     for each one that is trained, in every rank's file."""
-    root = str(case.section("run").get("root") or "runs")
+    root = case.recipe.run.root
     free = machine.disk_free(root)
     if not case.upstream:
         yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {root}", "" if free > 10**9 else f"df -h {root}")
@@ -69,15 +67,15 @@ def disk(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.legal:
         yield Check("disk for the run", SKIPPED, f"{gigabytes(free)} free for {root}; no legal layout to compute the need of")
         return
-    plan, settings, it = case.plan, read_settings(case.raw), case.plan.layout
+    plan, settings, it = case.plan, settings_of(case.recipe), case.plan.layout
     trained, base = (it.tp * it.ep * sum(weights(stage).total for stage in range(it.pp)) for weights in (
         lambda stage: adapter_weights(plan, settings, stage) if plan.lora else training_weights(plan, stage),
         lambda stage: training_weights(plan, stage)))
-    each = 2 if case.arguments.get("no_save_optim") else 14
-    saves = max(1, (case.arguments.get("train_iters") or 1) // (case.arguments.get("save_interval") or 1))
+    each = 2 if case.recipe.npu.no_save_optim else 14
+    saves = max(1, case.recipe.run.train_iters // (case.recipe.run.save_interval or case.recipe.run.train_iters))
     yield _room("disk for the run", root, free, each * trained, saves, f"run.root=DIR, or megatron_training.save_interval above "
-                f"{case.arguments.get('save_interval')}    # overrides of the config")
-    load = case.arguments.get("load")
+                f"{case.recipe.run.save_interval}    # overrides of the config")
+    load = case.recipe.model.load
     if load and not (Path(load) / TRACKER).is_file():
         yield _room("disk for the base", str(load), machine.disk_free(load), 2 * base, 1, "actor_config.load=DIR    # an override of the config")
 

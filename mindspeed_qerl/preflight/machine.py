@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from mindspeed_qerl.ascend.clauses import Finding
-from mindspeed_qerl.ascend.contract import check, installed_roots
+from mindspeed_qerl.ascend.contract import Report, check, installed
 
 
 class ProbeError(RuntimeError):
@@ -89,9 +88,9 @@ class Machine:
     def importable(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
 
-    def upstream(self) -> list[Finding]:
-        """What became of each promise of ascend/contract.py in the sources that are installed here."""
-        return check(installed_roots())
+    def upstream(self) -> list[Report]:
+        """Each repository of upstream that is installed here, beside ascend/contract.yaml."""
+        return check(installed())
 
     def disk_free(self, path: str | Path) -> int:
         """Bytes free where `path` is, or where it would be made."""

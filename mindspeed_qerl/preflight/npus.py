@@ -123,7 +123,7 @@ NO_NPU = ", this machine has none"
 def npus(machine: Machine, case: Case) -> Iterator[Check]:
     """The number that each part sees, from the hardware up to Ray; what loses some is named with its mend."""
     if not case.on_npus:
-        why = "emulate_npu=true" if case.upstream else f"engine={case.raw.get('engine')}"
+        why = "emulate_npu=true" if case.upstream else f"engine={case.recipe.engine}"
         yield Check("ranks", SKIPPED, f"{why} needs none")
         return
     seen, asked = case.seen, case.npus_here

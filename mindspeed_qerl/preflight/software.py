@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from mindspeed_qerl.ascend.clauses import BROKEN, NOT_CHECKED
-from mindspeed_qerl.ascend.contract import PINS, repository
+from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.settings import npu_environment
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
 from mindspeed_qerl.preflight.machine import Machine
@@ -40,7 +39,7 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
     if case.nodes > 1 and not shell.get("HCCL_SOCKET_IFNAME"):
         yield Check("HCCL_SOCKET_IFNAME", WARNING, f"not set, with {case.nodes} nodes: HCCL picks an interface by itself",
                     "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between the nodes, on each")
-    if case.section("run").get("wandb_project") and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
+    if case.recipe.run.wandb_project and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
         yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY", "export WANDB_MODE=offline")
 
 
@@ -85,22 +84,20 @@ def versions(machine: Machine, case: Case) -> Iterator[Check]:
 
 
 def sources(machine: Machine, case: Case) -> Iterator[Check]:
-    """Upstream's sources against the promises that the engine relies on (contract.py)."""
+    """Which versions of upstream are here, and whether all that the engine relies on is unchanged in them (contract.py)."""
     if not case.upstream:
         yield Check("upstream's sources", SKIPPED, "not used by this engine")
         return
-    findings = [finding for finding in machine.upstream() if case.on_npus or repository(finding.clause) != "vllm_ascend"]
-    missing = sorted({PINS[repository(finding.clause)].title for finding in findings if finding.status == NOT_CHECKED})
-    broken = [finding for finding in findings if finding.status == BROKEN]
-    checked = sum(finding.status != NOT_CHECKED for finding in findings)
-    if missing:
+    needed = [pin for package, pin in PINS.items() if case.on_npus or package != "vllm_ascend"]  # emulated: a stand-in
+    reports = [report for report in machine.upstream() if report.pin in needed]
+    if missing := sorted({pin.title for pin in needed} - {report.pin.title for report in reports}):
         yield Check("upstream's sources", FAILED, f"cannot be imported here: {', '.join(missing)}",
                     "export PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:$PYTHONPATH    # where they were cloned")
-    if broken:
-        first = "; ".join(finding.where for finding in broken[:3]) + (" ..." if len(broken) > 3 else "")
-        pins = "\n".join(f"(cd {PINS[key].title} && git checkout {PINS[key].commit[:7]})" for key in
-                         dict.fromkeys(repository(finding.clause) for finding in broken))
-        yield Check("upstream's promises", FAILED, f"{len(broken)} of {checked} are broken: {first}",
-                    f"{pins}\npython tools/check_upstream.py    # shows each")
-    elif checked:
-        yield Check("upstream's promises", PASSED, f"{checked} of {checked} hold")
+    for report in reports:
+        if report.changed or report.unused or not report.at_pin:
+            first = "".join(f"; {each.change} {each.file} {each.name}".rstrip() for each in report.changed[:3])
+            yield Check(report.pin.title, FAILED if report.changed else WARNING, f"{report}{first}",
+                        f"(cd {report.root} && git checkout {report.pin.commit[:7]})    # or put a checkout of the pin first on PYTHONPATH\n"
+                        "python tools/check_upstream.py    # shows each")
+    if right := [report.pin.title for report in reports if report.at_pin]:
+        yield Check("upstream's sources", PASSED, f"{', '.join(right)} as pinned")

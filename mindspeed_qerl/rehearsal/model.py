@@ -7,16 +7,15 @@ to answer with numbers that GSM8K has often: about one answer in forty is right.
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.plan import Layout
+from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.files import new_directory
+from mindspeed_qerl.recipe.types import Layout
 
 VERSION = 4  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
@@ -34,10 +33,9 @@ def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> Mode
         layers: fewer layers, or None for all of them.
     """
     widths = math.lcm(layout.tp, layout.infer_tp)
-    of_heads = shape.model_type.startswith("qwen2")  # their head_dim is hidden_size / heads
     return replace(
         shape, num_hidden_layers=layers or shape.num_hidden_layers, head_dim=HEAD_DIM,
-        hidden_size=shape.num_attention_heads * HEAD_DIM if of_heads else 2 * HEAD_DIM,
+        hidden_size=2 * HEAD_DIM if family_of(shape).own_head_dim else shape.num_attention_heads * HEAD_DIM,
         intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
         moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,
         shared_expert_intermediate_size=shape.shared_expert_intermediate_size and
@@ -55,20 +53,12 @@ def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
-    for left in root.glob(".*.making-*"):
-        if not Path("/proc", left.name.rpartition("-")[2]).exists():  # its process was killed
-            shutil.rmtree(left, ignore_errors=True)
-    making = root / f".{directory.name}.making-{os.getpid()}"
-    making.mkdir(parents=True)
-    try:
-        rows = list(rows)
+    rows = list(rows)
+    with new_directory(directory) as making:
         print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights", flush=True)
         tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row["messages"]], shape.vocab_size)
         _random_model(shape, tokenizer, [row["answer"] for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
-        making.rename(directory)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
     return directory
 
 
@@ -91,14 +81,11 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    sizes = {key: value for key, value in asdict(shape).items() if key not in ("name", "model_type", "rope_theta")}
-    if not shape.moe:
-        sizes = {key: value for key, value in sizes.items() if "expert" not in key and "moe" not in key and key != "norm_topk_prob"}
     rope = {"rope_theta": shape.rope_theta}
     if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
         rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(
-        shape.model_type, **sizes, **rope, initializer_range=0.05, dtype="float32",
+        shape.model_type, **family_of(shape).hf_config(shape), **rope, initializer_range=0.05, dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)

@@ -1,24 +1,23 @@
 """What a rehearsal proved, and what it could not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.engines import engine_of
+from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
-from mindspeed_qerl.recipe.config import Reader
-from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 
-def report(directory: RunDirectory, raw: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> str:
+def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) -> str:
     """The report as Markdown, also written to rehearsal.md in the run directory.
 
     Args:
-        raw: the config that was rehearsed, before it was made small. ignored: its keys that the engine had no use for.
+        recipe: what was rehearsed, before it was made small. unused: its keys that change nothing on the engine.
     """
-    reader = Reader(raw)
-    plan, facts = plan_to_rehearse(raw, reader), directory.facts()
+    plan, facts = plan_of(recipe), directory.facts()
     steps, evaluations = read_jsonl(directory.metrics_file), read_jsonl(directory.eval_file)
     seconds = f"{facts['train_seconds']:.0f} s in all"
     if "engine_start_seconds" in facts:
@@ -26,10 +25,10 @@ def report(directory: RunDirectory, raw: Mapping[str, Any], ignored: tuple[str, 
     seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
     if "peak_memory_gib" in facts:
         seconds += f"; {facts['peak_memory_gib']:.1f} GiB of memory at most, of all processes together"
-    proved = _proved(plan, facts, steps, evaluations, reader.own("rehearsal").layers)
+    proved = _proved(plan, facts, steps, evaluations, recipe.rehearsal.layers)
     lines = [f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}", "", seconds + ".", "",
              "## Proved here", "", *(f"- {line}" for line in proved), "",
-             "## Not proved here", "", *(f"- {line}" for line in _not_proved(plan, facts, raw["engine"], ignored)), ""]
+             "## Not proved here", "", *(f"- {line}" for line in _not_proved(plan, facts, engine_of(recipe).UPSTREAM, unused)), ""]
     text = "\n".join(lines)
     (directory.path / "rehearsal.md").write_text(text)
     return text
@@ -57,10 +56,10 @@ def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations
     yield f"Evaluation ran after {' and '.join(str(row['step']) for row in evaluations)} steps, noise off."
 
 
-def _not_proved(plan: Plan, facts: Mapping[str, Any], engine: str, ignored: tuple[str, ...]) -> Iterator[str]:
+def _not_proved(plan: Plan, facts: Mapping[str, Any], upstream: bool, unused: Sequence[str]) -> Iterator[str]:
     yield "The NPU: its kernels and their numbers, HCCL, speed, and memory, which `tools/plan_layout.py` estimates."
     yield "The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about accuracy."
-    if engine == "mindspeed_rl":
+    if upstream:
         yield "The real vllm-ascend: the emulation dresses vLLM's CPU build."
         return
     yield "Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal runs upstream's own."
@@ -68,5 +67,5 @@ def _not_proved(plan: Plan, facts: Mapping[str, Any], engine: str, ignored: tupl
     yield "BF16: this was computed in float32."
     if not facts.get("lora_movement"):
         yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."
-    if ignored:
-        yield f"What {len(ignored)} keys do that the local engine has no use for: {', '.join(ignored)}."
+    if unused:
+        yield f"What {len(unused)} keys do that the local engine does not use: {', '.join(unused)}."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
-from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, stack
+from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, half_window, moving_mean, stack
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
-    files[0].write_text(to_markdown(comparison) + "\n![accuracy, difference and reward by step](comparison.png)\n", encoding="utf-8")
+    picture = "\n![accuracy, difference and reward by step](comparison.png)\n"
+    files[0].write_text(to_markdown(comparison) + picture, encoding="utf-8")
     files[1].write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     draw(comparison, files[2])
     return files
@@ -35,9 +36,10 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     if verdict.word == "no verdict":
         return f"**{verdict.group}** beside {verdict.baseline}: no verdict, {over}; it takes {LEAST_SEEDS}"
     difference = verdict.difference
-    limit = "" if verdict.limit == SIGNIFICANCE else f" (below {verdict.limit:.2g} counts: {round(SIGNIFICANCE / verdict.limit)} groups share the 5 %)"
-    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, {_signed(difference)}, "
-            f"p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
+    sharing = round(SIGNIFICANCE / verdict.limit)
+    limit = "" if sharing == 1 else f" (below {verdict.limit:.2g} counts: {sharing} groups share the 5 %)"
+    text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, "
+            f"{_signed(difference)}, p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
     if verdict.word != "not distinguishable":
         return text
     if difference.mean == 0:
@@ -45,7 +47,8 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     if verdict.seeds_needed is None:
         return f"{text}. To tell a difference of this size from none takes more questions, or thousands of seeds"
     more = max(verdict.seeds_needed - len(verdict.seeds), 1)
-    return f"{text}. To tell a difference of this size from none with a power of 80 % would take about {_count(more, 'more seed')}"
+    return (f"{text}. To tell a difference of this size from none with a power of 80 % would take about "
+            f"{_count(more, 'more seed')}")
 
 
 def _count(number: int, noun: str) -> str:
@@ -53,52 +56,67 @@ def _count(number: int, noun: str) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The comparison as a page."""
+    """The comparison as a page. Its tables fit a terminal of 80 columns, unless many groups differ in values that are
+    long."""
     first, last = comparison.steps[0], comparison.steps[-1]
-    lines = ["# Comparison", "", "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions (of the "
-             + "training reward: over seeds).", "", "## Verdict", ""]
+    explained = ("Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions "
+                 "(of the training reward: over seeds).")
+    lines = ["# Comparison", "", explained, "", "## Verdict", ""]
     lines += [f"- {sentence(verdict, len(comparison.questions), last)}" for verdict in comparison.verdicts] or [
         "- one group only: nothing to compare it with"]
-    rows = [[group.name, ", ".join(map(str, group.seeds)), *(_interval(comparison.accuracy[group.name][step]) for step in dict.fromkeys((first, last)))]
-            for group in comparison.groups]
-    lines += ["", "## Groups", "", *_table(["group", "seeds", *(f"accuracy after step {step}" for step in dict.fromkeys((first, last)))], rows)]
-    if len(comparison.groups) > 1:
-        lines += ["", "They differ in:", "", *_table(["group", *comparison.differing], [
-            [group.name, *(json.dumps(group.config.get(key)) for key in comparison.differing)] for group in comparison.groups])]
+    evaluated = list(dict.fromkeys((first, last)))
+    header = ["group", "seeds", *(f"accuracy after step {step}" for step in evaluated)]
+    lines += ["", "## Groups", "", *_table(header, [
+        [group.name, ", ".join(map(str, group.seeds)),
+         *(_interval(comparison.accuracy[group.name][step]) for step in evaluated)] for group in comparison.groups])]
+    names = [group.name for group in comparison.groups]
+    if len(names) > 1:
+        configs = [group.config for group in comparison.groups]
+        lines += ["", "They differ in:", "", *_table(["key", *names], [
+            [key, *(json.dumps(config[key]) if key in config else "-" for config in configs)]
+            for key in comparison.differing])]
     if comparison.left_out:
-        lines += ["", f"## Left out: {len(comparison.left_out)} of {len(comparison.left_out) + sum(len(g.runs) for g in comparison.groups)} runs", "",
+        of = len(comparison.left_out) + sum(len(group.runs) for group in comparison.groups)
+        lines += ["", f"## Left out: {len(comparison.left_out)} of {of} runs", "",
                   *(f"- {run.path}: {'; '.join(run.faults)}" for run in comparison.left_out)]
     if noted := [run for group in comparison.groups for run in group.runs if run.notes]:
         lines += ["", "## Notes", "", *(f"- {run.path}: {'; '.join(run.notes)}" for run in noted)]
-    names = [group.name for group in comparison.groups]
-    header = ["step", *names, *(f"{name} - {names[0]}" for name in names[1:])]
-    body = [[str(step), *(_interval(comparison.accuracy[name][step]) for name in names),
-             *(_signed(comparison.difference[name][step]) if step in comparison.difference[name] else "-" for name in names[1:])]
-            for step in comparison.steps]
-    lines += ["", "## Accuracy by step", "", *_table(header, body)]
-    if all(comparison.reward[name] for name in names):
-        shared = sorted(set.intersection(*(set(comparison.reward[name]) for name in names)))
-        shown = [step for step in comparison.steps if step in shared] or shared[-1:]
-        lines += ["", "## Training reward by step", "", *_table(["step", *names], [
-            [str(step), *(_interval(comparison.reward[name][step]) for name in names)] for step in shown])]
+    header = ["step", "group", "accuracy", *([f"difference to {names[0]}"] if names[1:] else [])]
+    lines += ["", "## Accuracy by step", "", *_table(header, [
+        [str(step) if name == names[0] else "", name, _interval(comparison.accuracy[name][step]),
+         *([_difference(comparison, name, step)] if names[1:] else [])]
+        for step in comparison.steps for name in names])]
+    if all(comparison.reward.values()):
+        shared = set.intersection(*(set(by_step) for by_step in comparison.reward.values()))
+        shown = [step for step in comparison.steps if step in shared] or [max(shared)]
+        lines += ["", "## Training reward by step", "", *_table(["step", "group", "training reward"], [
+            [str(step) if name == names[0] else "", name, _interval(comparison.reward[name][step])]
+            for step in shown for name in names])]
     return re.sub(r"(?<!\*)\*(?!\*)", r"\\*", "\n".join(lines)) + "\n"  # a pattern's star in a name is no emphasis
+
+
+def _difference(comparison: Comparison, name: str, step: int) -> str:
+    difference = comparison.difference.get(name, {}).get(step)
+    return _signed(difference) if difference else ""
 
 
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy, its difference to the baseline, and training reward, by step, with 95 % intervals."""
     import matplotlib as mpl
+    import numpy as np
 
     names = [group.name for group in comparison.groups]
-    style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    legend = {group.name: textwrap.fill(group.legend.replace("$", r"\$"), 110) for group in comparison.groups}
+    style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)])
+             for i, name in enumerate(names)}
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0])  # side by side, not on top of each other
 
     def draw_bars(axes: Axes, estimates: dict[str, dict[int, Estimate]]) -> None:
         for i, (name, by_step) in enumerate(estimates.items()):
-            values = list(by_step.values())
-            axes.errorbar([step + offset * (i - (len(estimates) - 1) / 2) for step in by_step], [value.mean for value in values],
-                          yerr=[[value.mean - value.low for value in values], [value.high - value.mean for value in values]],
-                          capsize=3, elinewidth=1.2, markersize=4, **style[name],
-                          label=textwrap.fill(name.replace("$", r"\$"), 110))
+            values, shift = list(by_step.values()), offset * (i - (len(estimates) - 1) / 2)
+            below, above = [value.mean - value.low for value in values], [value.high - value.mean for value in values]
+            axes.errorbar([step + shift for step in by_step], [value.mean for value in values], yerr=[below, above],
+                          capsize=3, elinewidth=1.2, markersize=4, **style[name], label=legend[name])
 
     def accuracy(axes: Axes) -> None:
         draw_bars(axes, comparison.accuracy)
@@ -110,17 +128,19 @@ def draw(comparison: Comparison, file: Path) -> None:
         axes.set(title=f"Difference of accuracy to {names[0]}, paired by seed and question", ylabel="difference")
 
     def reward(axes: Axes) -> None:
+        half = 0
         for name, by_step in comparison.reward.items():
-            values = list(by_step.values())
-            axes.plot(list(by_step), [value.mean for value in values], color=style[name]["color"])
-            axes.fill_between(list(by_step), [value.low for value in values], [value.high for value in values],
-                              color=style[name]["color"], alpha=0.15, linewidth=0)
-        limits = [value.mean for by_step in comparison.reward.values() for value in by_step.values()]
-        margin = 0.2 * (max(limits) - min(limits) or 1)
-        axes.set(title="Training reward (shaded: 95% interval over seeds)", ylabel="mean reward",
-                 ylim=(min(limits) - margin, max(limits) + margin))
+            means, color = np.array([value.mean for value in by_step.values()]), style[name]["color"]
+            half = half_window(len(means))
+            if half:
+                axes.plot(list(by_step), means, color=color, alpha=0.25, linewidth=0.6)
+            axes.plot(list(by_step), moving_mean(means, half), color=color)
+        smoothed = f"; bold: mean of {2 * half + 1} steps" if half else ""
+        axes.set(title=f"Training reward (mean over seeds{smoothed})", ylabel="mean reward")
 
-    panels = [accuracy, *([difference] if any(comparison.difference.values()) else []), *([reward] if all(comparison.reward.values()) else [])]
+    panels = [accuracy]
+    panels += [difference] if any(comparison.difference.values()) else []
+    panels += [reward] if all(comparison.reward.values()) else []
     with mpl.rc_context(STYLE):
         figure = stack(panels, comparison.steps, panel_height=2.8)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)

@@ -1,9 +1,9 @@
 """The directory of one run: made once, never overwritten, with all it takes to repeat the run.
 
-    <root>/<name>/2025-11-21_14-03-59_seed1/
+    <root>/<name>/2025-11-21_14-03-59_aqn=off_seed1/
         config.yaml     the resolved config
         command.txt     the command line, quoted for a shell
-        versions.json   Python, machine, every installed package, the git commit of the source
+        versions.json   Python, machine, every installed package, the source's git commit, and what the engine adds
         data.json       path, sha256, bytes and rows of each data file
         status.json     {"state": "running" | "finished" | "failed", "step", "reason", "started", "ended", "seed"}
         lock            held by the process that writes the run
@@ -16,54 +16,64 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
-import subprocess
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-import mindspeed_qerl
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.files import checkpoint_iterations, write_whole
 from mindspeed_qerl.locks import hold
+from mindspeed_qerl.runs.versions import own_versions
+
+LABEL_LENGTH = 80  # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run. `create` makes a new one, `reopen` goes on with one, `open` reads one; it is accepted wherever a path is."""
+    """The files of one run. `create` makes a new one, `reopen` resumes one, `open` reads one; it is accepted wherever
+    a path is."""
 
     path: Path
-    lock: IO | None = field(default=None, repr=False, compare=False)  # held open by the process that writes the run, for as long as it lives
+    lock: IO | None = field(default=None, repr=False, compare=False)  # held by the process that writes the run
 
     @classmethod
-    def create(
-        cls, root: Path, name: str, *, config: dict, command: list[str], seed: int, data_files: dict[str, Path]
-    ) -> RunDirectory:
-        """Make `root/name/<date>_<time>_seed<seed>`, with -2, -3, ... appended when that exists, and describe the run in it.
+    def create(cls, root: Path, name: str, *, config: dict, command: list[str], seed: int,
+               data_files: Mapping[str, Path], label: str = "", versions: Mapping[str, Any] = {}) -> RunDirectory:
+        """Make `root/name/<date>_<time>_<label>_seed<seed>`, with -2, -3, ... appended when that exists, and describe
+        the run in it.
 
-        `config` is the resolved config in plain Python types, `command` the argument list that started the run,
-        `data_files` maps a label ("train", "test", ...) to a file.
+        Args:
+            config: the resolved config in plain Python types.
+            command: the argument list that started the run.
+            data_files: label ("train", "test", ...) -> file.
+            label: what tells the run from others of its name; see `label_of`.
+            versions: JSON values added to versions.json, such as {"upstream": {"MindSpeed": <commit>}}.
 
-        Raises ValueError for a bad name or a config that YAML cannot hold, FileNotFoundError for a missing data file (both
-        before anything is made), and OSError when the directory cannot be written.
+        Raises ValueError for a bad name or a config that YAML cannot hold, FileNotFoundError for a missing data file
+        (both before anything is made), and OSError when the directory cannot be written.
         """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", name):
-            raise ValueError(f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, starting with a "
-                             "letter or digit")
+            raise ValueError(f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, starting "
+                             "with a letter or digit")
         contents = {
             "config.yaml": _to_yaml(config),
             "command.txt": shlex.join(command) + "\n",
-            "versions.json": _to_json(versions()),
-            "data.json": _to_json({label: describe_data_file(Path(file)) for label, file in data_files.items()}),
+            "versions.json": _to_json({**own_versions(), **versions}),
+            "data.json": _to_json(_describe(data_files)),
         }
         started = _now()
         try:
-            path = _make_new(Path(root) / name, f"{started:%Y-%m-%d_%H-%M-%S}_seed{seed}")
+            differs = f"_{label}" if label else ""
+            path = _make_new(Path(root) / name, f"{started:%Y-%m-%d_%H-%M-%S}{differs}_seed{seed}")
             run = cls(path, _hold(path))
             for file, text in contents.items():
                 (run.path / file).write_text(text, encoding="utf-8")
@@ -80,12 +90,14 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(cls, path: Path | str, *, config: dict, command: list[str], may_change: Iterable[str] = ()) -> RunDirectory:
-        """An existing run, to be gone on with: the same config but for `run.resume` and the keys of `may_change`, such as the layout;
-        config.yaml becomes what the run goes on with, what it was is kept as config.before.yaml. The command is added to command.txt.
+    def reopen(cls, path: Path | str, *, config: dict, command: list[str], data_files: Mapping[str, Path],
+               may_change: Iterable[str] = ()) -> RunDirectory:
+        """Resume an existing run: the same data, and the same config but for `run.resume` and the keys of
+        `may_change`, such as the layout. config.yaml becomes the config that is resumed with, the earlier one is kept
+        as config.before.yaml. The command is added to command.txt.
 
-        Raises FileNotFoundError when `path` is no run directory, ValueError when the run is finished, its config differs, or another process
-        is writing it.
+        Raises FileNotFoundError when `path` is no run directory or a data file is missing, ValueError when the run is
+        finished, its config or data differ, or another process is writing it.
         """
         run = cls(cls.open(path).path, _hold(Path(path)))
         status, before = run.status(), run.config()
@@ -93,11 +105,12 @@ class RunDirectory:
             raise ValueError(f"{run.path} is finished after {status['step']} steps: there is nothing to resume")
         changed = _differences(before, config)
         if other := [line for key, line in changed.items() if key not in may_change]:
-            raise ValueError(f"{run.path} was started with another config. A run resumes as it was; to try other values, start a new one.\n"
-                             + "\n".join(other))
+            raise ValueError(f"{run.path} was started with another config. A run resumes as it was; to try other "
+                             "values, start a new one.\n" + "\n".join(other))
+        run._check_data(data_files)
         if changed:
-            _write_whole(run.path / "config.before.yaml", _to_yaml(before))
-            _write_whole(run.config_file, _to_yaml(config))
+            write_whole(run.path / "config.before.yaml", _to_yaml(before))
+            write_whole(run.config_file, _to_yaml(config))
         with open(run.path / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join(command) + "\n")
         run._write_status({**status, "state": "running", "reason": None, "ended": None})
@@ -106,19 +119,19 @@ class RunDirectory:
     @classmethod
     def unfinished(cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()) -> RunDirectory | None:
         """The newest run below `parent` that did not finish, has a checkpoint, and can be reopened with `config`."""
-        runs = [cls(file.parent) for file in parent.glob("*/status.json")]
-        for run in sorted(runs, key=lambda run: run.status()["started"], reverse=True):
-            if (run.status()["state"] != "finished" and not _differences(run.config(), config).keys() - set(may_change)
-                    and any(path.name.removeprefix("iter_").isdigit() for path in run.checkpoints_dir.glob("iter_*"))):
+        for run, state, started_with in _runs_below(parent):
+            other = _differences(started_with, config).keys() - set(may_change)
+            if state != "finished" and not other and checkpoint_iterations(run.checkpoints_dir):
                 return run
         return None
 
     @classmethod
     def finished(cls, parent: Path, *, config: dict) -> RunDirectory | None:
         """The newest run below `parent` that finished with `config`."""
-        runs = [cls(file.parent) for file in parent.glob("*/status.json")]
-        fitting = [run for run in runs if run.status()["state"] == "finished" and not _differences(run.config(), config)]
-        return max(fitting, key=lambda run: run.status()["started"], default=None)
+        for run, state, started_with in _runs_below(parent):
+            if state == "finished" and not _differences(started_with, config):
+                return run
+        return None
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
@@ -204,35 +217,105 @@ class RunDirectory:
 
     def record(self, **facts: Any) -> None:
         """Add `facts` (JSON values) to facts.json: what was measured once, such as LoRA's parameter counts."""
-        _write_whole(self.facts_file, _to_json({**self.facts(), **facts}))
+        write_whole(self.facts_file, _to_json({**self.facts(), **facts}))
 
     def _end(self, state: str, reason: str | None) -> None:
-        self._write_status({**self.status(), "state": state, "reason": reason, "ended": _now().isoformat(timespec="seconds")})
+        ended = _now().isoformat(timespec="seconds")
+        self._write_status({**self.status(), "state": state, "reason": reason, "ended": ended})
 
     def _write_status(self, status: dict[str, Any]) -> None:
-        _write_whole(self.status_file, _to_json(status))
+        write_whole(self.status_file, _to_json(status))
+
+    def _check_data(self, data_files: Mapping[str, Path]) -> None:
+        recorded = json.loads((self.path / "data.json").read_text(encoding="utf-8"))
+        changed = [f"{label} data {entry['path']}: sha256 was {recorded[label]['sha256']} and is {entry['sha256']}"
+                   for label, entry in _describe(data_files).items()
+                   if label in recorded and entry["sha256"] != recorded[label]["sha256"]]
+        if changed:
+            raise ValueError(f"{self.path} was started with other data. Put the files back that it was started with, "
+                             "or start a new run.\n" + "\n".join(changed))
 
 
-def versions() -> dict[str, Any]:
-    """What the run ran on: Python, machine, every installed distribution (read, not imported) and the source's git state."""
-    packages = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
-    return {
-        "mindspeed_qerl": mindspeed_qerl.__version__,
-        "git": _git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
-    }
+def label_of(overrides: Sequence[str]) -> str:
+    """Overrides of a command line, short, as a part of a folder's name: group=choice, last part of a key=value, at
+    most `LABEL_LENGTH` characters. Left out are the seed, which stands behind the label, and `run.*`, which changes
+    nothing but where the run is.
+
+    >>> label_of(["aqn=off", "actor_config.lr=1e-5", "seed=3", "run.root=/tmp"])
+    'aqn=off_lr=1e-5'
+    >>> label_of(["aqn.enabled=false", "model=/models/Qwen3 30B", "+aqn.targets=[input,post_attention]"])
+    'aqn.enabled=false_model=Qwen3-30B_targets=input-post_attention'
+    """
+    pairs = [override.lstrip("+~").partition("=") for override in overrides]
+    kept = [(key.split("."), value) for key, _, value in pairs
+            if key not in ("seed", "megatron_training.seed") and not key.startswith("run.")]
+    last_parts = Counter(key[-1] for key, _ in kept)
+    words = []
+    for key, value in kept:
+        is_vague = key[-1] in ("enabled", "seed") or last_parts[key[-1]] > 1
+        short_value = re.sub(r"[^A-Za-z0-9.+_]+", "-", value.rstrip("/").rpartition("/")[2]).strip("-") or "none"
+        short_key = re.sub(r"[^A-Za-z0-9._+]+", "-", ".".join(key[-2:] if is_vague else key[-1:]))
+        words.append(f"{short_key}={short_value}")
+    label = "_".join(words)
+    while len(label) > LABEL_LENGTH and len(words) > 1:
+        words.pop()
+        label = "_".join([*words, f"and-{len(kept) - len(words)}-more"])
+    return label[:LABEL_LENGTH]
+
+
+def runs_folder(config: dict[str, Any], name: str) -> Path:
+    """The folder of the runs of a resolved config: `run.root`/`run.name`, the latter `name` unless it is set.
+    ConfigError if one is no text.
+
+    >>> runs_folder({"run": {"root": "runs", "name": None}}, "tiny").as_posix()
+    'runs/tiny'
+    """
+    section = config.get("run") or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"run = {section!r} must be a section with keys such as root and name")
+    root, own_name = section.get("root", "runs"), section.get("name") or name
+    for key, value in (("run.root", root), ("run.name", own_name)):
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} = {value!r} must be text, such as {key}=my_runs")
+    return Path(root) / own_name
+
+
+def _runs_below(parent: Path) -> list[tuple[RunDirectory, str, dict[str, Any]]]:
+    """The runs below `parent`, newest first, with their state and config; damaged ones are left out, and named on the
+    screen."""
+    import yaml
+
+    found = []
+    for file in sorted(parent.glob("*/status.json")):
+        run = RunDirectory(file.parent)
+        try:
+            status, config = run.status(), run.config()
+            started = datetime.fromisoformat(status["started"]).timestamp()
+            found.append((started, run, status["state"], config))
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            _name_damaged(run.path, f"{type(error).__name__}: {error}")
+    found.sort(key=lambda entry: entry[0], reverse=True)
+    return [(run, state, config) for _, run, state, config in found]
+
+
+@cache  # once a process: a sweep looks again for each of its runs
+def _name_damaged(path: Path, reason: str) -> None:
+    print(f"warning: {path} is damaged and is skipped ({' '.join(reason.split())}); move it away to silence this",
+          file=sys.stderr, flush=True)
 
 
 def describe_data_file(path: Path) -> dict[str, Any]:
-    """Absolute path, sha256, size in bytes and rows (of .parquet and .jsonl; None for other kinds) of one data file."""
+    """Absolute path, sha256, size in bytes and rows (of .parquet and .jsonl; None for other kinds) of one data
+    file."""
     if not path.is_file():
         raise FileNotFoundError(f"data file {path} does not exist or is not a file")
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"path": str(path.absolute()), "sha256": sha256, "bytes": path.stat().st_size, "rows": count_rows(path)}
+
+
+def _describe(data_files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    return {label: describe_data_file(Path(file)) for label, file in data_files.items()}
 
 
 def count_rows(path: Path) -> int | None:
@@ -245,27 +328,6 @@ def count_rows(path: Path) -> int | None:
         with open(path, "rb") as file:
             return sum(1 for line in file if line.strip())
     return None
-
-
-def _git_state(source: Path) -> dict[str, Any] | None:
-    """{"commit", "dirty"} when `source` is the top of a git checkout, else None (an installed package, or no git)."""
-    if not (source / ".git").exists():  # site-packages inside somebody else's checkout must not be mistaken for ours
-        return None
-    commit = _git(source, "rev-parse", "--verify", "HEAD")
-    changes = _git(source, "status", "--porcelain")
-    if changes is None:
-        return None
-    return {"commit": commit, "dirty": bool(changes)}
-
-
-def _git(source: Path, *arguments: str) -> str | None:
-    # Without optional locks `git status` does not touch the index, so it cannot get in the way of a commit being made.
-    command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
-    try:
-        answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def _hold(path: Path) -> IO:
@@ -285,7 +347,8 @@ def _differences(before: Any, after: Any, name: str = "") -> dict[str, str]:
 
 
 def _make_new(parent: Path, stem: str) -> Path:
-    """Make `parent/stem`, or the first free of `stem-2`, `stem-3`, ...; os.mkdir decides between runs started at once."""
+    """Make `parent/stem`, or the first free of `stem-2`, `stem-3`, ...; os.mkdir decides between runs started at
+    once."""
     parent.mkdir(parents=True, exist_ok=True)
     attempt = 1
     while True:
@@ -295,13 +358,6 @@ def _make_new(parent: Path, stem: str) -> Path:
             return path
         except FileExistsError:
             attempt += 1
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file that readers, and a kill at any moment, find either as it was or complete."""
-    scratch = file.with_name(file.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, file)
 
 
 def _now() -> datetime:

@@ -5,19 +5,20 @@
     reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose rewards differ
     response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length limit
     loss/policy  loss/kl  loss/total  grad_norm  lr  clip_fraction
-    mismatch/k1  mismatch/k3                                KL estimates between rollout and training policy, nats per token
+    mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats per token, estimated
     mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled tokens
-    mismatch/ratio_mean  mismatch/effective_sample_size     of p_trained / p_sampled; the latter (sum r)^2 / (N sum r^2), 1 is none lost
-    rollout_correction/truncated_fraction                   of tokens whose ratio is above the cap (absent: no correction)
-    aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, number of noisy layers (absent: AQN off)
+    mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2 / (N sum r^2)
+    rollout_correction/truncated_fraction                   of tokens whose ratio is above the cap (absent: off)
+    aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers (absent: AQN off)
     aqn/expected_std                                        sigma, scaled by multipliers
     aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
     time/rollout  time/reward  time/logprobs  time/update  time/sync
     time/step                                               the whole step, these parts included, without evaluation
     verifier/<name>/mean
 
-`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of gsm8k/evaluation.py, temperature,
-seconds. `eval_answers.jsonl` has one row per evaluation and problem: question, answer, responses, extracted, rules, scores, truncated. `rollouts.jsonl` has one row per sampled response of training.
+`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of gsm8k/evaluation.py,
+temperature, seconds. `eval_answers.jsonl` has one row per evaluation and problem: question, answer, responses,
+extracted, rules, scores, truncated. `rollouts.jsonl` has one row per sampled response of training.
 
 JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid, visible and not lost:
 `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.
@@ -28,29 +29,34 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from mindspeed_qerl.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
 TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 
 class MetricsWriter:
-    """Writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases when a project is named.
+    """Writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases when a project is
+    named.
 
-    Each row is handed to the operating system before the call returns: a killed process loses nothing that was logged (a
-    machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
+    Each row is handed to the operating system before the call returns: a killed process loses nothing that was logged
+    (a machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
     environment, WANDB_MODE=offline included.
 
-    With `after`, a run that stopped is gone on with: rows of later steps, which that run wrote and which will be made again, move to
-    `discarded/`.
+    With `after`, a run is resumed after that step: rows of later steps, which will be made again, move to
+    `discarded/`. `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost, as when the file
+    was cut short.
 
-    Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was asked for is missing.
+    Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was
+    asked for is missing.
     """
 
-    def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None, after: int | None = None) -> None:
+    def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None,
+                 after: int | None = None) -> None:
         self._run = run
         self._last_step = after or 0
         files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
@@ -58,16 +64,19 @@ class MetricsWriter:
             for file in files:
                 file.touch(exist_ok=after is not None)
         except FileExistsError as error:
-            raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run directory") from error
+            raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run") from error
         for file in files if after is not None else ():
             _discard_after(file, after)
+        self.missing_steps = missing_steps((row["step"] for row in read_jsonl(run.metrics_file)), after or 0)
         self._wandb = _start_wandb(run, wandb) if wandb else None
         self._tensorboard = _start_tensorboard(run, after) if tensorboard else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of training step `step` (1-based, increasing). Values are numbers or 0-d arrays and tensors."""
+        """Write the metrics of training step `step` (1-based, increasing). Values are numbers or 0-d arrays and
+        tensors."""
         if step <= self._last_step:
-            raise ValueError(f"metrics of step {step} came after those of step {self._last_step}: steps are 1, 2, 3, ...")
+            raise ValueError(f"metrics of step {step} came after those of step {self._last_step}: "
+                             "steps are 1, 2, 3, ...")
         self._last_step = step
         row = _as_numbers(metrics)
         _append(self._run.metrics_file, step, row)
@@ -75,7 +84,8 @@ class MetricsWriter:
         self._log_scalars(step, row)
 
     def log_eval(self, step: int, result: dict[str, float], answers: Sequence[dict[str, Any]] = ()) -> None:
-        """Write one evaluation made after `step` updates (0: before training), and its answers, one dict per problem."""
+        """Write one evaluation made after `step` updates (0: before training), and its answers, one dict per
+        problem."""
         row = _as_numbers(result)
         _append(self._run.eval_answers_file, step, *answers)
         _append(self._run.eval_file, step, row)
@@ -104,15 +114,15 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb:
-            # The step is a value of its own: W&B's `step=` argument drops rows that come out of order, such as a late eval.
+            # The step is a value of its own: W&B's argument `step` drops rows out of order, such as a late evaluation.
             self._wandb.log({"step": step, **row})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file written by MetricsWriter; a missing file has none.
 
-    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any other line that is not a
-    JSON object raises ValueError with file and line.
+    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any other line that is
+    not a JSON object raises ValueError with file and line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -134,6 +144,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def missing_steps(steps: Iterable[int], last: int) -> list[int]:
+    """The steps of 1..`last` that are not among `steps`.
+
+    >>> missing_steps([1, 2, 5], 6)
+    [3, 4, 6]
+    """
+    return sorted(set(range(1, last + 1)) - set(steps))
+
+
 def read_columns(path: Path) -> dict[str, list[float]]:
     """metrics.jsonl as columns of equal length, "step" first; NaN where a row lacks the metric."""
     rows = read_jsonl(path)
@@ -151,16 +170,19 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def _to_line(step: int, values: dict[str, Any]) -> str:
+    if reserved := values.keys() & {"step", "nonfinite"}:
+        raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
+    row = {"step": step, **values}
+    nonfinite = {name: str(value) for name, value in row.items()
+                 if isinstance(value, float) and not math.isfinite(value)}
+    if nonfinite:
+        row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
 def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
-    text = ""
-    for values in rows:
-        if reserved := values.keys() & {"step", "nonfinite"}:
-            raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
-        row = {"step": step, **values}
-        nonfinite = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-        if nonfinite:
-            row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-        text += json.dumps(row, allow_nan=False) + "\n"
+    text = "".join(_to_line(step, values) for values in rows)
     with open(file, "a", encoding="utf-8") as lines:
         lines.write(text)
 
@@ -175,18 +197,15 @@ def _discard_after(file: Path, step: int) -> None:
         aside.parent.mkdir(exist_ok=True)
         for row in later:
             _append(aside, row.pop("step"), row)
-    scratch = file.with_name(file.name + ".tmp")
-    scratch.write_text("")
-    for row in kept:
-        _append(scratch, row.pop("step"), row)
-    os.replace(scratch, file)
+    write_whole(file, "".join(_to_line(row.pop("step"), row) for row in kept))
 
 
 def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(f"TensorBoard cannot be written ({error}): pip install torch tensorboard, or turn it off") from error
+        raise ImportError(f"TensorBoard cannot be written ({error}): pip install torch tensorboard, "
+                          "or turn it off (run.tensorboard=false)") from error
     return SummaryWriter(log_dir=os.fspath(run.tensorboard_dir), purge_step=None if after is None else after + 1)
 
 
@@ -196,6 +215,7 @@ def _start_wandb(run: RunDirectory, project: str) -> Any:
     except ImportError as error:
         raise ImportError(f"W&B project {project!r} was asked for, but wandb cannot be imported ({error}): "
                           "pip install wandb, or leave the project out of the config") from error
-    wandb_run = wandb.init(project=project, name=run.path.name, group=run.path.parent.name, dir=run.path, config=run.config())
+    wandb_run = wandb.init(project=project, name=run.path.name, group=run.path.parent.name, dir=run.path,
+                           config=run.config())
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run

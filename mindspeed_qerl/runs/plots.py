@@ -1,7 +1,8 @@
-"""The pictures of a run. Each function draws from the rows a run left behind, and returns None when there is nothing to draw.
+"""The pictures of a run. Each function draws from the rows a run left behind, and returns None when there is nothing
+to draw.
 
-`columns` is what `read_columns(metrics.jsonl)` returns, `evals` the rows of eval.jsonl. Colours are Okabe and Ito's, which
-colour-blind readers can tell apart; lines that share axes also differ in style or marker.
+`columns` is what `read_columns(metrics.jsonl)` returns, `evals` the rows of eval.jsonl. Colours are Okabe and Ito's,
+which colour-blind readers can tell apart; lines that share axes also differ in style or marker.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ Columns = dict[str, list[float]]
 
 
 def write_plots(columns: Columns, evals: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
-    """Write learning.png, noise.png, mismatch.png and time.png, as far as there is something to draw; returns the files."""
+    """Write learning.png, noise.png, mismatch.png and time.png, as far as there is something to draw; returns the
+    files."""
     import matplotlib as mpl
 
     folder.mkdir(exist_ok=True)
@@ -82,11 +84,12 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
         steps = [row["step"] for row in scored]
         accuracy = np.array([row["accuracy"] for row in scored])
         margin = 1.96 * np.nan_to_num([row.get("standard_error", 0.0) for row in scored])
-        errors = np.array([np.minimum(margin, accuracy), np.minimum(margin, 1 - accuracy)])  # below and above, within 0..1
-        axes.errorbar(steps, accuracy, yerr=errors, color=RED, marker="o", markersize=5, capsize=3, elinewidth=1.2)
+        below, above = np.minimum(margin, accuracy), np.minimum(margin, 1 - accuracy)  # within 0..1
+        axes.errorbar(steps, accuracy, yerr=[below, above], color=RED, marker="o", markersize=5, capsize=3,
+                      elinewidth=1.2)
         for k in sorted({0, len(steps) - 1}):
-            axes.annotate(f"{accuracy[k]:.1%}", (steps[k], accuracy[k] + errors[1, k]), xytext=(0, 5), textcoords="offset points",
-                          ha="center", color=RED, fontsize=9)
+            axes.annotate(f"{accuracy[k]:.1%}", (steps[k], accuracy[k] + above[k]), xytext=(0, 5),
+                          textcoords="offset points", ha="center", color=RED, fontsize=9)
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy", ylim=(-0.04, 1.19))
 
     if len(rewards[0]):
@@ -97,7 +100,8 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
 
 
 def noise(columns: Columns) -> Figure | None:
-    """AQN: nominal standard deviation beside the measured one of (noisy - clean), above the share of weights that changed at all."""
+    """AQN: nominal standard deviation beside the measured one of (noisy - clean), above the share of weights that
+    changed at all."""
     import numpy as np
 
     steps, sigma = _finite(columns, "aqn/expected_std" if "aqn/expected_std" in columns else "aqn/sigma")
@@ -113,7 +117,8 @@ def noise(columns: Columns) -> Figure | None:
         off = steps[~on]
         runs = np.split(off, np.flatnonzero(np.diff(off) > 1) + 1) if len(off) else []
         for k, run in enumerate(runs):
-            axes.axvspan(run[0] - 0.5, run[-1] + 0.5, color="#eeeeee", zorder=0, linewidth=0, label="off" if k == 0 else None)
+            axes.axvspan(run[0] - 0.5, run[-1] + 0.5, color="#eeeeee", zorder=0, linewidth=0,
+                         label="off" if k == 0 else None)
 
     def draw_sigma(axes: Axes) -> None:
         shade_off(axes)
@@ -132,13 +137,15 @@ def noise(columns: Columns) -> Figure | None:
     def draw_changed(axes: Axes) -> None:
         shade_off(axes)
         axes.plot(*changed, "-" if many else "o-", color=GREEN, markersize=3, linewidth=1.2)
-        axes.set(title="Weights that the noise changed (the rest: noise lost in rounding)", ylabel="fraction", ylim=(-0.04, 1.06))
+        axes.set(title="Weights that the noise changed (the rest: noise lost in rounding)", ylabel="fraction",
+                 ylim=(-0.04, 1.06))
 
     return stack([draw_sigma, draw_changed] if len(changed[0]) else [draw_sigma], steps, heights=(2, 1))
 
 
 def mismatch(columns: Columns) -> Figure | None:
-    """Distance between rollout and training policy: KL estimates, above differences of token probabilities; log axes."""
+    """Distance between rollout and training policy: KL estimates, above differences of token probabilities; log
+    axes."""
     kl = {"|k1|": ("mismatch/k1", BLUE, "--"), "k3": ("mismatch/k3", RED, "-")}
     difference = {"max": ("mismatch/max_abs_prob_diff", BLUE, "--"), "mean": ("mismatch/mean_abs_prob_diff", RED, "-")}
 
@@ -190,7 +197,8 @@ def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | Non
         bottom = np.zeros(len(starts))
         for part, seconds in parts.items():
             height = np.add.reduceat(np.array(seconds), starts) / counts
-            axes.bar(centers, height, bottom=bottom, width=0.85 * per_bar, color=PART_COLORS[part], label=part, linewidth=0)
+            axes.bar(centers, height, bottom=bottom, width=0.85 * per_bar, color=PART_COLORS[part], label=part,
+                     linewidth=0)
             bottom += height
         if len(bottom) > 2 and bottom[0] > 2 * bottom[1:].max():  # warm-up in step 1 would flatten all the others
             axes.set_ylim(0, 1.2 * bottom[1:].max())
@@ -200,14 +208,15 @@ def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | Non
         axes.set(title="Time per part of a step", ylabel=unit)
         axes.grid(axis="x", visible=False)
         handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))  # in the order of the stack
+        # in the order of the stack
+        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     return stack([draw], steps, panel_height=3.6)
 
 
 def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Seconds of each part by step (0 where it was not run): the named parts, "other" for the rest of time/step, and "eval" for
-    the evaluation after the step. Empty when no times were logged."""
+    """Seconds of each part by step (0 where it was not run): the named parts, "other" for the rest of time/step, and
+    "eval" for the evaluation after the step. Empty when no times were logged."""
     parts = {
         part: [0.0 if math.isnan(seconds) else seconds for seconds in columns[f"time/{part}"]]
         for part in TIME_PARTS
@@ -222,7 +231,8 @@ def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str,
 
 
 def stack(
-    panels: list[Callable[[Axes], None]], steps: Iterable[float], *, heights: tuple[int, ...] = (), panel_height: float = 2.5
+    panels: list[Callable[[Axes], None]], steps: Iterable[float], *, heights: tuple[int, ...] = (),
+    panel_height: float = 2.5
 ) -> Figure | None:
     """One figure with the panels below each other over an axis that holds all `steps`; None without panels."""
     from matplotlib.figure import Figure
@@ -258,20 +268,38 @@ def _positive(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     return steps[values != 0], abs(values[values != 0])
 
 
-def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, linestyle: str = "-", label: str = "") -> None:
+def half_window(points: int) -> int:
+    """Neighbours on either side that a long series is averaged over, together a twentieth of it; 0 for a short one."""
+    return points // 40 if points > SMOOTHED_POINTS else 0
+
+
+def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
+    """The mean of each value and `half` neighbours on either side, fewer at both ends.
+
+    >>> import numpy
+    >>> moving_mean(numpy.array([0.0, 3.0, 3.0, 6.0]), 1).tolist()
+    [1.5, 2.0, 4.0, 4.5]
+    """
     import numpy as np
 
-    if len(steps) <= SMOOTHED_POINTS:
-        marker = "o" if len(steps) <= MARKED_POINTS else None
-        axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, markersize=3.5, label=label or None)
-        return
-    half = len(steps) // 40  # a window of about a twentieth of the run, shorter at both ends
     sums = np.concatenate([[0.0], np.cumsum(values)])
     left = np.maximum(np.arange(len(values)) - half, 0)
     right = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    mean = (sums[right] - sums[left]) / (right - left)
+    return (sums[right] - sums[left]) / (right - left)
+
+
+def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, linestyle: str = "-",
+                 label: str = "") -> None:
+
+    if not half_window(len(steps)):
+        marker = "o" if len(steps) <= MARKED_POINTS else None
+        axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, markersize=3.5, label=label or None)
+        return
+    half = half_window(len(steps))
+    label = f"{label}, " if label else ""
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, mean, color=color, linestyle=linestyle, label=f"{label}{', ' if label else ''}mean of {2 * half + 1} steps")
+    axes.plot(steps, moving_mean(values, half), color=color, linestyle=linestyle,
+              label=f"{label}mean of {2 * half + 1} steps")
     axes.legend()
 
 

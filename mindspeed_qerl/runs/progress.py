@@ -29,7 +29,8 @@ class Progress:
     """
 
     def __init__(
-        self, total_steps: int, title: str, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self, total_steps: int, title: str, *, console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic
     ) -> None:
         from rich.console import Console
 
@@ -60,7 +61,8 @@ class Progress:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """What is going on now: "starting engines", "rollout", "update", ... Without a terminal: only until step 1 is done."""
+        """What is going on now: "starting engines", "rollout", "update", ... Without a terminal: only until step 1 is
+        done."""
         self._phase = text
         if not self._live and self._step == 0:
             self._print(f"{self._title} | {text} ...")
@@ -75,7 +77,8 @@ class Progress:
         self._metrics = metrics
         if not self._live:
             width = len(str(self._total))
-            self._print(" | ".join([self._title, f"step {step:{width}}/{self._total}", *self._facts(), f"ETA {self._eta()}"]))
+            shown = [self._title, f"step {step:{width}}/{self._total}", *self._facts(), f"ETA {self._eta()}"]
+            self._print(" | ".join(shown))
 
     def evaluated(self, step: int, result: dict[str, float]) -> None:
         """An evaluation after `step` updates is done."""
@@ -90,7 +93,8 @@ class Progress:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the recent steps, evaluations and pauses between them included; None before the first is measured."""
+        """Mean over the recent steps, evaluations and pauses between them included; None before the first is
+        measured."""
         if len(self._stamps) < 2:
             return None
         return (self._stamps[-1] - self._stamps[0]) / (len(self._stamps) - 1)
@@ -126,7 +130,8 @@ class Progress:
         bar.add_row(
             Text(self._title, style="bold", overflow="ellipsis"),
             ProgressBar(total=max(self._total, 1), completed=self._step),
-            Text(f"{self._step}/{self._total}  {_hours(self._clock() - self._started)}  ETA {self._eta()}", style="cyan"),
+            Text(f"{self._step}/{self._total}  {_hours(self._clock() - self._started)}  ETA {self._eta()}",
+                 style="cyan"),
         )
         facts = Text(no_wrap=True, overflow="ellipsis")
         facts.append(self._phase, style="yellow")

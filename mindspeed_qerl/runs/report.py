@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import read_columns, read_jsonl
+from mindspeed_qerl.runs.metrics import missing_steps, read_columns, read_jsonl
 from mindspeed_qerl.runs.plots import seconds_per_part, write_plots
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ STAGE_HEADER = ("stage", "steps", "nominal std", "measured std", "weights change
 
 @dataclass(frozen=True)
 class NoiseStage:
-    """A stretch of steps in one stage of the schedule; sigma, stds and fraction are means over it, NaN when not logged. The expected std is
-    sigma, unless multipliers scale it."""
+    """A stretch of steps in one stage of the schedule; sigma, stds and fraction are means over it, NaN when not
+    logged. The expected std is sigma, unless multipliers scale it."""
 
     stage: int
     first_step: int
@@ -52,7 +52,8 @@ class NoiseSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcome of a run. Evaluations are rows of eval.jsonl; seconds are wall time; None where nothing was measured."""
+    """The outcome of a run. Evaluations are rows of eval.jsonl; seconds are wall time; None where nothing was
+    measured."""
 
     run: Path
     state: str
@@ -164,6 +165,9 @@ def _warnings(rows: list[dict[str, Any]], rewards: list[float], noise: NoiseSumm
             if not math.isfinite(value):
                 nonfinite.setdefault(name, row["step"])
     warnings += [f"{name} was NaN or infinite, first in step {step}" for name, step in nonfinite.items()]
+    last = rows[-1]["step"] if rows else 0
+    if lost := missing_steps((row["step"] for row in rows), last):
+        warnings.append(f"metrics.jsonl has no row for {len(lost)} of {last} steps: {', '.join(map(str, lost))}")
     if rewards and not any(rewards):
         warnings.append("the reward was 0 at every step: look at rollouts.jsonl, and at the verifier's method")
     if noise and noise.noisy_syncs and noise.layers[0] == 0:
@@ -171,8 +175,8 @@ def _warnings(rows: list[dict[str, Any]], rewards: list[float], noise: NoiseSumm
     if noise and not noise.noisy_syncs:
         warnings.append("AQN was on, but no step had any noise: this run is a plain baseline")
     warnings += [
-        f"AQN stage {stage.stage}: the measured std {stage.measured_std:.1e} is far below the nominal one, {stage.expected_std:.1e} "
-        "(small noise is lost when weights are rounded)"
+        f"AQN stage {stage.stage}: the measured std {stage.measured_std:.1e} is far below the nominal one, "
+        f"{stage.expected_std:.1e} (small noise is lost when weights are rounded)"
         for stage in (noise.stages if noise else [])
         if stage.measured_std < 0.8 * stage.expected_std
     ]
@@ -296,8 +300,8 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mindspeed_qerl.runs.report",
-                                     description="Write summary.md and plots/*.png of a run again, from its files, and print "
-                                                 "the summary. Works for runs that were killed.")
+                                     description="Write summary.md and plots/*.png of a run again, from its files, "
+                                                 "and print the summary. Works for runs that were killed.")
     parser.add_argument("run_dir", type=Path, help="a run directory, <root>/<name>/<date>_<time>_seed<seed>")
     try:
         write_report(parser.parse_args().run_dir)

@@ -1,4 +1,5 @@
-"""What a few seeds and a few hundred questions say about a difference, and how many seeds would say more. Pure functions."""
+"""What a few seeds and a few hundred questions say about a difference, and how many seeds would say more. Pure
+functions."""
 
 import math
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ MANY = 10**9  # questions, where Student's quantiles are the normal's
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and questions: its 95% interval, two-sided p-value against 0, and the variance that other seeds and other questions
-    would each bring (single answers vary with the seed)."""
+    """A mean over seeds and questions: its 95% interval, two-sided p-value against 0, and the variance that other
+    seeds and other questions would each bring (single answers vary with the seed)."""
 
     mean: float
     low: float
@@ -28,10 +29,11 @@ class Estimate:
 def estimate(values: np.ndarray) -> Estimate:
     """The mean of `values` [seeds, questions], where both the seeds and the questions are a sample of more.
 
-    half^2 = t(seeds - 1)^2 V_s + t(questions - 1)^2 V_q, with Student's 97.5% quantiles (Cochran, Biometrics 20, 1964), where V_s is the
-    variance between the seeds' means over their number, and V_q that between the questions' means over theirs, less the part that is noise
-    of single answers, which V_s holds already. Never narrower than Student's interval of the seeds' means, so it keeps that one's promise;
-    a bootstrap over a handful of seeds does not keep it (Owen, Annals of Applied Statistics 1, 2007; tests/runs/test_statistics.py).
+    half^2 = t(seeds - 1)^2 V_s + t(questions - 1)^2 V_q, with Student's 97.5% quantiles (Cochran, Biometrics 20,
+    1964), where V_s is the variance between the seeds' means over their number, and V_q that between the questions'
+    means over theirs, less the part that is noise of single answers, which V_s holds already. Never narrower than
+    Student's interval of the seeds' means, so it keeps that one's promise; a bootstrap over a handful of seeds does
+    not keep it (Owen, Annals of Applied Statistics 1, 2007; tests/runs/test_statistics.py).
 
     With one seed the interval speaks of other questions only.
     """
@@ -57,21 +59,23 @@ def _half_width(p: float, of_seeds: float, seeds: int, of_questions: float, ques
     """Half the width of the interval that 1 - p of the cases are in."""
     from scipy.special import stdtrit
 
-    squares = (variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in ((of_seeds, seeds), (of_questions, questions)) if variance)
-    return math.sqrt(sum(squares))
+    parts = ((of_seeds, seeds), (of_questions, questions))
+    return math.sqrt(sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance))
 
 
 def seeds_needed(seen: Estimate, limit: float = 0.05) -> int | None:
-    """How many seeds would show a difference as large as the one seen, p below `limit`, with a power of 80%, if seeds and questions vary as they
-    were seen to.
+    """How many seeds would show a difference as large as the one seen, p below `limit`, with a power of 80%, if seeds
+    and questions vary as they were seen to.
 
     None if no number of seeds would, since the questions are too few, or more than `MOST_SEEDS`.
     """
+    def least_shown(of_seeds: float, count: int) -> float:
+        """The smallest mean that is shown with this variance of the seeds' means over their number."""
+        return sum(_half_width(p, of_seeds, count, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
+
+    if least_shown(0.0, 0) > abs(seen.mean):
+        return None
     for count in range(LEAST_SEEDS, MOST_SEEDS + 1):
-        of_seeds = seen.of_seeds * seen.seeds / count
-        shown, powerful = (_half_width(p, of_seeds, count, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
-        if shown + powerful <= abs(seen.mean):
+        if least_shown(seen.of_seeds * seen.seeds / count, count) <= abs(seen.mean):
             return count
-        if count == LEAST_SEEDS and sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER))) > abs(seen.mean):
-            return None
     return None

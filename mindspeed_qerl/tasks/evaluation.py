@@ -10,42 +10,43 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule, get_verifier
+from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
+from mindspeed_qerl.tasks.rewards import call_reward, load_reward
+from mindspeed_qerl.tasks.rows import Row
 
 Z_95 = 1.959964  # of the standard normal, two-sided
 
 
-def evaluate_answers(rows: Sequence[dict[str, Any]], texts: Sequence[str], truncated: Sequence[bool], n: int,
+def evaluate_answers(rows: Sequence[Row], texts: Sequence[str], truncated: Sequence[bool], n: int,
                      verifier: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The score of `n` answers to each row, by one of our verifiers.
+    """The score of `n` answers to each row, by the reward called `verifier`.
 
     Args:
-        rows: with "question" and "answer". texts: the answers, in the order of the rows. truncated: which were cut off at the length limit.
+        rows: of the task. texts: the answers, in the order of the rows. truncated: which were cut off at the length limit.
 
     Returns:
-        numbers: accuracy (pass@1: the mean over all answers), its standard_error over problems (NaN for one problem), interval_low and
-        interval_high (95%, `wilson_interval`), with n > 1 also pass@n and maj@n, n_problems, samples_per_problem, truncated_fraction, and
+        numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over problems (NaN for one problem),
+        interval_low and interval_high (95%, `interval`), with n > 1 also pass@n (the mean of each problem's best score), n_problems,
+        samples_per_problem, truncated_fraction; and for GSM8K's verifiers, which find a number in an answer, with n > 1 maj@n, and
         rule/<name> for each of the verifier's RULES: the fraction of answers it found;
-        and per problem its question, answer, responses, and for each response what was extracted, the rule, its score, whether truncated.
+        and per problem its question, answer, responses, and for each response its score and whether it was truncated, and for
+        GSM8K's verifiers what was extracted and by which rule.
 
     Raises:
-        ValueError: the numbers of rows, texts and flags do not fit; an unknown verifier; a gold answer that is no number.
+        ValueError: the numbers of rows, texts and flags do not fit. ConfigError: an unknown verifier. RewardError: it failed.
     """
     if not len(rows) * n == len(texts) == len(truncated) or not rows:
         raise ValueError(f"{len(rows)} problems with {n} answers each need as many texts and flags, not {len(texts)} and {len(truncated)}")
-    scores = np.array(get_verifier(verifier)(texts, [row["answer"] for row in rows for _ in range(n)])).reshape(-1, n)
-    found = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
-    answers = []
-    for i, row in enumerate(rows):
-        part = slice(i * n, (i + 1) * n)
-        extracted, rules = zip(*found[part])
-        answers.append({"question": row["question"], "answer": row["answer"], "responses": list(texts[part]), "extracted": list(extracted),
-                        "rules": list(rules), "scores": scores[i].tolist(), "truncated": [bool(cut) for cut in truncated[part]]})
+    answered = [row for row in rows for _ in range(n)]
+    scores = call_reward(verifier, load_reward(verifier), texts, answered).reshape(-1, n)
+    parts = [slice(i * n, (i + 1) * n) for i in range(len(rows))]
+    answers = [{"question": row.question, "answer": row.answer, "responses": list(texts[part]), "scores": scores[i].tolist(),
+                "truncated": [bool(cut) for cut in truncated[part]]} for i, (row, part) in enumerate(zip(rows, parts))]
     per_problem = scores.mean(1)
-    low, high = wilson_interval(per_problem, n)
+    low, high = interval(scores)
     result = {
         "accuracy": per_problem.mean(),
-        "standard_error": per_problem.std(ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else math.nan,
+        "standard_error": _standard_error(per_problem),
         "interval_low": low,
         "interval_high": high,
         "n_problems": len(rows),
@@ -53,9 +54,35 @@ def evaluate_answers(rows: Sequence[dict[str, Any]], texts: Sequence[str], trunc
         "truncated_fraction": np.mean(truncated),
     }
     if n > 1:
-        result |= {f"pass@{n}": scores.max(1).mean(), f"maj@{n}": np.mean([majority_score(a["extracted"], a["scores"]) for a in answers])}
-    counts = Counter(rule for _, rule in found)
-    return result | {f"rule/{rule}": counts[rule] / len(found) for rule in RULES if counts[rule]}, answers
+        result[f"pass@{n}"] = scores.max(1).mean()
+    if verifier in METHOD_OF_VERIFIER:
+        found = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
+        for answer, part in zip(answers, parts):
+            extracted, rules = zip(*found[part])
+            answer |= {"extracted": list(extracted), "rules": list(rules)}
+        if n > 1:
+            result[f"maj@{n}"] = np.mean([majority_score(answer["extracted"], answer["scores"]) for answer in answers])
+        counts = Counter(rule for _, rule in found)
+        result |= {f"rule/{rule}": counts[rule] / len(found) for rule in RULES if counts[rule]}
+    return result, answers
+
+
+def interval(scores: np.ndarray) -> tuple[float, float]:
+    """95% interval of the mean of `scores` (problems, answers to each): `wilson_interval` where they are all 0 or 1; else the mean and
+    1.96 standard errors over problems to both sides, since the range of a reward is not known (NaN for one problem).
+
+    >>> interval(np.array([[0.0], [0.5], [1.0], [0.5]]))  # doctest: +ELLIPSIS
+    (0.0999..., 0.9000...)
+    """
+    per_problem = scores.mean(1)
+    if np.isin(scores, (0, 1)).all():
+        return wilson_interval(per_problem, scores.shape[1])
+    half = Z_95 * _standard_error(per_problem)
+    return float(per_problem.mean() - half), float(per_problem.mean() + half)
+
+
+def _standard_error(per_problem: np.ndarray) -> float:
+    return per_problem.std(ddof=1) / math.sqrt(len(per_problem)) if len(per_problem) > 1 else math.nan
 
 
 def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.recipe.config import BF16_LEAST_SIGMA
+from mindspeed_qerl.recipe.reader import BF16_LEAST_SIGMA
 
 ON = 1  # a step at which always(sigma) is on
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule, skipped_strongest_noise, steps_of_epoch
 
 
 def qerl_sigmas(num_stages, start, end):
@@ -102,3 +102,33 @@ def test_bad_fields_are_named(fields, message):
 def test_bad_step(step):
     with pytest.raises(ValueError, match="step must be an integer >= 0"):
         NoiseSchedule(total_steps=10).sigma(step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start, end", [(0.05, 5e-4), (5e-4, 0.05)])
+@pytest.mark.parametrize("restart_every", [None, 3, 7, 30])
+def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, end, restart_every):
+    for num_stages in range(1, 13):
+        for total_steps in range(1, 27):
+            schedule = NoiseSchedule(kind=kind, sigma_start=start, sigma_end=end, num_stages=num_stages, total_steps=total_steps,
+                                     restart_every=restart_every)
+            period = restart_every or total_steps
+            hit = {step % period * num_stages // period for step in range(total_steps)} - {0}
+            of_stages = {"constant": set(range(1, num_stages))}.get(kind, {1 if start > end or num_stages == 2 else num_stages - 1})
+            warned = skipped_strongest_noise(schedule)
+            assert (warned is None) == (num_stages == 1 or bool(hit & of_stages))
+            if restart_every is None and kind != "constant" and num_stages > 2:
+                reached = 2 * total_steps > num_stages if start > end else total_steps >= num_stages
+                assert (warned is None) == (reached and total_steps > 1)
+
+
+@pytest.mark.parametrize("rows, batch", [(1, 1), (100, 32), (96, 32), (97, 32), (5, 32), (7473, 32)])
+def test_an_epoch_ends_with_the_step_that_asks_its_last_row(rows, batch):
+    asked = range(steps_of_epoch(rows, batch) * batch)
+    assert rows - 1 in asked and rows - 1 not in asked[:-batch]
+
+
+@pytest.mark.parametrize("rows, batch", [(0, 32), (3, 0)])
+def test_no_rows_no_epoch(rows, batch):
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        steps_of_epoch(rows, batch)

@@ -10,12 +10,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import CONTRACT
-from mindspeed_qerl.ascend.settings import check, npu_environment
+from mindspeed_qerl.ascend.settings import extra_arguments, npu_environment, vllm_dp_size
+from mindspeed_qerl.engines import checked
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import NAMED_SHAPES
-from mindspeed_qerl.layout.plan import read_plan, shape_of_config
+from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
+from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.config import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.reader import read_recipe
 
 ROOT = Path(__file__).parents[2]
 # the model's section -> name of its published shape, parameters as published, in billions
@@ -68,7 +70,7 @@ def raw(request, tmp_path, monkeypatch):
     train = Path(config["megatron_training"]["data_path"])
     assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
     train.parent.mkdir(parents=True)
-    for file in (config["gsm8k"]["train_file"], config["gsm8k"]["test_file"],
+    for file in (config["task"]["train_file"], config["task"]["test_file"],
                  *(f"{train}_packed_{column}_document.{end}" for column in ("input_ids", "labels") for end in ("bin", "idx"))):
         Path(file).touch()
     return request.param, config
@@ -76,13 +78,13 @@ def raw(request, tmp_path, monkeypatch):
 
 def test_accepted_with_everything_on(raw):
     name, config = raw
-    settings = check(config)
-    assert settings.lora_targets == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    assert settings.aqn.noise_schedule(settings.train_iters).sigma(settings.train_iters - 1) == pytest.approx(5e-4)
-    assert settings.verifiers == (("gsm8k", 1.0),)
-    assert settings.vllm_dp_size == config["generate_config"]["infer_expert_parallel_size"]
-    assert settings.eval.n_problems is None and not settings.emulate_npu
-    assert settings.extra_arguments == ({"shared_expert_gate": True} if "qwen15" in name else {})
+    recipe, _ = checked(config)
+    assert recipe.lora.targets == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    assert recipe.noise.noise_schedule(recipe.run.train_iters).sigma(recipe.run.train_iters - 1) == pytest.approx(5e-4)
+    assert recipe.task.verifiers == (("gsm8k", 1.0),)
+    assert vllm_dp_size(recipe) == config["generate_config"]["infer_expert_parallel_size"]
+    assert recipe.evaluation.n_problems is None and not recipe.emulate_npu
+    assert extra_arguments(recipe) == ({"shared_expert_gate": True} if "qwen15" in name else {})
     assert not config["generate_config"]["trust_remote_code"]
 
 
@@ -91,7 +93,7 @@ def test_a_missing_model_and_missing_data_are_named(raw, tmp_path):
     shutil.rmtree(tmp_path / "data")
     Path(config["megatron_training"]["tokenizer_name_or_path"], "config.json").unlink()
     with pytest.raises(ConfigError) as error:
-        check(config)
+        checked(config)
     lines = str(error.value).splitlines()
     assert len(lines) == 6 and sum("tools/convert_gsm8k.py" in line for line in lines) == 5
     assert any("no readable config.json" in line for line in lines)
@@ -110,7 +112,7 @@ def test_names_say_model_and_npus(name):
 def test_layout_is_the_one_that_is_meant_and_legal(name):
     config = composed(name)
     _, npus, training, infer, node = SHIPPED[name]
-    plan = read_plan(config, shape_of_config(config), ranks_per_node=node)
+    plan = plan_of(read_recipe(config), ranks_per_node=node)
     it = plan.layout
     assert (it.world, (it.tp, it.pp, it.ep), (it.infer_tp, it.infer_ep)) == (npus, training, infer)
     assert broken(plan) == []
@@ -126,9 +128,9 @@ def test_layout_is_the_one_that_is_meant_and_legal(name):
 def test_two_nodes_are_not_one():
     """The rules look at the node's width: ranks that fill two nodes of 8 leave a third of 12-rank nodes half empty."""
     config = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu")
-    assert broken(read_plan(config, shape_of_config(config), ranks_per_node=12))
+    assert broken(plan_of(read_recipe(config), ranks_per_node=12))
     odd = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu", ["megatron_training.global_batch_size=63"])
-    assert broken(read_plan(odd, shape_of_config(odd), ranks_per_node=8))
+    assert broken(plan_of(read_recipe(odd), ranks_per_node=8))
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "qwen25" not in name])
@@ -136,7 +138,7 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
     """CANN's sum for the dispatch of tokens to experts, as its error prints it (vllm-ascend pull request 5287: 609 MiB for 512 tokens, hidden
     2048, 128 experts, top 8): 2 x tokens x ((2h + 512) x experts + 2h x (top k + shared)). A token for each sequence at once, 512 at most."""
     config = composed(name)
-    shape = shape_of_config(config)
+    shape = shape_of_model(read_recipe(config))
 
     def needed(tokens: int, h: int, experts: int, k: int, shared: int) -> float:
         return 2 * tokens * ((2 * h + 512) * experts + 2 * h * (k + shared)) / 2**20
@@ -153,7 +155,7 @@ def test_model_has_the_published_shape(model):
     published, billions = MODELS[model]
     section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))  # to YAML 1.1 alone 1e-6 is text
     assert list(section) == [model]
-    shape = shape_of_config({"model": section, "actor_config": {"model": model}})
+    shape = shape_of_arguments({"model": model, **section[model]})
     assert replace(shape, name=published) == NAMED_SHAPES[published]
 
     m = section[model]

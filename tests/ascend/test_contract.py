@@ -1,38 +1,43 @@
-"""Each kind of clause holds on a small source and is broken by the smallest change that matters, and the finding says which."""
+"""The digest sees code and nothing else, and a report says which version of upstream is there and what changed in it."""
 
 import ast
+import importlib.util
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend.clauses import (
-    Attributes,
-    Broken,
-    Class,
-    Dictionary,
-    Function,
-    Globals,
-    Source,
-    Unchanged,
-    Without,
+from mindspeed_qerl.ascend import contract
+from mindspeed_qerl.ascend.contract import (
+    ENTRIES,
+    PINS,
+    Pin,
+    check,
+    commit_of,
+    content_of,
+    definitions,
     digest,
-    find,
+    installed,
+    require,
+    upstream_versions,
 )
-from mindspeed_qerl.ascend.contract import CONTRACT, PINS, UpstreamMismatch, check, commit_of, repository, require
+from mindspeed_qerl.errors import ConfigError, EngineError
 
 ROOT = Path(__file__).parents[2]
-FILE = "mindspeed_rl/worker.py"
+FILE, OTHER = "mindspeed_rl/worker.py", "mindspeed_rl/other.py"
 WORKER = '''
 import os
-from engines import Engine
 try:
     import fast
+    SPEED = 2
 except ImportError:
-    fast = None
+    SPEED = 1
 
-REGISTRY = {"a": Engine, Engine.name: lambda config: config.npus}
+REGISTRY = {"a": os.name}
+LIMIT: int = 4
 
 @remote(npus=0.7)
 class Worker(Base, Mixin):
@@ -40,215 +45,260 @@ class Worker(Base, Mixin):
 
     def __init__(self, config):
         self.config = config
-        self.step: int = 0
 
-    def build(self, path: str, *, tp: int = 1, **kwargs) -> Engine:
-        known = {"x": 1}
-        engine = Engine(path)
-        engine.load(config=self.config)
+    def build(self, path: str, *, tp: int = 1) -> str:
+        """Docstring."""
         if tp > 1:
-            engine.split(tp)
-        return engine
-
-    @staticmethod
-    def rank(of):
-        return of
+            path = f"{path!r:>{tp}} of {tp:02d}"
+        return path
 
 def registry():
-    return {"a": REGISTRY}
+    def inner():
+        return REGISTRY
+    return inner()
 '''
+NAMES = ("SPEED", "REGISTRY", "LIMIT", "Worker", "Worker.__init__", "Worker.build", "registry", "registry.inner", "")
 
 
-def look(clause, source):
-    """The line that keeps the promise, or what was found instead."""
-    try:
-        return clause.look(ast.parse(source))
-    except Broken as broken:
-        return broken.found
+def digests(source: str) -> dict[str, str]:
+    module = ast.parse(source)
+    return {name: digest(definitions(module, name)) for name in NAMES}
 
 
-BUILD = "Worker.build"
-CALLED = Function(FILE, BUILD, "", called="build('p', tp=2)")
-REPLACED = Function(FILE, BUILD, "", signature="self, path, *, tp=1, **kwargs")
-STATIC = Function(FILE, "Worker.rank", "", called="rank(0)", decorator="staticmethod")
-EXTENDED = Class(FILE, "Worker", "", bases=("Base", "Mixin"), decorator="remote(npus=0.7)")
-STORED = Attributes(FILE, "Worker", "", names=frozenset({"config", "step"}))
-REGISTRY = Dictionary(FILE, "REGISTRY", "", entries={"a": "Engine", "Engine.name": "lambda config: config.npus"},
-                      absent=frozenset({"c"}))
-LOCAL = Dictionary(FILE, f"{BUILD}.known", "", entries={"x": None}, exactly=True)
-RETURNED = Dictionary(FILE, "registry.return", "", entries={"a": None})
-LOOKED_UP = Globals(FILE, BUILD, "", names=("Engine",))
-LOADS = Source(FILE, BUILD, "", snippets=("engine.load(config=self.config)",))
-ORDER = Source(FILE, BUILD, "", snippets=("known = {'x': 1}", "engine = Engine(path)"))
-STATEMENT = Source(FILE, BUILD, "", snippets=("if tp > 1:\n    engine.split(tp)",))
-OF_MODULE = Source(FILE, "", "", snippets=("fast = None",))
-SILENT = Without(FILE, BUILD, "", word="shard")
-
-# clause, what is changed in WORKER, into what, what the finding says then
-CASES = [
-    (CALLED, "*, tp: int = 1", "*, sp: int", "missing a required argument: 'sp'"),
-    (CALLED, "path: str, *, tp: int = 1, **kwargs", "path", "keyword argument 'tp'"),
-    (CALLED, "path: str, ", "", "too many positional arguments"),
-    (CALLED, "def build", "def built", "Worker has no build; the nearest name is built"),
-    (REPLACED, "tp: int = 1", "tp: int = 2", "its parameters are (self, path, *, tp=2, **kwargs)"),
-    (REPLACED, "path: str", "path: str, mode", "(self, path, mode, *"),
-    (STATIC, "@staticmethod", "@classmethod", "its decorators: @classmethod"),
-    (STATIC, "rank(of)", "rank(self, of)", "missing a required argument: 'of'"),
-    (EXTENDED, "(Base, Mixin)", "(Mixin, Base)", "its bases are (Mixin, Base)"),
-    (EXTENDED, "0.7", "0.5", "its decorators: @remote(npus=0.5)"),
-    (EXTENDED, "class Worker(Base, Mixin):", "def Worker():", "Worker is a FunctionDef"),
-    (STORED, "self.step", "self.steps", "it does not set step"),
-    (REGISTRY, '"a": Engine', '"b": Engine', "'a' is missing"),
-    (REGISTRY, '"a": Engine', '"a": Worker', "'a' is Worker, not Engine"),
-    (REGISTRY, "config.npus", "config.nodes", "'Engine.name' is lambda config: config.nodes"),
-    (REGISTRY, '{"a": E', '{"c": 0, "a": E', "'c' is there already: 0"),
-    (REGISTRY, "REGISTRY = {", "REGISTRIES = {", "there is no dictionary REGISTRY"),
-    (LOCAL, '{"x": 1}', '{"x": 1, "y": 2}', "'y' is new"),
-    (LOCAL, '{"x": 1}', "dict(x=1)", "known is no dictionary display: dict(x=1)"),
-    (RETURNED, 'return {"a"', 'return {"b"', "'a' is missing"),
-    (LOOKED_UP, "from engines import Engine", "import engines", "Engine is not a name of the module"),
-    (LOOKED_UP, 'known = {"x": 1}', "from engines import Engine", "Engine is bound inside the function"),
-    (LOOKED_UP, "path: str", "Engine", "Engine is bound inside the function"),
-    (LOOKED_UP, "engine = Engine(path)", "engine = self.make(path)", "Engine is not used"),
-    (LOADS, "(config=self.config)", "(self.config)", "does not occur; the nearest is `engine.load(self.config)`"),
-    (ORDER, 'known = {"x": 1}\n        engine = Engine(path)', 'engine = Engine(path)\n        known = {"x": 1}',
-     "`engine = Engine(path)` comes before `known = {'x': 1}`"),
-    (STATEMENT, "engine.split(tp)", "engine.split()", "does not occur"),
-    (OF_MODULE, "fast = None", "fast = 0", "`fast = None` does not occur"),
-    (SILENT, "engine.split(tp)", "engine.split(shards=tp)", "it mentions shard"),
-    (SILENT, '{"x": 1}', '{"resharding": 1}', "it mentions shard"),
-]
+def test_what_does_not_change_the_code_changes_no_digest():
+    same = '"""Of the module."""\n' + WORKER.replace('"a"', "'a'").replace("return path", "return (  # why\n            path)")
+    same = same.replace('"""Docstring."""', '"""Another,\n    longer."""').replace("    def inner", "\n    # why\n    def inner")
+    assert same.count("# why") == 2 and same.count("Another") == 2
+    assert digests(same) == digests(WORKER)
 
 
-@pytest.mark.parametrize(("clause", "old", "new", "expected"), CASES)
-def test_a_clause_holds_and_can_be_broken(clause, old, new, expected):
+@pytest.mark.parametrize(("old", "new", "seen"), [
+    ("tp: int = 1", "tp: int = 2", {"Worker.build", "Worker"}),
+    ("tp: int = 1", "tp: float = 1", {"Worker.build", "Worker"}),
+    ("tp > 1", "tp >= 1", {"Worker.build", "Worker"}),
+    (":02d", ":03d", {"Worker.build", "Worker"}),
+    ("self.config = config", "self.configs = config", {"Worker.__init__", "Worker"}),
+    ("npus=0.7", "npus=0.5", {"Worker"}),
+    ("(Base, Mixin)", "(Mixin, Base)", {"Worker"}),
+    ("def build", "def built", {"Worker.build", "Worker"}),
+    ('"a": ', '"b": ', {"REGISTRY"}),
+    ("int = 4", "int = 5", {"LIMIT"}),
+    ("SPEED = 2", "SPEED = 3", {"SPEED"}),
+    ("SPEED = 1", "SPEED = 3", {"SPEED"}),
+    ("return inner()", "return inner", {"registry"}),
+    ("return REGISTRY", "return dict(REGISTRY)", {"registry.inner", "registry"}),
+    ("import os\n", "import os.path as os\n", set()),
+])
+def test_a_digest_sees_each_change_of_its_code_and_of_no_other(old, new, seen):
     assert WORKER.count(old) == 1
-    assert isinstance(look(clause, WORKER), int)
-    assert expected in look(clause, WORKER.replace(old, new))
+    before, after = digests(WORKER), digests(WORKER.replace(old, new))
+    assert {name for name in NAMES if before[name] != after[name]} == seen | {""}
 
 
-def test_a_kept_promise_names_its_line():
-    lines = WORKER.split("\n")
-    line = look(Source(FILE, BUILD, "", snippets=("engine.split(tp)", "return engine")), WORKER)
-    assert lines[line - 1].strip() == "engine.split(tp)"
+def test_a_digest_is_the_same_on_every_python():
+    """Known values: contract.yaml is written by one Python and read by others."""
+    assert digest(ast.parse("def f(a):\n    return a + 1\n").body) == "76b32ee085a9"
+    assert digest(ast.parse(WORKER).body) == "1e2f1b80f8f9"
 
 
-def test_what_does_not_change_the_code_breaks_nothing():
-    """Layout, quotes, comments, annotations and docstrings."""
-    same = WORKER.replace('"a"', "'a'").replace("(config=self.config)", "(  # why\n            config=(self.config))")
-    same = same.replace("path: str", "path: Path").replace('"""Docstring."""', '"""Another."""')
-    for clause, *_ in CASES:
-        assert isinstance(look(clause, same), int), clause
-
-
-def test_unchanged_sees_code_and_nothing_else():
-    def of(source):
-        return digest(find(ast.parse(source), "f"))
-
-    first = of('def f(a):\n    """One."""\n    return a + 1\n')
-    assert first == of('def f(a):  # a comment\n    """Two."""\n    return (a\n            + 1)\n')
-    assert first != of('def f(a):\n    """One."""\n    return a + 2\n')
-    assert first != of("def f(a=0):\n    return a + 1\n")
-    # The same on every Python, so it may be written into the contract.
-    assert first == "76b32ee085a9"
-    assert look(Unchanged(FILE, "f", "", digest=first), "def f(a):\n    return a + 1\n") == 1
-    assert "digest" in look(Unchanged(FILE, "f", "", digest=first), "def f(a):\n    return a - 1\n")
+PIN = Pin("MindSpeed-RL", "0123456789", "branch master", "", {})
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    (tmp_path / "mindspeed_rl").mkdir()
-    (tmp_path / FILE).write_text(WORKER)
-    return tmp_path
+def checkout(tmp_path, monkeypatch):
+    """A made-up MindSpeed-RL in a folder, which is the pin."""
+    root = tmp_path / "rl"
+    for file, text in ((FILE, WORKER), (OTHER, "x = 1\n"), ("mindspeed_rl/__init__.py", ""), ("cli/train.py", "def main(): pass\n")):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text)
+    entries = {"Worker.build": f"{digests(WORKER)['Worker.build']} we call it", "registry": f"{digests(WORKER)['registry']} we read it"}
+    main = digest(ast.parse("def main(): pass").body)
+    monkeypatch.setattr(contract, "ENTRIES", {FILE: entries, "cli/train.py": {"": f"{main} we start it"}})
+    set_pin(monkeypatch, root)
+    return root
 
 
-def test_findings_say_where_and_what_instead(checkout):
-    clauses = [Function(FILE, BUILD, "we call it", called="build('p')"), Function(FILE, BUILD, "we call it", called="build()"),
-               Class("mindspeed_rl/gone.py", "Gone", "we extend it"), Class("megatron/core/x.py", "X", "we read it")]
-    (checkout / "mindspeed_rl/syntax.py").write_text("x = (\n")
-    clauses.append(Source("mindspeed_rl/syntax.py", "", "we read it", snippets=("x",)))
-    holds, broken, gone, not_given, syntax = check({"mindspeed_rl": checkout}, clauses)
-    line = WORKER.split("\n").index("    def build(self, path: str, *, tp: int = 1, **kwargs) -> Engine:") + 1
-    assert (holds.status, holds.where, holds.found) == ("holds", f"{FILE}:{line}", "")
-    assert (broken.status, broken.where) == ("broken", f"{FILE}:{line}")
-    assert (gone.status, gone.where, gone.found) == ("broken", "mindspeed_rl/gone.py", "there is no such file")
-    assert (not_given.status, not_given.found) == ("not checked", "Megatron-LM was not given")
-    assert syntax.status == "broken"
-    assert "cannot be parsed" in syntax.found
-
-    require([holds, not_given])
-    with pytest.raises(UpstreamMismatch) as refusal:
-        require([holds, broken, gone, not_given])
-    for text in ("2 broken promises", "MindSpeed-RL 05a90d7 (branch master)", broken.where, "missing a required argument: 'path'",
-                 "promised: build()", "why: we call it", "mindspeed_rl/gone.py", "why: we extend it"):
-        assert text in str(refusal.value)
-    assert "Megatron-LM" not in str(refusal.value)
+def set_pin(monkeypatch, root, **changes):
+    pin = Pin(**{**vars(PIN), "content": content_of(root / "mindspeed_rl"), **changes})
+    monkeypatch.setattr(contract, "PINS", {**PINS, "mindspeed_rl": pin})
 
 
-def test_wrong_roots_are_refused(checkout):
-    with pytest.raises(ValueError, match="'verl'; known: mindspeed_rl, mindspeed_llm"):
-        check({"verl": checkout})
-    with pytest.raises(FileNotFoundError, match="holds no folder mindspeed: give a checkout of MindSpeed,"):
-        check({"mindspeed": checkout})
+def replace(path, old, new):
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+
+
+def report_of(*roots):
+    (report,) = check({"mindspeed_rl": roots})
+    return report
+
+
+def test_the_pin_needs_no_word(checkout):
+    report = report_of(checkout)
+    assert report.at_pin and not report.changed and require([report]) == []
+    assert str(report) == (f"MindSpeed-RL in {checkout} is the pin 0123456 (branch master); "
+                           "3 of 3 things that the engine relies on are unchanged")
+    (checkout / "mindspeed_rl" / "_build_info.py").write_text("built = 'here'")  # an installation writes it
+    assert report_of(checkout).at_pin
+
+
+def test_another_version_with_all_that_we_rely_on_unchanged_is_a_warning(checkout, monkeypatch):
+    before = content_of(checkout / "mindspeed_rl")
+    replace(checkout / OTHER, "x = 1", "x = 2")
+    (warning,) = require([report_of(checkout)])
+    assert "is an unknown version (no git checkout), not the pin 0123456 (branch master); 3 of 3 things" in warning
+    set_pin(monkeypatch, checkout, content=before, others={"v1": "0" * 12, "v2": content_of(checkout / "mindspeed_rl")})
+    (warning,) = require([report_of(checkout)])
+    assert "is v2 (no git checkout), not the pin" in warning
+
+
+@pytest.mark.parametrize(("file", "old", "new", "told"), [
+    (FILE, "tp: int = 1", "tp: int = 2", f"changed {FILE}:19 Worker.build: we call it"),
+    (FILE, "def build", "def built", f"gone {FILE}:1 Worker.build: we call it"),
+    (FILE, "return inner()", "return inner", f"changed {FILE}:25 registry: we read it"),
+    ("cli/train.py", "pass", "return 1", "changed cli/train.py:1 (whole): we start it"),
+])
+def test_what_changed_is_named_with_its_reason(checkout, file, old, new, told):
+    replace(checkout / file, old, new)
+    report = report_of(checkout)
+    assert not report.at_pin
+    with pytest.raises(EngineError) as refusal:
+        require([report])
+    assert refusal.value.args[0].splitlines()[1:] == [f"  {report}", f"  {told}"]
+    assert "2 of 3 things that the engine relies on are unchanged" in str(report)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("x = (")])
+def test_all_of_a_file_that_cannot_be_read_is_gone(checkout, spoil):
+    spoil(checkout / FILE)
+    assert [(each.change, each.name) for each in report_of(checkout).changed] == [("gone", "Worker.build"), ("gone", "registry")]
+
+
+@pytest.fixture
+def git(checkout):
+    """git(command...) in the checkout, whose files are committed."""
+    def run(*command):
+        options = ["-c", "user.name=t", "-c", "user.email=t@t"]
+        return subprocess.run(["git", "-C", checkout, *options, *command], capture_output=True, text=True, check=True).stdout.strip()
+
+    if not shutil.which("git"):
+        pytest.skip("git is not there")
+    run("init", "--quiet")
+    run("add", ".")
+    run("commit", "--quiet", "--message", "one")
+    return run
+
+
+def test_a_commit_is_named_for_a_checkout_only(checkout, git):
+    (checkout / "site-packages").mkdir()
+    assert commit_of(checkout) == git("rev-parse", "HEAD")
+    assert commit_of(checkout / "site-packages") is None
+
+
+def test_a_checkout_at_another_commit_and_an_edited_one(checkout, git, monkeypatch):
+    first = git("rev-parse", "HEAD")
+    set_pin(monkeypatch, checkout, commit=first)
+    pin = contract.PINS["mindspeed_rl"]
+    monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
+    assert report_of(checkout).at_pin and upstream_versions()["MindSpeed-RL"] == first
+
+    replace(checkout / OTHER, "x = 1", "x = 2")
+    assert f"is the pin {first[:7]} (branch master) with edited files; 3 of 3" in require([report_of(checkout)])[0]
+    edited = f"sha256:{content_of(checkout / 'mindspeed_rl')}"
+    assert upstream_versions()["MindSpeed-RL"] == edited
+
+    git("commit", "--quiet", "--all", "--message", "two")
+    second = git("rev-parse", "HEAD")
+    assert f"is an unknown version ({second[:7]}), not {pin};" in require([report_of(checkout)])[0]
+    assert upstream_versions()["MindSpeed-RL"] == second
+    shutil.rmtree(checkout / ".git")
+    assert upstream_versions()["MindSpeed-RL"] == edited
+
+
+def test_the_first_of_two_copies_counts(checkout, tmp_path, monkeypatch):
+    second = tmp_path / "second"
+    shutil.copytree(checkout, second)
+    replace(checkout / FILE, "tp: int = 1", "tp: int = 2")
+    set_pin(monkeypatch, second)
+    monkeypatch.setattr(sys, "path", [str(second), str(checkout), str(second), *sys.path])
+    assert installed()["mindspeed_rl"] == [second, checkout]
+    report = report_of(*installed()["mindspeed_rl"])
+    assert report.at_pin and require([report])[0].count(f"; not used, later on the path: {checkout};") == 1
+    monkeypatch.setattr(sys, "path", [str(checkout), str(second), *sys.path])
+    with pytest.raises(EngineError, match=f"in {checkout} is an unknown .* not used, later on the path: {second};"):
+        require(check({"mindspeed_rl": installed()["mindspeed_rl"]}))
+
+
+def test_a_folder_without_its_package_is_refused(checkout):
+    with pytest.raises(ConfigError, match="holds no folder mindspeed: give a checkout of MindSpeed,"):
+        check({"mindspeed": [checkout]})
 
 
 def test_the_table_is_well_formed():
-    """Every clause belongs to a pinned repository, gives a reason, and can say what it promises."""
-    for clause in CONTRACT:
-        assert repository(clause) in PINS
-        assert clause.file.endswith(".py")
-        assert clause.why
-        assert clause.promise
-    assert len(set(map(repr, CONTRACT))) == len(CONTRACT)
-    assert {repository(clause) for clause in CONTRACT} == set(PINS)
+    for file, entries in ENTRIES.items():
+        assert file.endswith(".py") and file.split("/")[0] in {*PINS, "cli"}
+        assert all(re.fullmatch(r"[0-9a-f]{12} \S.{4,}", entry) for entry in entries.values()), file
+    assert {file.split("/")[0] for file in ENTRIES} == {*PINS, "cli"}
+    for pin in PINS.values():
+        assert re.fullmatch("[0-9a-f]{40}", pin.commit) and pin.content not in pin.others.values()
+        assert all(re.fullmatch("[0-9a-f]{12}", content) for content in (pin.content, *pin.others.values()))
 
 
 def test_installed_packages_are_found_without_being_imported(tmp_path):
-    """In a Python without site-packages: nothing but the standard library is needed."""
-    for package in ("a/mindspeed_rl/__init__.py", "a/megatron/core/__init__.py", "b/megatron/training/__init__.py"):
+    """megatron has no __init__.py: Python takes megatron.core from the first folder that has it."""
+    for package in ("a/mindspeed_rl/__init__.py", "a/megatron/training/__init__.py", "b/megatron/core/__init__.py",
+                    "c/megatron/core/__init__.py", "c/megatron/training/__init__.py"):
         (tmp_path / package).parent.mkdir(parents=True)
         (tmp_path / package).write_text("raise RuntimeError('imported')")
-    program = (f"import sys; sys.path[:0] = ['{tmp_path}/a', '{tmp_path}/b', '{ROOT}']\n"
-               "from mindspeed_qerl.ascend.contract import check, installed_roots\n"
-               "roots = installed_roots(); print({key: root.name for key, root in roots.items()})\n"
-               "print({finding.status for finding in check(roots)})")
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True, env={})
-    assert done.stdout.split("\n")[0] == "{'mindspeed_rl': 'a', 'megatron': 'b'}"
-    assert "broken" in done.stdout
-    assert "not checked" in done.stdout
+    program = (f"import sys; sys.path[:0] = [f'{tmp_path}/{{name}}' for name in 'abc'] + ['{ROOT}']\n"
+               "from mindspeed_qerl.ascend.contract import check, installed\n"
+               "copies = installed(); print([copies['mindspeed_rl'][0].name, *(root.name for root in copies['megatron'][:2])])\n"
+               "print({finding.change for report in check(copies) for finding in report.findings})")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={})
+    assert done.stdout.splitlines() == ["['a', 'b', 'c']", "{'gone'}"]
 
 
-def test_a_commit_is_named_for_a_checkout_only(tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
-    try:
-        subprocess.run([*git, "init", "--quiet"], check=True)
-    except OSError:
-        pytest.skip("git is not there")
-    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "one"], check=True)
-    (tmp_path / "site-packages").mkdir()
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    assert commit_of(tmp_path) == head
-    assert commit_of(tmp_path / "site-packages") is None
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location("check_upstream", ROOT / "tools" / "check_upstream.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def run_tool(**folders):
-    arguments = [f"--{name.replace('_', '-')}={folder}" for name, folder in folders.items()]
-    command = [sys.executable, ROOT / "tools/check_upstream.py", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+def run_tool(*arguments):
+    return subprocess.run([sys.executable, ROOT / "tools/check_upstream.py", *arguments], check=False, capture_output=True, text=True)
 
 
-def test_the_tool_says_what_is_broken_and_what_was_not_checked(checkout):
-    for package in ("mindspeed_llm", "mindspeed"):
-        (checkout / package).mkdir()
-    done = run_tool(mindspeed_rl=checkout, mindspeed_llm=checkout, mindspeed=checkout)
+def test_the_tool_says_what_changed_and_what_is_not_there(checkout):
+    done = run_tool("--mindspeed-rl", checkout)
     assert done.returncode == 1
-    assert f"MindSpeed-RL  {checkout}, not a git checkout\n  broken  cli/train_grpo.py\n          train(config)" in done.stdout
-    assert "vllm-ascend  not given, so not checked" in done.stdout
-    assert done.stdout.strip().endswith("not checked")
+    assert f"MindSpeed-RL in {checkout} is an unknown version (no git checkout), not the pin 05a90d7 (branch master); 0 of " in done.stdout
+    assert "\n  gone cli/train_grpo.py:1 train: we start this task" in done.stdout
+    assert "\nvllm-ascend is not there, so not compared\n" in done.stdout
 
 
 def test_the_tool_refuses_a_missing_folder(checkout):
-    done = run_tool(mindspeed_rl=checkout, mindspeed_llm=checkout / "nowhere", mindspeed=checkout)
+    done = run_tool("--mindspeed-rl", checkout, "--mindspeed-llm", checkout / "nowhere")
     assert done.returncode == 2
     assert f"{checkout}/nowhere holds no folder mindspeed_llm" in done.stderr
-    assert run_tool(mindspeed_rl=checkout).returncode == 2
+
+
+def test_a_new_pin_is_one_command(checkout, tool, tmp_path, monkeypatch, capsys):
+    """The digests of what is there take the place of the old ones, everything else stays as it was written."""
+    old = contract.ENTRIES[FILE]
+    text = (f"# why\npins: {{commit: '0123456789', content: '{content_of(checkout / 'mindspeed_rl')}'}}\nfiles:\n  {FILE}:\n"
+            + "".join(f"    {name}: {entry}\n" for name, entry in old.items()) + f"  cli/train.py: {contract.ENTRIES['cli/train.py']['']}\n")
+    monkeypatch.setattr(tool, "TABLE", tmp_path / "contract.yaml")
+    monkeypatch.setattr(tool, "ENTRIES", contract.ENTRIES)
+    tool.TABLE.write_text(text)
+    replace(checkout / FILE, "tp: int = 1", "tp: int = 2")
+    replace(checkout / "cli/train.py", "pass", "return 1")
+    replace(checkout / FILE, "def registry", "def registries")
+    assert tool.write([report_of(checkout)]) == 0
+    before, after = text.splitlines(), tool.TABLE.read_text().splitlines()
+    assert [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other] == [1, 4, 6]
+    assert f"content: '{content_of(checkout / 'mindspeed_rl')}'" in after[1]
+    source = (checkout / FILE).read_text()
+    assert after[4] == f"    Worker.build: {digests(source)['Worker.build']} we call it"
+    assert f"gone {FILE}:1 registry: we read it" in capsys.readouterr().err

@@ -9,9 +9,10 @@ import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout import rules
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run

@@ -14,13 +14,15 @@ from mindspeed_qerl.layout.memory import (
     estimate,
     layer_activations,
     model_parameters,
-    read_settings,
     rollout_weights,
+    settings_of,
     training_weights,
 )
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan, read_plan, shape_of_config
+from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.planner import new_plan
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
 
@@ -215,6 +217,6 @@ def test_what_does_not_fit_is_said():
 
 def test_the_settings_of_a_config():
     raw = compose("grpo_qwen25_7b_gsm8k_8npu")
-    settings = read_settings(raw)
+    settings = settings_of(read_recipe(raw))
     assert (settings.recompute, settings.lora_r, settings.gpu_memory_utilization, settings.offload_train_grad) == (False, 32, 0.6, True)
-    assert parts(estimate(read_plan(raw, shape_of_config(raw)), settings), "update")["activations kept"] == pytest.approx(8, abs=1)
+    assert parts(estimate(plan_of(read_recipe(raw)), settings), "update")["activations kept"] == pytest.approx(8, abs=1)

@@ -10,10 +10,12 @@ import pytest
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, read_shape
-from mindspeed_qerl.layout.memory import estimate, read_settings
-from mindspeed_qerl.layout.plan import read_plan, shape_of_config
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.config import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.writer import to_config
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
 PUBLISHED = {"qwen3_30b_a3b": "qwen3_30b_a3b", "qwen15_moe_a27b": "qwen15_moe_a2_7b", "qwen25_7b": "qwen25_7b", "qwen25_1_5b": "qwen25_1_5b"}
@@ -22,21 +24,21 @@ PUBLISHED = {"qwen3_30b_a3b": "qwen3_30b_a3b", "qwen15_moe_a27b": "qwen15_moe_a2
 @pytest.mark.parametrize("name", NPU_CONFIGS)
 def test_the_configs_are_legal_and_fit(name):
     raw = compose(name)
-    shape = shape_of_config(raw)
+    shape = shape_of_model(read_recipe(raw))
     known = NAMED_SHAPES[PUBLISHED[shape.name]]
     left_out = {"name", "norm_topk_prob", "rope_theta"}
     assert {key: value for key, value in vars(shape).items() if key not in left_out} == {
         key: value for key, value in vars(known).items() if key not in left_out}
 
     width = 8 if "2x8" in name else 16
-    plan = read_plan(raw, shape, width)
+    plan = plan_of(read_recipe(raw), shape, width)
     npus = re.search(r"_(?:(\d+)x)?(\d+)npu", name)
     assert plan.layout.world == int(npus[1] or 1) * int(npus[2]) and plan.layout.nodes == int(npus[1] or 1)
     assert plan.layout.tp == raw["actor_config"]["tensor_model_parallel_size"] and plan.lora and plan.share_backbone
     assert plan.layout.infer_ep == raw["generate_config"]["infer_expert_parallel_size"]
     assert plan.batch.samples_per_prompt == raw["rl_config"]["n_samples_per_prompt"]
     assert not broken(plan)
-    memory = estimate(plan, read_settings(raw))
+    memory = estimate(plan, settings_of(read_recipe(raw)))
     assert memory.fits, memory.faults
 
 
@@ -49,34 +51,38 @@ def test_actor_config_overrides_the_model_and_megatron_training(raw):
     raw["model"]["qwen3_30b_a3b"]["micro_batch_size"] = 7
     raw["megatron_training"]["micro_batch_size"] = 6
     raw["actor_config"]["micro_batch_size"] = 5
-    assert read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 5
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 5
     del raw["actor_config"]["micro_batch_size"]
-    assert read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
 
 
-def test_what_is_left_out_is_upstreams_default(raw):
-    """config_cls/rl_config.py, generate_config.py, megatron_config.py."""
-    for section, keys in {"rl_config": ("mini_batch_size", "n_samples_per_prompt", "guarantee_order", "share_backbone", "hccl_buffersize"),
+def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
+    """Not upstream's defaults (infer TP 8, mini-batches of one prompt, max_model_len 2048): they would make another run of the same YAML."""
+    for section, keys in {"rl_config": ("mini_batch_size", "guarantee_order", "share_backbone", "hccl_buffersize"),
                           "generate_config": ("infer_tensor_parallel_size", "infer_expert_parallel_size", "enable_expert_parallel", "max_model_len",
                                               "max_num_batched_tokens", "gpu_memory_utilization", "max_num_seqs", "offload_train_param"),
                           "actor_config": ("expert_model_parallel_size", "moe_tp_extend_ep"),
-                          "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths")}.items():
+                          "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths", "seq_length")}.items():
         for key in keys:
             del raw[section][key]
-    plan, settings = read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"]), read_settings(raw)
-    assert (plan.batch.mini_batch_size, plan.batch.samples_per_prompt, plan.batch.guarantee_order, plan.share_backbone) == (1, 1, False, False)
-    assert (plan.layout.infer_tp, plan.layout.infer_ep, plan.layout.enable_expert_parallel) == (8, 1, False)
-    assert (plan.batch.max_model_len, plan.batch.max_num_batched_tokens) == (2048, 2048)
-    assert (plan.layout.ep, plan.layout.tp_extend_ep, plan.layout.sequence_parallel, plan.batch.no_pad_to_seq_lengths) == (1, False, False, False)
-    assert (settings.gpu_memory_utilization, settings.max_num_seqs, settings.offload_train_param, settings.lora_r) == (0.5, 1, False, 8)
-    assert settings.hccl_buffer_mib == 256
+    recipe = read_recipe(raw)
+    plan, settings = plan_of(recipe, NAMED_SHAPES["qwen3_30b_a3b"]), settings_of(recipe)
+    assert (plan.batch.mini_batch_size, plan.batch.guarantee_order, plan.share_backbone) == (64, True, False)
+    assert (plan.layout.infer_tp, plan.layout.infer_ep, plan.layout.enable_expert_parallel) == (1, 1, False)
+    assert (plan.batch.max_model_len, plan.batch.seq_length, plan.batch.max_num_batched_tokens) == (512 + 2048, 512 + 2048, 8192)
+    assert (plan.layout.ep, plan.layout.tp_extend_ep, plan.layout.sequence_parallel) == (1, False, False)
+    assert (settings.gpu_memory_utilization, settings.max_num_seqs, settings.offload_train_param, settings.lora_r) == (0.5, 256, False, 8)
+    told = to_config(recipe)
+    assert told["generate_config"]["infer_tensor_parallel_size"] == 1 and told["rl_config"]["mini_batch_size"] == 64
+    assert told["generate_config"]["max_model_len"] == told["megatron_training"]["seq_length"] == 2560
+    assert told["rl_config"]["hccl_buffersize"] == 256 and told["megatron_training"]["lora_r"] == 8
 
 
 def test_layer_lists_and_dispatch_sizes(raw):
     raw["megatron_training"]["num_layer_list"] = "20,28"
     raw["actor_config"]["pipeline_model_parallel_size"] = 2
     raw["rl_config"]["actor_update_dispatch_size"] = 16
-    plan = read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"])
+    plan = plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"])
     assert plan.layers == (20, 28) and plan.batch.dispatch["actor_update_dispatch_size"] == 16
     assert plan.batch.dispatch["ref_dispatch_size"] is None
 
@@ -87,20 +93,20 @@ def test_layer_lists_and_dispatch_sizes(raw):
     ("megatron_training", "global_batch_size", None, "global_batch_size is missing"),
     ("megatron_training", "num_layer_list", "a,b", "num_layer_list = 'a,b' must be whole numbers"),
     ("rl_config", "n_samples_per_prompt", 2.5, "rl_config.n_samples_per_prompt = 2.5 must be int"),
-    ("rl_config", "actor_resource", {}, "rl_config.actor_resource.num_npus = None must be int"),
+    ("rl_config", "actor_resource", {}, "rl_config.actor_resource.num_npus is missing"),
     ("generate_config", "enable_expert_parallel", "yes", "enable_expert_parallel = 'yes' must be bool"),
 ])
 def test_a_wrong_value_is_named(raw, section, key, value, message):
     raw[section][key] = value
     with pytest.raises(ConfigError) as refused:
-        read_plan(raw, NAMED_SHAPES["qwen3_30b_a3b"])
+        plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"])
     assert message in str(refused.value)
 
 
 def test_a_model_without_sizes_is_named(raw):
     del raw["model"]["qwen3_30b_a3b"]["num_layers"]
     with pytest.raises(ConfigError, match="num_layers of the model is missing"):
-        shape_of_config(raw)
+        shape_of_model(read_recipe(raw))
 
 
 @pytest.mark.parametrize("key, value, message", [
@@ -113,7 +119,7 @@ def test_a_model_without_sizes_is_named(raw):
 def test_an_impossible_size_in_the_section_model(raw, key, value, message):
     raw["model"]["qwen3_30b_a3b"][key] = value
     with pytest.raises(ConfigError) as refused:
-        shape_of_config(raw)
+        shape_of_model(read_recipe(raw))
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mindspeed_qerl.local.batch import build_batch, deal
-from mindspeed_qerl.local.engine import prompt_indices
+from mindspeed_qerl.local.batch import PromptOrder, build_batch, deal
 from mindspeed_qerl.seeds import derived_seed
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
@@ -41,10 +40,19 @@ def test_an_unequal_deal_is_refused():
 
 
 def test_every_row_is_asked_once_in_each_pass():
-    asked = [i for step in range(5) for i in prompt_indices(step, 6, 10, seed=3)]
-    assert sorted(asked[:10]) == sorted(asked[10:20]) == list(range(10))
+    order = PromptOrder(10, seed=3)
+    asked = [i for count in (6, 6, 1, 7, 10) for i in order.take(count)]  # however many are taken at a time
+    assert sorted(asked[:10]) == sorted(asked[10:20]) == sorted(asked[20:]) == list(range(10))
     assert asked[:10] != asked[10:20]
-    assert prompt_indices(2, 6, 10, seed=3) == asked[12:18]
+    assert PromptOrder(10, seed=3).take(30) == asked != PromptOrder(10, seed=4).take(30)
+
+
+def test_an_order_goes_on_from_its_position():
+    order = PromptOrder(10, seed=3)
+    order.take(13)
+    resumed = PromptOrder(10, seed=3)
+    resumed.position = order.position
+    assert resumed.take(9) == order.take(9)
 
 
 def test_seeds_differ_by_run_purpose_and_step():

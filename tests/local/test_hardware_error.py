@@ -10,7 +10,7 @@ import torch
 from mindspeed_qerl.local import rollout
 from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, silu_of_table
-from mindspeed_qerl.recipe.config import HardwareError
+from mindspeed_qerl.recipe.types import HardwareError
 
 from .conftest import FAMILIES, run_ranks
 from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mindspeed_qerl.local.checkpoint import read_state
 from mindspeed_qerl.local.evaluate import evaluate, of_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -91,7 +92,7 @@ def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     assert rows[0]["mismatch/k3"] < 1e-9 < rows[1]["mismatch/k3"]
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 3]
     assert json.loads((run.path / "data.json").read_text())["train"]["rows"] == 7473
-    assert run.status()["state"] == "finished" and "prompts longer than 96 tokens are left out" in output
+    assert run.status()["state"] == "finished" and "of 7,473 training prompts (" in output and "are longer than 96 tokens and left out" in output
     assert {path.name for path in run.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png", "mismatch.png"}
 
 
@@ -160,6 +161,7 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     rows = assert_metrics_are_whole(unbroken, 9)
     assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9 < rows[-1]["mismatch/k3"]
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000006", "iter_0000009"]
+    assert read_state(unbroken.checkpoints_dir)["prompts_asked"] == 9 * 4
 
     evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step9", print)
     before, after = ([row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step] for step in (0, 9))

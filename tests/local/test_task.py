@@ -5,7 +5,7 @@ import pytest
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.tiny_model import build_tokenizer
 from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.prompts import Prompts
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +18,12 @@ def tokenizer():
 
 def test_plain_prompts_are_the_question_and_a_newline(tokenizer, data_dir):
     path = data_dir / "train_chat.parquet"
-    task = Task(path, tokenizer, "plain", 96)
+    task = Prompts(path, tokenizer, "plain", 96)
     assert [tokenizer.decode(ids) for ids in task.prompts] == [row["question"] + "\n" for row in read_converted(path)]
 
 
 def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):
-    task = Task(data_dir / "test_chat.parquet", tokenizer, "chat", 96, limit=3)
+    task = Prompts(data_dir / "test_chat.parquet", tokenizer, "chat", 96, limit=3)
     assert len(task.prompts) == 3
     for ids in task.prompts:
         assert ids[0] == tokenizer.eos_token_id and tokenizer.decode(ids[-1]) == "####"
@@ -31,8 +31,8 @@ def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):
 
 def test_long_prompts_are_left_out_and_counted(tokenizer, data_dir):
     path = data_dir / "train_chat.parquet"
-    lengths = sorted(len(ids) for ids in Task(path, tokenizer, "plain", 96).prompts)
-    task = Task(path, tokenizer, "plain", lengths[0])
+    lengths = sorted(len(ids) for ids in Prompts(path, tokenizer, "plain", 96).prompts)
+    task = Prompts(path, tokenizer, "plain", lengths[0])
     assert task.dropped == sum(length > lengths[0] for length in lengths) > 0
     with pytest.raises(ConfigError, match="is longer than rl_config.max_prompt_length = 3 tokens"):
-        Task(path, tokenizer, "plain", 3)
+        Prompts(path, tokenizer, "plain", 3)

@@ -1,4 +1,4 @@
-"""Who is blamed when a process dies while another waits for it."""
+"""Results of several processes; who is blamed when one dies while another waits for it."""
 
 import os
 import subprocess
@@ -32,3 +32,12 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(WorkerError, match=rf"^{blamed} \(pid \d+\) died"):
         team.gather({team.workers[1]: "a call that takes the rank's weights"})
+
+
+def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
+    team, fetched = Team(), []
+    calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[-1:], pending[:-1]))
+    monkeypatch.setattr(ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}")
+    assert team.gather(calls) == ["result of a", "result of b", "result of c"]
+    assert fetched == ["c", "b", "a"]

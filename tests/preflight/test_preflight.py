@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.ascend.clauses import BROKEN, HOLDS, NOT_CHECKED, Finding
 from mindspeed_qerl.ascend.contract import CONTRACT
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
@@ -27,9 +27,9 @@ from mindspeed_qerl.preflight.files import read_packed
 from mindspeed_qerl.preflight.machine import Machine, ProbeError, Process
 from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.packed import indexed_format
+from mindspeed_qerl.tasks.packed import indexed_format
 
 ROOT = Path(__file__).parents[2]
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"

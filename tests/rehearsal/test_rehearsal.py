@@ -10,10 +10,12 @@ import pytest
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, read_shape
-from mindspeed_qerl.layout.plan import Layout, read_plan
+from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
-from mindspeed_qerl.recipe.config import CONFIGS, Reader, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
@@ -66,7 +68,7 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     assert schedule.sigma(config.train_iters - 1) > 0, "the last step has noise"
     shape = read_shape(config.model_dir)
     prepared["generate_config"]["infer_tensor_parallel_size"] = raw["generate_config"]["infer_tensor_parallel_size"]  # one vLLM samples here
-    assert broken(replace(read_plan(prepared, shape), shape=shape, padded_vocab_size=shape.vocab_size)) == [], "the narrow model obeys every rule"
+    assert broken(replace(plan_of(read_recipe(prepared), shape), shape=shape, padded_vocab_size=shape.vocab_size)) == [], "the narrow model obeys every rule"
 
 
 def test_a_narrow_model_divides_as_the_real_one(composed):

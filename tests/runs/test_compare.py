@@ -1,19 +1,26 @@
 """compare_runs on made-up runs: what is grouped, what is left out, and how often it sees what is there and what is not."""
 
+import io
 import json
 import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from rich.console import Console
+from rich.markdown import Markdown
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.compare import ComparedRun, check_noise, comparable_config, compare, find_runs, read_run
+from mindspeed_qerl.runs.compare import compare
 from mindspeed_qerl.runs.compare_report import sentence, to_markdown, write_comparison
+from mindspeed_qerl.runs.compared_run import ComparedRun, check_noise, comparable_config, find_runs, read_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.statistics import seeds_needed
@@ -148,6 +155,19 @@ def test_noise_that_rounding_took_at_the_end_is_a_note():
     assert check_noise(rows, AQN, STEPS) == ([], ["rounding took more than half of the noise in 4 of 18 noisy steps"])
 
 
+def test_a_schedule_is_read_by_the_keys_it_has():
+    rows = [{"step": step, **row} for step, row in enumerate(noise_rows(), 1)]
+    assert check_noise(rows, {"enabled": True, "sigma_start": 0.05, "a_key_of_tomorrow": [1]}, STEPS) == ([], [])
+    (fault,), _ = check_noise(rows, {"enabled": True, "num_stages": "ten"}, STEPS)
+    assert fault == "its config's section aqn cannot be read: num_stages must be an integer >= 1, not 'ten'"
+
+
+@pytest.mark.parametrize("measured, good", [(0.79, False), (0.81, True), (1.24, True), (1.26, False), (math.nan, False)])
+def test_how_much_of_the_noise_must_be_measured(measured, good):
+    rows = [{"step": step, **row} for step, row in enumerate(noise_rows(measured), 1)]
+    assert (check_noise(rows, AQN, STEPS)[0] == []) == good
+
+
 def test_a_schedule_that_restarts_and_multipliers_are_checked_as_what_they_are():
     schedule = NoiseSchedule(total_steps=STEPS, restart_every=10)
     rows = [{"step": step, "aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": 3 * sigma, "aqn/measured_std": 3 * sigma}
@@ -219,6 +239,66 @@ def test_several_verdicts_share_the_limit_and_say_so(make_run):
 def test_groups_that_look_alike_have_names_of_their_own(make_run):
     runs = read_all(*(make_run(False, 1, actor_config={"lr": lr}) for lr in (1, "1")), make_run(False, 1, actor_config={"lr": 2, "more": None}))
     assert [group.name for group in compare(runs).groups] == ["actor_config.lr=1", "actor_config.lr=1 (2)", "actor_config.lr=2"]
+
+
+@pytest.fixture
+def long_groups(make_run):
+    """Runs of three groups, two seeds each, that differ in four keys."""
+    changes = [(True, 1e-4, 0.05), (False, 2e-4, 0.0), (True, 3e-4, 0.1)]
+    return read_all(*(make_run(aqn, seed, actor_config={"lr": lr}, rl_config={"kl_coef": kl, "clip_ratio": 0.2 + kl})
+                      for seed in (1, 2) for aqn, lr, kl in changes))
+
+
+def test_groups_that_differ_in_much_are_letters_with_a_legend(long_groups):
+    comparison = compare(long_groups)
+    assert [group.name for group in comparison.groups] == ["A", "B", "C"]
+    assert comparison.groups[0].settings == "actor_config.lr=0.0002, aqn off, rl_config.kl_coef=0.0, rl_config.clip_ratio=0.2"
+    console = Console(width=80, file=io.StringIO())
+    console.print(Markdown(to_markdown(comparison)))
+    shown = [line.split() for line in console.file.getvalue().splitlines()]
+    assert not any("…" in word for line in shown for word in line)
+    for line in (["key", "A", "B", "C"], ["actor_config.lr", "0.0002", "0.0001", "0.0003"], ["aqn.enabled", "false", "true", "true"],
+                 ["rl_config.kl_coef", "0.0", "0.05", "0.1"]):
+        assert line in shown
+    assert [line[:2] for line in shown if line[:1] == ["0"]] == [["0", "A"]]  # a step is named once
+
+
+@pytest.mark.parametrize("asked, found", [(None, "A"), ("B", "B"), ("lr=0.0003", "C"), ("aqn off", "A")])
+def test_letters_stay_whichever_is_the_baseline(long_groups, asked, found):
+    groups = compare(long_groups, asked).groups
+    assert groups[0].name == found and sorted(group.name for group in groups) == ["A", "B", "C"]
+    assert {group.name: group.config["actor_config.lr"] for group in groups} == {"A": 2e-4, "B": 1e-4, "C": 3e-4}
+
+
+def test_more_groups_than_letters(make_run):
+    noisy = read_run(make_run(True, 1))
+    groups = compare([replace(noisy, path=Path(f"{k}"), config={"aqn.enabled": True, "a_key_with_a_long_name": k}) for k in range(53)]).groups
+    assert [groups[k].name for k in (0, 25, 26, 52)] == ["A", "Z", "A2", "A3"]
+
+
+def paths_of(config):
+    return [path for key, value in config.items()
+            for path in [(key,), *((key, *rest) for rest in (paths_of(value) if isinstance(value, dict) else []))]]
+
+
+@pytest.mark.parametrize("aqn", [True, False])
+@pytest.mark.parametrize("evil", ["missing", None, "section with unknown keys"])
+def test_configs_of_other_versions_are_read(make_run, aqn, evil):
+    """Each key in turn is missing, null, or a section of another shape; a run whose noise is then unclear is left out, nothing raises."""
+    whole, run = make_run(aqn, 1), make_run(aqn, 2)
+    for path in paths_of(config_of(aqn, 2)):
+        config = json.loads(json.dumps(config_of(aqn, 2)))
+        section = config
+        for key in path[:-1]:
+            section = section[key]
+        if evil == "missing":
+            del section[path[-1]]
+        elif evil is None:
+            section[path[-1]] = None
+        elif isinstance(section[path[-1]], dict):
+            section[path[-1]] |= {"later_version": {"since": date(2027, 1, 1), "list": [{1: date(2027, 1, 1), "a": None}]}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        to_markdown(compare(read_all(whole, run)))
 
 
 def test_a_run_without_the_section_aqn_is_the_baseline(make_run):
@@ -309,7 +389,8 @@ def test_from_the_command_line_to_the_files(make_run, tmp_path):
         make_run(False, seed)
     make_run(True, 4, finished=False)
     command = [sys.executable, ROOT / "tools/compare_runs.py", tmp_path / "runs", "--output", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(command, capture_output=True, text=True, check=True,
+                          env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)})
     assert "aqn on beside aqn off: not distinguishable" in done.stdout and "it is not finished" in done.stdout
     found = json.loads((tmp_path / "out/comparison.json").read_text())
     assert [group["seeds"] for group in found["groups"]] == [[1, 2, 3], [1, 2, 3]]

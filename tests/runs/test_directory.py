@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from mindspeed_qerl.runs import directory
-from mindspeed_qerl.runs.directory import RunDirectory, describe_data_file
+from mindspeed_qerl.runs.directory import RunDirectory, describe_data_file, label_of
+from mindspeed_qerl.runs.versions import git_state
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROWS = b'{"problem": "1+1"}\n'
@@ -56,9 +57,38 @@ def test_a_second_run_in_the_same_second_gets_its_own_directory(tmp_path, monkey
     assert names == ["2025-11-21_12-00-00_seed3" + suffix for suffix in ("", "-2", "-3")]
 
 
+def test_the_folder_says_what_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_now", lambda: NOON)
+    names = [create(tmp_path, label=label_of(["aqn=off", "seed=3"])).path.name for _ in range(2)]
+    assert names == ["2025-11-21_12-00-00_aqn=off_seed3" + suffix for suffix in ("", "-2")]
+
+
+@pytest.mark.parametrize("overrides, label", [
+    ([], ""),
+    (["seed=3", "megatron_training.seed=3", "run.resume=auto", "+run.root=/tmp", "++run.name=x"], ""),
+    (["aqn=off", "actor_config.lr=1e-5"], "aqn=off_lr=1e-5"),
+    (["actor_config.lr=1e-5", "critic.lr=1"], "actor_config.lr=1e-5_critic.lr=1"),  # one last part, two keys
+    (["aqn.seed=4"], "aqn.seed=4"),
+    (["~aqn.targets", "++aqn.exclude=[a,'b c']"], "targets=none_exclude=a-b-c"),
+    (["gsm8k.train_file=/data/über/../train.parquet"], "train_file=train.parquet"),
+    (["a=../../etc/", "b=$HOME;x"], "a=etc_b=HOME-x"),
+    (["key=" + 200 * "x"], "key=" + 76 * "x"),
+    ([f"key{i}={i}" for i in range(40)], "_".join([*(f"key{i}={i}" for i in range(9)), "and-31-more"])),
+])
+def test_labels_are_short_and_fit_a_folders_name(tmp_path, overrides, label):
+    assert label_of(overrides) == label and len(label) <= directory.LABEL_LENGTH
+    assert create(tmp_path, label=label).path.parent == tmp_path / "run"
+
+
+def test_versions_of_others_are_added(tmp_path):
+    run = create(tmp_path, versions={"upstream": {"MindSpeed": "0123abc"}})
+    versions = json.loads((run.path / "versions.json").read_text())
+    assert versions["upstream"] == {"MindSpeed": "0123abc"} and versions["packages"]["numpy"] == numpy.__version__
+
+
 def _create_many(barrier, root, who):
     directory._now = lambda: NOON
-    directory.versions = dict  # the race is about directories
+    directory.own_versions = dict  # the race is about directories
     barrier.wait()
     for k in range(50):
         create(root, config={"who": who, "k": k})
@@ -126,13 +156,15 @@ def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
     git("init")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "a.py").write_text("1")
-    assert directory._git_state(tmp_path) == {"commit": None, "dirty": True}
+    assert git_state(tmp_path) == {"commit": None, "dirty": False}
     git("add", ".")
     git("commit", "-m", "x")
-    assert directory._git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "notes.txt").write_text("not tracked")
+    assert git_state(tmp_path)["dirty"] is False
     (tmp_path / "package" / "a.py").write_text("2")
-    assert directory._git_state(tmp_path)["dirty"] is True
-    assert directory._git_state(tmp_path / "package") is None  # like site-packages below somebody else's checkout
+    assert git_state(tmp_path)["dirty"] is True
+    assert git_state(tmp_path / "package") is None  # like site-packages below somebody else's checkout
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,16 @@
-"""Going on with a run that stopped: same config, nothing lost, nothing counted twice."""
+"""Resuming a run that stopped: same config, same data, nothing lost, nothing counted twice."""
+
+import hashlib
+import json
+import sys
 
 import pytest
 
-from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl import train
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.runs.directory import RunDirectory, runs_folder
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
+from mindspeed_qerl.runs.report import summarize
 
 CONFIG = {"aqn": {"sigma_start": 0.05}, "run": {"resume": None}}
 
@@ -29,7 +36,7 @@ def resumed_config(run, **changes):
 
 def test_later_rows_are_set_aside_and_written_again(stopped):
     before = read_jsonl(stopped.metrics_file)
-    run = RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=["train", "again"])
+    run = RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=["train", "again"], data_files={})
     assert run.status()["state"] == "running" and run.status()["reason"] is None
     assert (run.path / "command.txt").read_text() == "train\ntrain again\n"
     with MetricsWriter(run, tensorboard=False, after=3) as writer:
@@ -52,19 +59,19 @@ def test_a_second_resumption_keeps_what_the_first_set_aside(stopped):
 
 def test_another_config_is_refused_by_name(stopped):
     with pytest.raises(ValueError, match=r"another config.*\naqn\.sigma_start was 0\.05 and is 0\.1$"):
-        RunDirectory.reopen(stopped.path, config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[])
+        RunDirectory.reopen(stopped.path, config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[], data_files={})
     assert stopped.status()["state"] == "failed"
 
 
 def test_a_finished_run_is_refused(stopped):
     stopped.finish()
     with pytest.raises(ValueError, match="is finished after 5 steps: there is nothing to resume"):
-        RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=[])
+        RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=[], data_files={})
 
 
 def test_keys_that_may_change(stopped):
     changed = resumed_config(stopped, aqn={"sigma_start": 0.1})
-    run = RunDirectory.reopen(stopped.path, config=changed, command=[], may_change=["aqn.sigma_start"])
+    run = RunDirectory.reopen(stopped.path, config=changed, command=[], data_files={}, may_change=["aqn.sigma_start"])
     assert run.config()["aqn"] == {"sigma_start": 0.1}
     assert "sigma_start: 0.05" in (run.path / "config.before.yaml").read_text()
 
@@ -72,7 +79,7 @@ def test_keys_that_may_change(stopped):
 def test_a_run_that_is_being_written_is_left_alone(new_run):
     running = new_run(**CONFIG)
     with pytest.raises(ValueError, match="is being written by another process"):
-        RunDirectory.reopen(running.path, config=resumed_config(running), command=[])
+        RunDirectory.reopen(running.path, config=resumed_config(running), command=[], data_files={})
 
 
 def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
@@ -99,3 +106,70 @@ def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
     assert found("aqn.sigma_start") == other.path
     first.finish()
     assert found() is None
+
+
+@pytest.mark.parametrize("name, content", [
+    ("status.json", ""), ("status.json", '{"state": "fini'), ("status.json", "[]"), ("status.json", '{"state": "failed"}'),
+    ("status.json", '{"state": "failed", "started": 5}'), ("status.json", "\0\0"), ("config.yaml", "a: ["), ("config.yaml", None)])
+def test_a_damaged_sibling_is_skipped_and_named_once(new_run, capsys, name, content):
+    damaged, whole = new_run(**CONFIG), new_run(**CONFIG)
+    (damaged.path / name).unlink()
+    if content is not None:
+        (damaged.path / name).write_text(content)
+    (whole.checkpoints_dir / "iter_0000003").mkdir(parents=True)
+    parent = whole.path.parent
+    for _ in range(2):
+        assert RunDirectory.unfinished(parent, config=CONFIG).path == whole.path
+        assert RunDirectory.finished(parent, config=CONFIG) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {damaged.path} is damaged and is skipped (")
+
+
+@pytest.mark.parametrize("section, message", [
+    ({"root": None}, "run.root = None must be text"), ({"name": 5}, "run.name = 5 must be text"), (["resume"], "must be a section")])
+def test_a_folder_of_runs_that_is_no_text_is_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
+        runs_folder({"run": section}, "tiny")
+
+
+def test_other_data_than_at_the_start_are_refused(tmp_path):
+    files = {label: tmp_path / f"{label}.jsonl" for label in ("train", "test")}
+    for label, file in files.items():
+        file.write_text(json.dumps({"question": label}) + "\n")
+    old, new = (hashlib.sha256(files[label].read_bytes()).hexdigest() for label in ("train", "test"))
+    run = RunDirectory.create(tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1, data_files=files)
+    run.fail("killed")
+    run.lock.close()
+    status = run.status()
+    files["train"].write_bytes(files["test"].read_bytes())
+    with pytest.raises(ValueError, match=rf"other data.*\ntrain data .*train.jsonl: sha256 was {old} and is {new}$"):
+        RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=files)
+    assert run.status() == status
+    files["train"].write_text(json.dumps({"question": "train"}) + "\n")
+    assert RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=files).status()["state"] == "running"
+
+
+def test_rows_that_a_cut_lost_are_named(stopped):
+    whole = stopped.metrics_file.read_bytes()
+    stopped.metrics_file.write_bytes(whole[: whole.index(b'"step": 3') + 5])
+    with MetricsWriter(stopped, tensorboard=False, after=4) as writer:
+        assert writer.missing_steps == [3, 4]
+        writer.log(5, {"reward/mean": 0.5})
+    assert [row["step"] for row in read_jsonl(stopped.metrics_file)] == [1, 2, 5]
+    assert summarize(stopped).warnings[-1] == "metrics.jsonl has no row for 2 of 5 steps: 3, 4"
+
+
+@pytest.mark.parametrize("section, message", [({"root": None}, "run.root = None must be text"), ({"name": 5}, "run.name = 5 must be text")])
+def test_resume_auto_with_a_folder_that_is_no_text_is_refused_in_words(capsys, section, message):
+    assert train.run({"engine": "local", "run": {"resume": "auto", **section}}, "tiny") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_how_to_resume_and_from_where(stopped, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "cli/train_grpo.py", "run.name=my run", "run.resume=old", "aqn=off"])
+    assert "before the first checkpoint" in train.how_to_resume(stopped)
+    for name in ("iter_0000002", "iter_0000003", "iter_0000004.making"):
+        (stopped.checkpoints_dir / name).mkdir(parents=True)
+    assert train.how_to_resume(stopped).splitlines() == [
+        "interrupted after step 5; resume with", "  python cli/train_grpo.py 'run.name=my run' aqn=off run.resume=auto",
+        "It continues after step 3, the last checkpoint"]

@@ -74,7 +74,7 @@ def make_model(family: str, folder: Path, **changes: Any) -> Path:
 def make_data(model: Path, folder: Path) -> Path:
     """Sums as GSM8K rows, converted by our converter: packed files for training, parquet for evaluation."""
     from mindspeed_qerl.tasks.gsm8k.convert import convert
-    from mindspeed_qerl.tasks.gsm8k.packed import convert_packed
+    from mindspeed_qerl.tasks.packed import convert_packed
 
     raw = folder / "raw"
     raw.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The contract against upstream's real sources: all holds at the pins, each clause can be broken, older tags are told apart."""
+"""The contract against upstream's real sources: it holds at the pins, each entry notices a change, other versions are told apart."""
 
 import ast
 import os
@@ -9,136 +9,137 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend import clauses
-from mindspeed_qerl.ascend.contract import CONTRACT, PINS, commit_of, repository
+from mindspeed_qerl.ascend.contract import ENTRIES, PINS, UPSTREAM_VERIFIERS, check, commit_of, compare, definitions, require
 
 ROOT = Path(__file__).parents[2]
 UPSTREAM = Path(os.environ.get("UPSTREAM", "/nonexistent"))
-GIVEN = {key: UPSTREAM / pin.title for key, pin in PINS.items() if (UPSTREAM / pin.title / key).is_dir()}
+GIVEN = {package: UPSTREAM / pin.title for package, pin in PINS.items() if (UPSTREAM / pin.title / package).is_dir()}
 NEEDED = ("mindspeed_rl", "mindspeed_llm", "mindspeed")
+ROOTS = {"cli": GIVEN.get("mindspeed_rl"), **GIVEN}  # first folder of a file -> its checkout
+FILES = [file for file in ENTRIES if file.split("/")[0] in ROOTS]
 
-pytestmark = pytest.mark.skipif(not all(key in GIVEN for key in NEEDED), reason=(
+pytestmark = pytest.mark.skipif(not all(package in GIVEN for package in NEEDED), reason=(
     "UPSTREAM must name a folder with checkouts of MindSpeed-RL, MindSpeed-LLM, MindSpeed [, Megatron-LM, vllm-ascend] at the "
-    "pins of mindspeed_qerl/ascend/contract.py"))
+    "pins of mindspeed_qerl/ascend/contract.yaml"))
 
 
 def run_tool(roots):
-    arguments = [f"--{key.replace('_', '-')}={root}" for key, root in roots.items()]
+    arguments = [f"--{package.replace('_', '-')}={root}" for package, root in roots.items()]
     command = [sys.executable, ROOT / "tools/check_upstream.py", *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-def test_everything_holds_at_the_pins():
-    at_the_pins = {key: root for key, root in GIVEN.items() if commit_of(root) in (None, PINS[key].commit)}
+def copy_of(package, folder):
+    """The package without git, and MindSpeed-RL's cli."""
+    for name in (package, "cli"):
+        if (GIVEN[package] / name).is_dir():
+            shutil.copytree(GIVEN[package] / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def test_everything_is_unchanged_at_the_pins():
+    at_the_pins = {package: root for package, root in GIVEN.items() if commit_of(root) in (None, PINS[package].commit)}
     done = run_tool(at_the_pins)
-    assert "  broken" not in done.stdout
     assert done.returncode == 0
-    checked = sum(repository(clause) in at_the_pins for clause in CONTRACT)
-    assert f"{len(CONTRACT)} promises: {checked} holds" in done.stdout
-    assert f"MindSpeed-RL  {GIVEN['mindspeed_rl']} at 05a90d7, the pin" in done.stdout or commit_of(GIVEN["mindspeed_rl"]) is None
+    lines = [line for line in done.stdout.splitlines() if " is the pin " in line]
+    assert [line.split(" in ")[0] for line in lines] == [PINS[package].title for package in at_the_pins]
+    assert f"MindSpeed-RL in {GIVEN['mindspeed_rl']} is the pin 05a90d7 (branch master); 64 of 64 things" in lines[0]
 
 
-@pytest.mark.parametrize(("file", "old", "new", "told"), [
-    ("mindspeed_rl/models/rollout/vllm_engine.py", "sync_model_weights(self, params,", "sync_model_weights(self, weights,",
-     "its parameters are (self, weights, load_format='megatron')"),
-    ("mindspeed_rl/workers/resharding/weight_adaptor.py", '    "Qwen3MoeForCausalLM": Qwen3MoeMVWeightAdaptor,\n', "",
-     "'Qwen3MoeForCausalLM' is missing"),
-    ("mindspeed_rl/workers/actor_hybrid_worker.py", "        self.iteration += 1\n", "        self.iteration += 2\n",
-     "`self.iteration += 1` does not occur; the nearest is `self.iteration += 2`"),
-])
-def test_a_changed_file_is_named(tmp_path, file, old, new, told):
-    shutil.copytree(GIVEN["mindspeed_rl"] / "mindspeed_rl", tmp_path / "mindspeed_rl")
-    shutil.copytree(GIVEN["mindspeed_rl"] / "cli", tmp_path / "cli")
-    text = (tmp_path / file).read_text()
-    assert text.count(old) == 1
-    (tmp_path / file).write_text(text.replace(old, new))
-    done = run_tool({**{key: GIVEN[key] for key in NEEDED}, "mindspeed_rl": tmp_path})
-    assert done.returncode == 1
-    assert f"  broken  {file}" in done.stdout
-    assert told in done.stdout
+@pytest.mark.parametrize("file", FILES)
+def test_each_entry_notices_a_change_and_a_removal(file, tmp_path):
+    """Of what it names and of nothing else; the copy has no comments and another layout."""
+    (tmp_path / file).parent.mkdir(parents=True)
+    source = (ROOTS[file.split("/")[0]] / file).read_bytes()
 
-
-@pytest.mark.parametrize(("tag", "missing"), [
-    ("v2.2.0", ["self.actor_model_config.lora_r = self.megatron_config.lora_r", "DataStrategy is not a name of the module",
-                "'retool_reward' is missing", "'Qwen3MoeForCausalLM' is missing", "lora_target_modules"]),
-    ("v2.3.0", ["self.actor_model_config.lora_r = self.megatron_config.lora_r", "DataStrategy is not a name of the module",
-                "'retool_reward' is missing", "'Qwen3MoeForCausalLM' is missing", "share_backbone"]),
-])
-def test_an_older_tag_is_told_what_it_lacks(tmp_path, tag, missing):
-    command = ["git", "-C", GIVEN["mindspeed_rl"], "archive", tag, "cli", "mindspeed_rl"]
-    archive = subprocess.run(command, check=False, capture_output=True)
-    if archive.returncode:
-        pytest.skip(f"the checkout of MindSpeed-RL has no tag {tag}")
-    subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)
-    done = run_tool({**{key: GIVEN[key] for key in NEEDED}, "mindspeed_rl": tmp_path})
-    assert done.returncode == 1
-    for text in missing:
-        assert text in done.stdout
-
-
-@pytest.mark.parametrize("clause", [clause for clause in CONTRACT if repository(clause) in GIVEN], ids=lambda clause: clause.name)
-def test_each_part_of_each_clause_can_be_broken(clause):
-    """Take away in turn everything that the clause names: none of it may go unnoticed."""
-    source = (GIVEN[repository(clause)] / clause.file).read_bytes()
-    parts = 0
-    while True:
+    def changes(change, name):
         module = ast.parse(source)
-        changes = list(ways_to_break(clause, module))
-        if parts == len(changes):
-            break
-        changes[parts]()
-        with pytest.raises(clauses.Broken):
-            clause.look(module)
-        parts += 1
-    assert parts > 0
+        change(module, name)
+        (tmp_path / file).write_text(ast.unparse(module))
+        return {finding.name: finding.change for finding in compare(tmp_path, file) if finding.change}
+
+    assert changes(lambda module, name: None, "") == {}
+    for name in ENTRIES[file]:
+        around = {each: "changed" for each in ENTRIES[file] if f"{name}.".startswith(f"{each}.")}  # its class, if that is an entry
+        assert changes(change_code, name) == {**around, name: "changed"}
+        if name:
+            assert changes(rename, name) == {**around, name: "gone"}
 
 
-def ways_to_break(clause, module):
-    """Functions that change `module` in place."""
-    owner_name, _, variable = clause.name.rpartition(".")
-    if isinstance(clause, clauses.Dictionary):
-        display = clauses._dictionary(clauses.find(module, owner_name), variable)
-        for key in clause.entries:
-            yield lambda key=key: rename_key(display, key)
-        for key in [*clause.absent, *(["new"] if clause.exactly else [])]:
-            yield lambda key=key: (display.keys.append(ast.Constant(key)), display.values.append(ast.Constant(0, lineno=1)))
-        return
-    owner = clauses.find(module, clause.name)
-    if isinstance(clause, clauses.Source):
-        for snippet in clause.snippets:
-            yield lambda snippet=snippet: Remove(clauses._snippet(snippet)).visit(owner)
-    elif isinstance(clause, clauses.Globals):
-        for name in clause.names:
-            yield lambda name=name: [setattr(node, "id", "_") for node in ast.walk(owner) if getattr(node, "id", "") == name]
-    elif isinstance(clause, clauses.Attributes):
-        for name in clause.names:
-            yield lambda name=name: [setattr(node, "attr", "_") for node in ast.walk(owner) if getattr(node, "attr", "") == name]
-    elif isinstance(clause, clauses.Class):
-        yield lambda: owner.bases.append(ast.Name("Another", ctx=ast.Load()))
-    elif isinstance(clause, clauses.Function):
-        yield lambda: (owner.args.kwonlyargs.append(ast.arg("new")), owner.args.kw_defaults.append(None))
-    elif isinstance(clause, clauses.Without):
-        yield lambda: owner.body.append(ast.Expr(ast.Constant(f"args.{clause.word}")))
-    elif isinstance(clause, clauses.Unchanged):
-        yield lambda: owner.body.append(ast.Pass())
-    if getattr(clause, "decorator", None):
-        yield lambda: owner.decorator_list.clear()
+def change_code(module, name):
+    node = definitions(module, name)[-1] if name else module
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        node.value = ast.Constant("another")
+    else:
+        node.body.append(ast.parse("another()").body[0])
 
 
-def rename_key(display, key):
-    for i, node in enumerate(display.keys):
-        if key in (getattr(node, "value", None), ast.unparse(node)):
-            display.keys[i] = ast.Constant("renamed")
+def rename(module, name):
+    for node in definitions(module, name):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            target.id = "another"
+        else:
+            node.name = "another"
 
 
-class Remove(ast.NodeTransformer):
-    """Put something else in the place of every node that is the same as `wanted`."""
+@pytest.mark.parametrize(("package", "file", "old", "new", "told"), [
+    ("mindspeed_rl", "mindspeed_rl/models/rollout/vllm_engine.py", "load_format='megatron'", "load_format='auto'",
+     "(whole): our engine extends it and replaces generate_sequences"),
+    ("mindspeed_rl", "mindspeed_rl/workers/resharding/weight_adaptor.py", '    "Qwen3MoeForCausalLM": Qwen3MoeMVWeightAdaptor,\n', "",
+     "WEIGHT_ADAPTOR_REGISTRY: "),
+    ("mindspeed_rl", "mindspeed_rl/workers/actor_hybrid_worker.py", "        self.iteration += 1\n", "        self.iteration += 2\n",
+     "ActorHybridWorkerBase.update: "),
+    ("mindspeed_rl", "mindspeed_rl/datasets/indexed_dataset.py", r"_INDEX_HEADER = b'MMIDIDX\x00\x00'", r"_INDEX_HEADER = b'MMIDIDX\x00\x01'",
+     "_INDEX_HEADER: "),
+    ("mindspeed", "mindspeed/core/transformer/moe/grouped_gemm_util.py", "trans_b=False", "trans_b=True", "Ops.gmm: "),
+])
+def test_a_changed_file_is_named(tmp_path, package, file, old, new, told):
+    copy = copy_of(package, tmp_path)
+    text = (copy / file).read_text()
+    if '"' in text and old not in text:
+        old, new = old.replace("'", '"'), new.replace("'", '"')
+    assert old in text
+    (copy / file).write_text(text.replace(old, new, 1))
+    done = run_tool({package: copy})
+    assert done.returncode == 1
+    assert f"{PINS[package].title} in {copy} is an unknown version (no git checkout), not the pin {PINS[package].commit[:7]}" in done.stdout
+    assert any(line.startswith(f"  changed {file}:") and told in line for line in done.stdout.splitlines())
 
-    def __init__(self, wanted):
-        self.wanted = wanted
 
-    def visit(self, node):
-        if isinstance(node, type(self.wanted)) and clauses._same(node, self.wanted):
-            other = ast.Pass() if isinstance(node, ast.stmt) else ast.Name("_", ctx=ast.Load())
-            return ast.copy_location(other, node)
-        return self.generic_visit(node)
+def test_a_version_that_differs_elsewhere_is_told_and_which_copy_counts(tmp_path, monkeypatch):
+    """MindSpeed 2.2.0 and 26.0.0 are such: other files, but none that we rely on."""
+    copy = copy_of("mindspeed", tmp_path)
+    (report,) = check({"mindspeed": [copy, GIVEN["mindspeed"]]})
+    assert report.commit is None and report.at_pin
+    (copy / "mindspeed" / "new.py").write_text("")
+    (warning,) = require(check({"mindspeed": [copy, GIVEN["mindspeed"]]}))
+    assert warning.startswith(f"MindSpeed in {copy} is an unknown version (no git checkout), not the pin ac9f0e7 (branch 2.3.0_core_r0.12.1)")
+    assert f"; not used, later on the path: {GIVEN['mindspeed']}; 5 of 5 things" in warning
+
+
+@pytest.mark.parametrize(("package", "tag", "unchanged", "gone_or_changed"), [
+    ("mindspeed_rl", "v2.2.0", 36, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
+    ("mindspeed_rl", "v2.3.0", 37, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
+    ("mindspeed_llm", "v26.0.0", 5, ["_add_moe_args", "LoraParallelGroupedMLP", "moe_tp_extend_ep"]),
+    ("mindspeed", "v2.2.0_core_r0.12.1", 5, []),
+    ("mindspeed", "v26.0.0_core_r0.12.1", 5, []),
+    ("megatron", "core_v0.12.0", 7, ["SharedExpertMLP.__init__"]),
+])
+def test_another_tag_is_named_without_git(tmp_path, package, tag, unchanged, gone_or_changed):
+    folders = [package, *(["cli"] if package == "mindspeed_rl" else [])]
+    archive = subprocess.run(["git", "-C", GIVEN[package], "archive", tag, *folders], check=False, capture_output=True)
+    if archive.returncode:
+        pytest.skip(f"the checkout of {PINS[package].title} has no tag {tag}")
+    subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)
+    done = run_tool({package: tmp_path})
+    assert done.returncode == bool(gone_or_changed)
+    assert f"is {tag} (no git checkout), not the pin {PINS[package].commit[:7]}" in done.stdout
+    assert f"; {unchanged} of " in done.stdout
+    assert all(text in done.stdout for text in gone_or_changed)
+
+
+def test_the_verifiers_are_those_that_upstream_knows():
+    module = ast.parse((GIVEN["mindspeed_rl"] / "mindspeed_rl/models/rule_verifier.py").read_bytes())
+    (assignment,) = definitions(module, "verifier.rule_verifier_function")
+    assert tuple(key.value for key in assignment.value.keys) == UPSTREAM_VERIFIERS

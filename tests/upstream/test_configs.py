@@ -15,7 +15,7 @@ from checkpoints import write_base_checkpoint
 from rehearsal import FAMILIES, NOISY_NORMS, ROOT, SHAPE, environment, make_model
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.recipe.config import compose
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 

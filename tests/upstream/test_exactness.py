@@ -27,7 +27,7 @@ from reference import (
 from rehearsal import environment, make_config
 
 from mindspeed_qerl.aqn.injector import standard_normal
-from mindspeed_qerl.tasks.gsm8k.verifier import get_verifier
+from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 SIGMA, KL, CLIP, SAMPLES = 0.05, 0.1, 0.2, 8
 CASES = [
@@ -209,7 +209,7 @@ def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
 def test_rewards_and_advantages(probe):
     batch = probe.batch()
     texts = [probe.tokenizer.decode(row["response"], skip_special_tokens=True) for row in batch]
-    right = get_verifier("gsm8k")(texts, [row["label"] for row in batch])
+    right = VERIFIERS["gsm8k"](texts, [row["label"] for row in batch])
     assert [row["reward"] for row in batch] == [1.0 * score for score in right]  # no random answer has upstream's format
     assert 0 < sum(right) < len(right)
     rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(-1, SAMPLES)

@@ -12,9 +12,10 @@ import pytest
 from test_configs import emulated
 
 from mindspeed_qerl.families import NAMED_SHAPES
-from mindspeed_qerl.layout.plan import Batch, Layout, Plan
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken, citation
+from mindspeed_qerl.recipe.types import Batch, Layout
 
 FROM_VALIDATE_RL_ARGS = {rule.__name__ for rule in RULES if citation(rule)[1].endswith("validate_config.py")} - {"context_parallel_algorithm"}
 FROM_CONTAINER = {"infer_groups_hold_whole_training_groups", "experts_are_whole", "tensor_parallel_sizes_divide",

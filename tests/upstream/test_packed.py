@@ -12,9 +12,9 @@ import pytest
 from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-from mindspeed_qerl.tasks.gsm8k.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.gsm8k.prompts import INSTRUCTION
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
+from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 
 UPSTREAM = os.environ.get("UPSTREAM")
 pytestmark = pytest.mark.skipif(not UPSTREAM, reason="UPSTREAM names no folder with MindSpeed-RL, MindSpeed-LLM, MindSpeed and "

@@ -1,6 +1,6 @@
 """Convert raw GSM8K rows to what training reads.
 
-For each split, `{split}_chat.parquet` with the columns of `dataset.read_converted`, and `{split}.jsonl` with one
+For each split, `{split}_chat.parquet` with the columns that `dataset` shows, and `{split}.jsonl` with one
 `{"problem": question, "answer": canonical gold number}` a line, which MindSpeed-RL's `cli/preprocess_data.py` takes
 (R1AlpacaStyleInstructionHandler; its prompt template brings its own instruction, so `problem` is the bare question).
 `packed` writes the token ids that MindSpeed-RL's trainer itself reads, with the functions of this module.
@@ -26,6 +26,9 @@ class WrittenFile:
     rows: int
     bytes: int
     sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.path}  {self.rows:,} rows  {self.bytes:,} bytes  sha256 {self.sha256}"
 
 
 def convert(source: str | Path, output: str | Path, progress: bool = False) -> list[WrittenFile]:
@@ -54,7 +57,7 @@ def output_folder(output: str | Path) -> Path:
 
 
 def read_splits(source: str | Path, progress: bool = False) -> dict[str, list[dict]]:
-    """{split: its rows as `dataset.read_converted` gives them}, all checked; for `source` and errors see `convert`."""
+    """{split: its converted rows}, all checked; for `source` and errors see `convert`."""
     return {split: _read_split(source, split, progress) for split in _splits(source)}
 
 

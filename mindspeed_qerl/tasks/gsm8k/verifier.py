@@ -13,8 +13,9 @@ An answer is stated by a marker and a number right behind it; only spaces, marku
   choice of several, so hedging buys nothing.
 
 A statement that goes on into another number (`#### 48+24`, `#### 72 or 73`, `#### 10:30`) states no single number and is not
-read. Neither is an unreadable number: badly grouped (`1,00`, `1.2.3`), in exponent notation (`7e1`), or written with more
-than `MAX_NUMBER_CHARS` characters. An unreadable number is never replaced by a piece of itself.
+read. Neither is an unreadable number: badly grouped (`1,00`, `1.2.3`), in exponent notation (`7e1`), with a superscript,
+a fraction sign or a foreign digit in it (`7²`, `7½`), or written with more than `MAX_NUMBER_CHARS` characters. An unreadable
+number is never replaced by a piece of itself. Behind a marker, groups of three may stand apart: `#### 1 000` is 1000.
 
 Signs other than a percent or currency sign are part of the number, units are not: 50% = 50, $72 = 72 = 72 kg. `3/4` and
 `\frac{3}{4}` are fractions. docs/verifier.md has a table of verdicts beside those of other verifiers.
@@ -23,8 +24,8 @@ The whole response is read, in time linear in its length: every repetition in th
 characters that nothing next to it can also match, and no number is parsed before its length is known.
 """
 
-import difflib
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -32,11 +33,17 @@ from functools import partial
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, commas and the point, as written
 
+# Superscripts, fractions and digits of other scripts become this, which makes the number they stand in unreadable. One ASCII
+# character, since a class that holds others is slower to search for.
+_ODD = "\0"
 _CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus sign, hyphens, en dash, full-width and small minus
+    {chr(code): _ODD for code in range(128, 0x10000) if unicodedata.category(chr(code)) in ("Nd", "No")}
+    | {chr(0xff10 + digit): str(digit) for digit in range(10)}  # full-width digits
+    | dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus sign, hyphens, en dash, full-width and small minus
     | dict.fromkeys("\t\u00a0\u2009\u202f", " ")  # tab, no-break and thin spaces
 )
-_RUN = r"(?:(?<![\w.])\.)?[0-9][0-9,.]*"  # all the digits, commas and points that stand together
+_RUN = rf"(?:(?<![\w.])\.)?[0-9][0-9,.{_ODD}]*"  # all the digits, commas and points that stand together
+_SPACED = rf"[0-9]{{1,3}}(?: [0-9]{{3}})++[0-9,.{_ODD}]*"
 # A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
 _NUMBER = (
     r"(?P<sign>(?<![\w)\]}%])[-+])?(?:\\?[$€£¥])?"
@@ -44,7 +51,7 @@ _NUMBER = (
     rf"|(?P<run>{_RUN})(?:/(?P<divisor>{_RUN}))?(?P<exponent>[eE][-+]?[0-9]+)?)"
 )
 _MARKUP = r"(?:[ *_`\"'$€£¥({]|\\[$(\[,;!]|\\(?:boxed|text|textbf|mathbf|mathrm)\{){0,16}"
-_STATED = _MARKUP + _NUMBER
+_STATED = _MARKUP + _NUMBER.replace("(?P<run>", f"(?P<run>{_SPACED}|")
 
 _ANY_NUMBER = re.compile(_NUMBER)
 _HASHES = re.compile("####" + _STATED)
@@ -58,7 +65,7 @@ RULES = (*_FORMS, "last number", "none")  # how an answer can be found, stronges
 _CONTINUES = re.compile(  # another number stands right behind, or behind an operator or a conjunction
     r"(?: |[*_$%)}\\]{0,8} ?(?:[-+*/×÷^=:;~&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8})[0-9]"
 )
-_WELL_FORMED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
+_WELL_FORMED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
 
 
 def extract_answer(text: str, method: str = "flexible") -> str | None:
@@ -83,28 +90,20 @@ def score(response: str, gold: str, method: str = "flexible") -> float:
     return float(_extract(response, method)[0] == _read_number(gold))
 
 
-def score_batch(responses: Sequence[str], golds: Sequence[str], method: str = "flexible") -> list[float]:
-    """`score` of each response against the gold number beside it. ValueError if the two are not equally long."""
+def score_batch(responses: Sequence[str], golds: Sequence[str], rows: Sequence[dict] = (), *,
+                method: str = "flexible") -> list[float]:
+    """`score` of each response against the gold number beside it; `rows` is unused, every reward is called with them.
+
+    ValueError if responses and gold answers are not equally many.
+    """
     if len(responses) != len(golds):
         raise ValueError(f"{len(responses)} responses but {len(golds)} gold answers: give one gold answer for each response")
     return [score(response, gold, method) for response, gold in zip(responses, golds)]
 
 
 METHOD_OF_VERIFIER = {"gsm8k": "flexible", "gsm8k_strict": "strict"}
-VERIFIERS: dict[str, Callable[[Sequence[str], Sequence[str]], list[float]]] = {
+VERIFIERS: dict[str, Callable[..., list[float]]] = {
     name: partial(score_batch, method=method) for name, method in METHOD_OF_VERIFIER.items()}
-
-
-def get_verifier(name: str) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """The verifier called `name`: a function of (responses, gold answers) that returns a reward for each.
-
-    ValueError that lists the known names for another name, so that a misspelt verifier is not a reward of 0 for ever.
-    """
-    if name not in VERIFIERS:
-        nearest = difflib.get_close_matches(str(name), VERIFIERS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"unknown verifier {name!r}: known verifiers are {', '.join(VERIFIERS)}{hint}")
-    return VERIFIERS[name]
 
 
 def canonical_number(text: str) -> str:
@@ -182,7 +181,7 @@ def _decimal(run: str) -> Fraction | None:
     digits = run.rstrip(".,")
     if len(digits) > MAX_NUMBER_CHARS or not _WELL_FORMED.fullmatch(digits):
         return None
-    whole, _, decimals = digits.replace(",", "").partition(".")
+    whole, _, decimals = digits.replace(",", "").replace(" ", "").partition(".")
     return Fraction(int(whole + decimals), 10 ** len(decimals))
 
 

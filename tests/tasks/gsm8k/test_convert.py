@@ -14,7 +14,7 @@ from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 TOOL = REPO / "tools" / "convert_gsm8k.py"
 NAMES = ["test.jsonl", "test_chat.parquet", "train.jsonl", "train_chat.parquet"]

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.dataset import read_converted
-from mindspeed_qerl.tasks.gsm8k.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
+from mindspeed_qerl.tasks.prompts import Prompts
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -104,7 +104,7 @@ def test_every_row_reads_back(tmp_path, raw, bpe):
     for split, one in zip(("train", "test"), packed, strict=True):
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
         prompts = check_split(split, one, bpe, chat_file)
-        assert prompts == Task(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts, "evaluation asks otherwise"
+        assert prompts == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts, "evaluation asks otherwise"
         for file in one.files:
             content = file.path.read_bytes()
             assert (file.rows, file.bytes) == (len(prompts), len(content))

@@ -21,7 +21,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     score_batch,
 )
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 
 # (response, gold, strict, flexible): the table of docs/verifier.md, where the reasons are.

@@ -1,0 +1,82 @@
+"""The engine door: what every engine offers, and the one place that knows their names."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe import keys
+from mindspeed_qerl.recipe.reader import Found, read
+from mindspeed_qerl.recipe.types import Recipe
+
+if TYPE_CHECKING:
+    from mindspeed_qerl.families import ModelShape
+    from mindspeed_qerl.runs.directory import RunDirectory
+    from mindspeed_qerl.runs.metrics import MetricsWriter
+    from mindspeed_qerl.runs.progress import Progress
+
+
+class Engine(Protocol):
+    """A package that runs recipes. Importing it imports neither torch nor upstream."""
+
+    MAY_CHANGE: frozenset[str]  # keys that may have another value when a run is resumed
+    UPSTREAM: bool  # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
+
+    def validate(self, recipe: Recipe) -> Found:
+        """What this engine cannot do with `recipe`; reads config.json and looks for files, starts nothing."""
+
+    def data_files(self, recipe: Recipe) -> dict[str, str]:
+        """The files that a run reads, by label: their hashes go into the run directory."""
+
+    def rehearsed(self, recipe: Recipe, shape: "ModelShape", rows: list[dict], model_dir: Path) -> Recipe:
+        """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in `model_dir`."""
+
+    def train(self, recipe: Recipe, run: "RunDirectory", metrics: "MetricsWriter", progress: "Progress") -> None:
+        """Run it, or go on with it. ConfigError or EngineError if it cannot."""
+
+    def last_checkpoint(self, recipe: Recipe) -> int:
+        """The step after which the run in `recipe.run.resume` resumes; ValueError if it has no usable checkpoint."""
+
+
+ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
+
+
+def engine_named(name: str) -> Engine:
+    """The engine of that name; ConfigError with the nearest one."""
+    if name not in ENGINES:
+        raise ConfigError(unknown("engine", name, ENGINES))
+    return import_module(ENGINES[name])
+
+
+def engine_of(recipe: Recipe) -> Engine:
+    """The engine that a recipe asks for; ConfigError with the nearest one."""
+    return engine_named(recipe.engine)
+
+
+def on_npus(recipe: Recipe) -> bool:
+    """Whether a run of `recipe` would use NPUs: its engine does, and they are not emulated."""
+    return engine_of(recipe).UPSTREAM and not recipe.emulate_npu
+
+
+def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
+    """The Recipe of a resolved config and all that is wrong with it: values, keys that its engine does not honour, and what the engine
+    cannot do."""
+    recipe, found = read(raw)
+    try:
+        engine = engine_of(recipe)
+    except ConfigError as error:
+        found.faults.append(str(error))
+        return recipe, found
+    refused, found.unused = keys.check(recipe.sections, recipe.engine)
+    of_engine = engine.validate(recipe)
+    found.faults += [*refused, *of_engine.faults]
+    found.warnings += of_engine.warnings
+    return recipe, found
+
+
+def checked(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
+    """`examine`, with ConfigError for the faults."""
+    recipe, found = examine(raw)
+    found.raise_faults()
+    return recipe, found

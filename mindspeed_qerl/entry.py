@@ -1,0 +1,52 @@
+"""How cli/*.py and tools/*.py start: as files, with any Python, or as the console commands of an installation. Standard library only."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")  # of requirements/base.in, what no command can do without
+
+
+def use_checkout() -> None:
+    """Start again with the checkout's .venv if this Python lacks packages; exit status 2 with a sentence if there is none.
+
+    A file is run from its checkout, whatever is installed: processes that it starts find the checkout on PYTHONPATH.
+    """
+    python = CHECKOUT / ".venv" / "bin" / "python"
+    lacking = [name for name in (*NEEDED, "torch") if importlib.util.find_spec(name) is None]
+    if (lacking or sys.version_info < (3, 11)) and python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
+        os.execv(python, [str(python), *getattr(sys, "orig_argv", ["", *sys.argv])[1:]])
+    if sys.version_info < (3, 11) or lacking not in ([], ["torch"]):
+        _explain(f"has no {', '.join(lacking)}" if lacking else "is older than Python 3.11")
+        sys.exit(2)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, "" if str(CHECKOUT) in paths else str(CHECKOUT)]))
+    sys.excepthook = _name_missing
+
+
+def command() -> int:
+    """What every console command calls: qerl-train is cli/train_grpo.py, qerl-plan-layout tools/plan_layout.py."""
+    sys.excepthook = _name_missing
+    name = Path(sys.argv[0]).name.removeprefix("qerl-").replace("-", "_")
+    module = "mindspeed_qerl.cli.train_grpo" if name == "train" else f"mindspeed_qerl.tools.{name}"
+    return importlib.import_module(module).main()
+
+
+def _name_missing(kind, error, trace) -> None:
+    """A package that is not installed is a sentence instead of a traceback."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if issubclass(kind, ModuleNotFoundError) and name != "mindspeed_qerl":
+        _explain(f"has no {name}")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _explain(lack: str) -> None:
+    if (CHECKOUT / "Makefile").exists():
+        way_out = f"`make install` in {CHECKOUT} makes a .venv with everything, `pip install {CHECKOUT}` adds what needs no engine"
+    else:
+        way_out = "`pip install 'mindspeed_qerl[local]'` adds the local engine"
+    print(f"error: {sys.executable} {lack}: {way_out}; on NPUs see docs/ascend.md", file=sys.stderr)

@@ -1,0 +1,44 @@
+"""Files and directories that are there whole or not at all, and the names of checkpoints. Standard library only."""
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that readers, and a kill at any moment, find either as it was or complete."""
+    aside = file.with_name(file.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, file)
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A hidden sibling to write into, which is renamed to `path` at the end; an exception removes it.
+
+    Raises:
+        FileExistsError: `path` exists and is not an empty directory. It is left alone.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{path} exists already: choose another output directory, or remove it first")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.making-*"):
+        if not Path("/proc", left.name.rpartition("-")[2]).exists():  # its process was killed
+            shutil.rmtree(left, ignore_errors=True)
+    making = path.with_name(f".{path.name}.making-{os.getpid()}")
+    making.mkdir()
+    try:
+        yield making
+        making.rename(path)  # replaces an empty directory, and nothing else
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def checkpoint_iterations(checkpoints: Path) -> list[int]:
+    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; a folder that is still being
+    written has another name."""
+    numbers = [folder.name.removeprefix("iter_") for folder in checkpoints.glob("iter_*")]
+    return sorted(int(number) for number in numbers if number.isdigit())

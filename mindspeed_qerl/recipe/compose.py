@@ -1,0 +1,139 @@
+"""A config by its name: the folders where configs lie, the files that one is made of, and the mapping that Hydra resolves it to."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe.overrides import checked
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIGS = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())  # installed, or a checkout's
+
+
+def config_files(config_dir: str | None = None) -> dict[str, Path]:
+    """{name: file} of every config: of `config_dir`, or else `configs` in the current directory, and of the package.
+
+    The files in the folders of such a folder are parts of configs: `aqn=off` is aqn/off.yaml.
+    """
+    return {file.stem: file for folder in reversed(_folders(config_dir)) for file in sorted(folder.glob("*.yaml"))}
+
+
+def check_config_name(name: str, config_dir: str | None = None) -> Path:
+    """The file of a config; ConfigError with the nearest names if there is none (Hydra would only show where it looked)."""
+    known = config_files(config_dir)
+    if name.removesuffix(".yaml") not in known:
+        raise ConfigError(unknown("config name", name, known, "`python cli/train_grpo.py` lists them"))
+    return known[name.removesuffix(".yaml")]
+
+
+def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> dict[str, Any]:
+    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it.
+
+    Raises:
+        ConfigError: no such config, an override of an unknown key, or one that Hydra refuses.
+    """
+    from hydra import compose as composed
+    from omegaconf import OmegaConf
+
+    overrides, name = list(overrides), name.removesuffix(".yaml")
+    folders = config_folders(name, config_dir)
+    chosen = {part.rpartition("/")[0] for part in config_parts(name, (), config_dir)}
+    groups, values = [], []
+    for override in overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
+        if not key or not equals and not override.startswith("~"):
+            raise ConfigError(f"{override!r} is no override: write key=value")
+        options = {file.stem for folder in folders for file in (folder / key).glob("*.yaml")}
+        if not options or value.startswith("{"):
+            values.append(override)
+        elif override.startswith("~"):
+            groups.append(override)
+        elif value in options or "," in value:  # of several values Hydra says that they are for --multirun
+            groups.append(f"{'' if key in chosen else '+'}{key}={value}")
+        else:
+            raise ConfigError(unknown(key, value, options))
+    with _hydra(name, overrides, folders) as search_path:
+        config = composed(name, [*search_path, *groups])
+        if values:
+            plain = OmegaConf.to_container(config, resolve=False)
+            config = composed(name, [*search_path, *groups, *checked(values, plain, known_keys(plain), name)])
+        return OmegaConf.to_container(config, resolve=True)
+
+
+def combinations(name: str, overrides: Iterable[str], config_dir: str | None = None) -> list[list[str]]:
+    """The overrides of each run of a sweep: one value of each that lists several, as `aqn=off,qerl` and `seed=range(1,4)` do."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = list(overrides)
+    with _hydra(name, overrides, config_folders(name, config_dir)):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        return BasicSweeper.split_arguments(parser.parse_overrides(overrides), max_batch_size=None)[0]
+
+
+def known_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
+    """{section: every key that it may have}; "" is the top level."""
+    from mindspeed_qerl.recipe import reader
+
+    known = reader.known_keys()
+    models = {f"model.{model}": known["megatron_training"] for model in config.get("model") or ()}
+    return {"": reader.TOP_LEVEL, **known, **models}
+
+
+def config_parts(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> dict[str, Path]:
+    """{part: file} of what a config is made of, such as grpo_tiny_moe_cpu and aqn/qerl: itself first, then what its defaults name."""
+    import yaml
+
+    folders = config_folders(name, config_dir)
+    chosen = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    found: dict[str, Path] = {}
+    waiting = [name.removesuffix(".yaml")]
+    while waiting:
+        part = waiting.pop(0)
+        file = next((folder / f"{part}.yaml" for folder in folders if (folder / f"{part}.yaml").is_file()), None)
+        if file is None or part in found:  # what is missing, Hydra names
+            continue
+        found[part] = file
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+        for default in content.get("defaults") or () if isinstance(content, dict) else ():
+            if isinstance(default, dict):
+                group, option = next(iter(default.items()))
+                default = f"{group}/{chosen.get(group, option)}"
+            waiting.append(str(default))
+    return found
+
+
+def config_folders(name: str, config_dir: str | None = None) -> list[Path]:
+    """Where the parts of a config are looked for: beside its own file first; ConfigError if there is no such config."""
+    own = check_config_name(name, config_dir).parent
+    return [own, *(folder for folder in _folders(config_dir) if folder != own)]
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    own = Path(config_dir or "configs").resolve()
+    if config_dir and not own.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    return list(dict.fromkeys([own, CONFIGS] if own.is_dir() else [CONFIGS]))
+
+
+@contextmanager
+def _hydra(name: str, overrides: list[str], folders: list[Path]) -> Iterator[list[str]]:
+    """Hydra on the first of these folders; gives the override that adds the others. What Hydra refuses is a ConfigError."""
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    others = ",".join(f"'file://{folder}'" for folder in folders[1:])
+    try:
+        with initialize_config_dir(str(folders[0]), version_base=None):
+            yield [f"hydra.searchpath=[{others}]"] if others else []
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own, for a group set to a value
+        raise ConfigError(f"{name} with {' '.join(overrides)}: {error}") from error

@@ -1,0 +1,296 @@
+"""The one reader: a resolved config, as YAML gives it, to a Recipe. Every fault at once; nothing but YAML values is looked at.
+
+    recipe, found = read(raw)        # found.faults, found.warnings: one sentence each
+    recipe = read_recipe(raw)        # raises ConfigError with all faults
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mindspeed_qerl.aqn.schedule import KINDS
+from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe import keys
+from mindspeed_qerl.recipe.overrides import nearest
+from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
+
+UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
+OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
+TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
+RENAMED = {"gsm8k": "task"}
+NOT_KEYS = {"noise": {"factors"}, "layout": {"ranks_per_node"}, "model": {"arguments"}, "batch": {"dispatch"}, "task": {"verifiers"}}
+TYPES = {"int_type": "int", "float_type": "float", "bool_type": "bool", "string_type": "str", "tuple_type": "list", "dict_type": "dict",
+         "mapping_type": "dict"}
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+# Below it bfloat16 keeps less than half of the noise on weights of 1 (tests/aqn/test_aqn_injector.py).
+BF16_LEAST_SIGMA = 9e-4
+
+
+@dataclass
+class Found:
+    """What a check found: sentences that name the key, the value, the rule and the way out."""
+
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing on the engine (keys.yaml says why)
+
+    def raise_faults(self) -> None:
+        """ConfigError with every fault, one a line, if there is one."""
+        if self.faults:
+            raise ConfigError("\n".join(dict.fromkeys(self.faults)))
+
+
+def read_recipe(raw: Mapping[str, Any]) -> Recipe:
+    """The Recipe of a resolved config; ConfigError with one line for every fault."""
+    recipe, found = read(raw)
+    found.raise_faults()
+    return recipe
+
+
+def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
+    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field at fault has its default."""
+    found = Found()
+    sections = _sections(raw, found)
+    values = Values(sections)
+    parts = {name: _part(name, kind, values, found) for name, kind in PARTS.items()}
+    parts["model"] = replace(parts["model"], arguments=values.megatron)
+    _check_models(sections, found)
+    parts["batch"] = _derived_batch(parts, values, found)
+    parts["task"] = replace(parts["task"], verifiers=_verifiers(values, found))
+    parts["noise"] = _checked_noise(parts["noise"], parts["run"].train_iters, parts["model"].dtype, found)
+    _check_across(parts, found)
+    emulate = sections.get("emulate_npu", False)
+    if not isinstance(emulate, bool):
+        found.faults.append(f"emulate_npu = {emulate!r} must be true or false")
+    engine = sections.get("engine")
+    return Recipe(engine=engine if isinstance(engine, str) else str(engine), emulate_npu=emulate is True, **parts, sections=sections), found
+
+
+# ---- names ----
+
+def known_keys() -> dict[str, list[str]]:
+    """Every key of every section, as a config may set them."""
+    own = {section: [name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"]
+           for section, part in OWN_SECTIONS.items()}
+    megatron = keys.known("megatron")
+    return {"megatron_training": megatron, "actor_config": megatron, "rl_config": keys.known("rl_config"),
+            "generate_config": keys.known("generate_config"), "generate_config.sampling_config": keys.known("sampling_config"),
+            "rl_config.actor_resource": ["num_npus"], **own}
+
+
+def key_of(part: type, name: str) -> str | None:
+    """The YAML key that a part's field is read from; None for a field that follows from others.
+
+    >>> from mindspeed_qerl.recipe.types import Layout, Noise
+    >>> key_of(Layout, "tp"), key_of(Noise, "sigma_start")
+    ('megatron.tensor_model_parallel_size', 'aqn.sigma_start')
+    """
+    part_name = next(key for key, kind in PARTS.items() if kind is part)
+    if name in NOT_KEYS.get(part_name, ()):
+        return None
+    extra = part.__pydantic_fields__[name].json_schema_extra
+    return extra["key"] if extra else f"{part.section}.{name}"
+
+
+def _unknown_key(key: Any, section: str, sections: Mapping[str, Any]) -> str:
+    """The sentence for an unknown key, with the nearest known ones of its section and of all."""
+    near = [name.removeprefix(f"{section}.") for name in nearest(f"{section}.{key}", sections, known_keys())]
+    return f"unknown key in {section}: {key!r}" + (f", did you mean {' or '.join(map(repr, near))}?" if near else "")
+
+
+def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
+    """`raw` with an empty mapping for every section that is missing or none; faults for unknown sections and keys."""
+    sections = {str(name): value for name, value in raw.items()}
+    for name in sections.keys() - set(TOP_LEVEL):
+        hint = f"section {name!r} is called {RENAMED[name]!r} now" if name in RENAMED else unknown("section", name, TOP_LEVEL)
+        found.faults.append(hint)
+    for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
+        value = sections.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            found.faults.append(f"section {name} must be a mapping, not {value!r}")
+        sections[name] = dict(value) if isinstance(value, Mapping) else {}
+    nested = {"rl_config.actor_resource": sections["rl_config"].get("actor_resource"),
+              "generate_config.sampling_config": sections["generate_config"].get("sampling_config")}
+    for name, value in nested.items():
+        if value is not None and not isinstance(value, Mapping):
+            found.faults.append(f"{name} = {value!r} must be dict")
+    known = known_keys()
+    for name in known:
+        given = nested[name] if name in nested else sections[name]
+        for key in given if isinstance(given, Mapping) else ():
+            if key not in known[name]:
+                found.faults.append(_unknown_key(key, name, sections))
+    return sections
+
+
+def _check_models(sections: Mapping[str, Any], found: Found) -> None:
+    """Faults of a section model that is none, and of a named model that is not in it."""
+    models = sections["model"]
+    if not all(isinstance(sizes, Mapping) for sizes in models.values()):
+        found.faults.append(f"section model = {models!r} must be a mapping of names to sizes")
+    for section in ("megatron_training", "actor_config"):
+        name = sections[section].get("model")
+        if name is not None and name not in map(str, models):
+            found.faults.append(f"{section}.model: {unknown('model', name, map(str, models))}")
+
+
+# ---- values ----
+
+class Values:
+    """The values of a config by dotted key; `megatron` are Megatron's arguments as upstream merges them."""
+
+    def __init__(self, sections: Mapping[str, Any]):
+        self.sections = sections
+        training, actor, models = sections["megatron_training"], sections["actor_config"], sections["model"]
+        name = actor.get("model", training.get("model"))
+        model = models.get(name) if isinstance(name, str) else None
+        self.merged = {"model": model if isinstance(model, Mapping) else {}, "megatron_training": training, "actor_config": actor}
+        self.megatron = {key: value for part in self.merged.values() for key, value in part.items()}
+
+    def get(self, key: str) -> tuple[str, Any]:
+        """(the key as it stands in the config, its value or None)."""
+        section, name = key.split(".", 1)
+        if section == "megatron":
+            place = next((place for place in reversed(self.merged) if self.merged[place].get(name) is not None), "megatron_training")
+            return f"{place}.{name}", self.merged[place].get(name)
+        if section == "sampling_config":
+            section, name = "generate_config", key
+        value: Any = self.sections[section]
+        for step in name.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
+        return f"{section}.{name}", value
+
+
+def _part(name: str, kind: type, values: Values, found: Found) -> Any:
+    """The part `kind`; a fault for each value that is of the wrong type or out of range, and its default instead."""
+    given, places = {}, {}
+    for field_name, info in kind.__pydantic_fields__.items():
+        if (key := key_of(kind, field_name)) is None:
+            continue
+        places[field_name], value = values.get(key)
+        extra = info.json_schema_extra or {}
+        explicit = key.startswith(f"{getattr(kind, 'section', None)}.") and key.split(".", 1)[1] in values.sections[kind.section]
+        if value is not None or (explicit and info.default is not None):
+            given[field_name] = value
+        elif extra.get("required"):
+            found.faults.append(f"{places[field_name]} is missing")
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        wrong = {each["loc"][0]: each for each in reversed(error.errors())}  # of each field the first
+        for field_name, each in wrong.items():
+            found.faults.append(_sentence(places[field_name], field_name, given[field_name], each))
+        return kind(**{field_name: value for field_name, value in given.items() if field_name not in wrong})
+
+
+def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in our words."""
+    kind, limits, item = error["type"], error.get("ctx") or {}, error["input"]
+    if value is None:
+        return f"{place} may not be null"
+    if kind == "literal_error":
+        choices = [choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
+        return f"{place}: {unknown(name, item, choices)}"
+    if kind == "finite_number":
+        return f"{place} = {value} must be finite"
+    if bound := next((word for word in BOUNDS if word in limits), None):
+        return f"{place} = {value} must be {BOUNDS[bound]} {limits[bound]:g}"
+    if kind == "value_error":
+        return f"{place} = {value!r} {limits['error']}"
+    wanted = TYPES.get(kind, error["msg"][0].lower() + error["msg"][1:])
+    return f"{place} = {value!r} must be {wanted}"
+
+
+def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> Any:
+    """The batch with what follows where a key is left out."""
+    batch, sampling = parts["batch"], parts["sampling"]
+    longest = sampling.max_prompt_length + sampling.max_tokens
+    follows = {"mini_batch_size": ("rl_config.mini_batch_size", batch.global_batch_size),
+               "seq_length": ("megatron.seq_length", longest), "max_model_len": ("generate_config.max_model_len", longest)}
+    derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
+    dispatch = {}
+    for name in DISPATCH:
+        place, size = values.get(f"rl_config.{name}_dispatch_size")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            found.faults.append(f"{place} = {size!r} must be a whole number of at least 1")
+            size = None
+        dispatch[f"{name}_dispatch_size"] = size
+    return replace(batch, **derived, dispatch=dispatch)
+
+
+def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
+    """(name, weight) of each reward; whether there is such a reward is the task's to say (tasks/rewards.py)."""
+    names = values.get("rl_config.verifier_function")[1]
+    names = ["gsm8k"] if names is None else names
+    weights = values.get("rl_config.verifier_weight")[1]
+    weights = [1.0] * len(names) if weights is None and isinstance(names, list) else weights
+    if not isinstance(names, list) or not isinstance(weights, list) or len(names) != len(weights) or not names:
+        counts = " and ".join(f"{len(given) if isinstance(given, list) else repr(given)} {key}"
+                              for given, key in ((names, "verifier_function"), (weights, "verifier_weight")))
+        found.faults.append(f"rl_config: {counts} must be lists, as long as each other, of at least one")
+        return (("gsm8k", 1.0),)
+    for i, (name, weight) in enumerate(zip(names, weights)):
+        if not isinstance(name, str):
+            found.faults.append(f"rl_config.verifier_function[{i}]: unknown verifier {name!r}: give a name, or module:function")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or abs(weight) == float("inf") or weight != weight:
+            found.faults.append(f"rl_config.verifier_weight[{i}] = {weight!r} must be float")
+    if found.faults:
+        return tuple((name, 1.0) for name in names if isinstance(name, str)) or (("gsm8k", 1.0),)
+    return tuple(zip(names, map(float, weights)))
+
+
+# ---- across fields ----
+
+def _check_across(parts: Mapping[str, Any], found: Found) -> None:
+    """Faults of values that do not go together."""
+    batch, sampling, evaluation, optimizer = parts["batch"], parts["sampling"], parts["evaluation"], parts["optimizer"]
+    if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
+        found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = {sampling.max_tokens} "
+                            f"exceeds generate_config.max_model_len = {batch.max_model_len}")
+    if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
+        found.faults.append(f"eval.temperature = 0 with eval.samples_per_problem = {evaluation.samples_per_problem}: it must be above 0, or 0 "
+                            "(greedy) with 1 sample")
+    if optimizer.min_lr > optimizer.lr:
+        found.faults.append(f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = {optimizer.min_lr}")
+
+
+def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:
+    """The noise with its factors; faults for what cannot be, a warning for stages that bfloat16 cannot hold."""
+    if not noise.enabled:
+        return noise
+    try:
+        schedule = noise.noise_schedule(train_iters)
+        factors = _multipliers(noise)
+        check_targets(noise.exclude)
+        if not check_targets(noise.targets):
+            raise ValueError("targets is empty; to run without noise, use aqn=off")
+    except (ValueError, TypeError, OSError) as error:
+        found.faults.append(f"aqn: {unknown('noise schedule', noise.schedule, KINDS) if noise.schedule not in KINDS else error}")
+        return noise
+    small = [step for step, sigma in enumerate(schedule.sigmas(), 1) if 0 < sigma < BF16_LEAST_SIGMA]
+    if small and dtype == "bfloat16":
+        found.warnings.append(f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps (first in step {small[0]}), "
+                              "where bfloat16 rounds most of it away on norm weights near 1; aqn/measured_std will say what is left "
+                              "(docs/aqn.md). Raise aqn.sigma_end to keep it")
+    return replace(noise, factors=tuple(factors))
+
+
+def _multipliers(noise: Noise) -> list[tuple[str, float]]:
+    """Those of the config and of the file; ValueError or OSError if one is wrong."""
+    import yaml
+
+    factors = check_multipliers(noise.multipliers or {})
+    if noise.multipliers_file:
+        try:
+            profile = yaml.safe_load(Path(noise.multipliers_file).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} is neither YAML nor JSON: "
+                              f"{' '.join(str(error).split())}") from error
+        if not isinstance(profile, Mapping):
+            raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to numbers, such as 0: 1.5")
+        factors += check_multipliers(profile)
+    return factors

@@ -1,0 +1,404 @@
+"""The Recipe: everything that a run is configured with, typed, in the field's terms.
+
+Each part is a frozen dataclass that pydantic validates. A field says by `key(...)` which YAML key it is read from; fields of a part with a
+`section` are keys of that section. `megatron.X` stands for the key X of actor_config, else of megatron_training, else of the named model in
+section model, as MindSpeed-RL merges them (config_cls/base_config.py:14). What is not on disk is checked here and in reader.py; files,
+shapes and layouts are the engines' to check.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
+DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
+
+MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
+
+part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+
+
+def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
+    """A field that is read from the YAML key `name`; `default` where it is left out; `limits` are pydantic's (ge, le, ...)."""
+    return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 5e-6 as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _names(value: Any) -> Any:
+    """One name is a list of it, none is an empty one."""
+    items = () if value is None else (value,) if isinstance(value, str) else value
+    return tuple(items) if isinstance(items, (list, tuple)) else value
+
+
+def _kinds(value: Any) -> Any:
+    return () if value in ("none", None) else _names(value)
+
+
+def _layer_list(value: Any) -> Any:
+    """num_layer_list, "14,14", as numbers."""
+    parts = str(value).split(",") if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "" else value or ()
+    if isinstance(parts, (list, tuple)) and all(isinstance(item, int) or str(item).strip().isdecimal() for item in parts):
+        return tuple(map(int, parts))
+    raise ValueError("must be whole numbers with commas between them, such as 14,14")
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], BeforeValidator(_kinds)]
+Size = Annotated[int, Field(ge=1)]
+
+
+@part
+class Model:
+    """The Hugging Face directory that vLLM loads, and what Megatron is told of the model (`arguments`, Megatron's names)."""
+
+    path: str = key("megatron.tokenizer_name_or_path", "", required=True, min_length=1)
+    dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
+    load: str | None = key("megatron.load")  # the base weights in Megatron's format; the local engine reads the Hugging Face files
+    arguments: Mapping[str, Any] = Field(default_factory=dict)
+
+
+@part
+class Layout:
+    """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep). Rollout: vLLM
+    instances of infer TP x EP ranks."""
+
+    world: Size = key("rl_config.actor_resource.num_npus", 1, required=True, le=MAX_RANKS)
+    tp: Size = key("megatron.tensor_model_parallel_size", 1)
+    pp: Size = key("megatron.pipeline_model_parallel_size", 1)
+    cp: Size = key("megatron.context_parallel_size", 1)
+    ep: Size = key("megatron.expert_model_parallel_size", 1)
+    infer_tp: Size = key("generate_config.infer_tensor_parallel_size", 1)
+    infer_pp: Size = key("generate_config.infer_pipeline_parallel_size", 1)
+    infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
+    ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
+    num_layer_list: Annotated[tuple[int, ...], BeforeValidator(_layer_list)] = key("megatron.num_layer_list", ())  # of each stage; (): equal
+    layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")  # None: no virtual pipeline
+    cp_algorithm: str = key("megatron.context_parallel_algo", "ulysses_cp_algo")
+    sequence_parallel: bool = key("megatron.sequence_parallel", False)
+    tp_extend_ep: bool = key("megatron.moe_tp_extend_ep", False)
+    enable_expert_parallel: bool = key("generate_config.enable_expert_parallel", False)  # vLLM's
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks of training, as upstream counts them (validate_config.py: num_npus // (tp pp cp))."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts of the same layers (Megatron parallel_state.py:699)."""
+        return self.world // (self.tp * self.ep * self.pp)
+
+    @property
+    def infer_dp(self) -> int:
+        """Rollout replicas of the prompts, as upstream counts them: world // infer TP; expert parallel ranks serve their own prompts."""
+        return self.world // (self.infer_tp * self.infer_pp)
+
+    @property
+    def node_width(self) -> int:
+        """Ranks a node, as upstream counts them (launcher.py:73): no more than there are in all."""
+        return min(self.ranks_per_node, self.world)
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.world / self.node_width)
+
+
+@part
+class Batch:
+    """Batch arithmetic. Sizes count prompts, except micro-batch and dispatch sizes, which count answers; None follows from the others."""
+
+    global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
+    mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
+    samples_per_prompt: Size = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
+    micro_batch_size: Size = key("megatron.micro_batch_size", 1)
+    actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")  # None: micro_batch_size
+    ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
+    epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
+    dispatch: Mapping[str, int | None] = Field(default_factory=dict)  # actor_rollout_dispatch_size and so on; None: upstream's default
+    guarantee_order: bool = key("rl_config.guarantee_order", True)
+    seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
+    max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
+    max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)
+    use_remove_padding: bool = key("rl_config.use_remove_padding", False)
+    reset_attention_mask: bool = key("megatron.reset_attention_mask", False)
+    no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", True)
+
+    @property
+    def answers(self) -> int:
+        """Answers of one iteration."""
+        return self.global_batch_size * self.samples_per_prompt
+
+    @property
+    def mini_answers(self) -> int:
+        """Answers of one update (upstream multiplies mini_batch_size, rl_config.py:256)."""
+        return self.mini_batch_size * self.samples_per_prompt
+
+    @property
+    def actor_forward(self) -> int:
+        """Answers in one forward pass for the policy's log-probs."""
+        return self.actor_forward_micro_batch_size or self.micro_batch_size
+
+    @property
+    def ref_forward(self) -> int:
+        """Answers in one forward pass for the reference's log-probs."""
+        return self.ref_forward_micro_batch_size or self.micro_batch_size
+
+
+@part
+class Algorithm:
+    """GRPO's loss. Options that only one value works for are in keys.yaml."""
+
+    clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
+    clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
+    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)  # DAPO's clip-higher: the ratio stays in [1 - low, 1 + high]
+    clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
+    kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
+
+    @property
+    def clip_low(self) -> float:
+        return self.clip_ratio_low if self.clip_higher_enable else self.clip_ratio
+
+    @property
+    def clip_high(self) -> float:
+        return self.clip_ratio_high if self.clip_higher_enable else self.clip_ratio
+
+
+@part
+class Optimizer:
+    """AdamW and its learning rate; what is kept and what is computed again for a gradient."""
+
+    lr: Float = key("megatron.lr", 1e-6, required=True, gt=0)
+    min_lr: Float = key("megatron.min_lr", 0.0, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key("megatron.lr_decay_style", "constant")
+    lr_warmup_fraction: Float = key("megatron.lr_warmup_fraction", 0.0, ge=0, le=0.99)
+    weight_decay: Float = key("megatron.weight_decay", 0.01, ge=0)
+    adam_beta1: Float = key("megatron.adam_beta1", 0.9, ge=0, le=0.999999)
+    adam_beta2: Float = key("megatron.adam_beta2", 0.999, ge=0, le=0.999999)
+    clip_grad: Float = key("megatron.clip_grad", 1.0, ge=0)
+    distributed: bool = key("megatron.use_distributed_optimizer", False)
+    recompute_granularity: Literal["full", "selective"] | None = key("megatron.recompute_granularity")
+    recompute_method: Literal["block", "uniform"] | None = key("megatron.recompute_method")
+    recompute_num_layers: Size | None = key("megatron.recompute_num_layers")  # of each pipeline stage; None: all
+
+
+@part
+class Sampling:
+    """How training answers are sampled. The policy that is trained is the whole distribution, so top_p, top_k and min_p stay off."""
+
+    max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
+    temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
+    max_prompt_length: Size = key("rl_config.max_prompt_length", 512)  # tokens; rows with longer prompts are left out
+
+
+@part
+class Rollout:
+    """The vLLM engine, and what leaves the NPU while it samples."""
+
+    max_num_seqs: Size = key("generate_config.max_num_seqs", 256)
+    gpu_memory_utilization: Float = key("generate_config.gpu_memory_utilization", 0.5, gt=0, le=1)
+    offload_train_param: bool = key("generate_config.offload_train_param", False)
+    offload_train_grad: bool = key("generate_config.offload_train_grad", False)
+    offload_train_optimizer: bool = key("generate_config.offload_train_optimizer", False)
+
+
+@part
+class LoRA:
+    """Adapters; no targets: every weight is trained (the NPU engine only)."""
+
+    r: Size = key("megatron.lora_r", 8)
+    alpha: Float = key("megatron.lora_alpha", 16, gt=0)
+    targets: Annotated[tuple[Literal[LORA_TARGETS], ...], BeforeValidator(_names)] = key("megatron.lora_target_modules", ())
+
+
+@part
+class Noise:
+    """AQN: noise on the RMSNorm weights of the rollout model (docs/aqn.md)."""
+
+    section: ClassVar[str] = "aqn"
+    enabled: bool = False
+    schedule: str = "exponential"
+    sigma_start: Float = 0.05
+    sigma_end: Float = 0.0005
+    num_stages: int = 10
+    targets: Any = "auto"
+    exclude: Names = ()
+    restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
+    multipliers: Mapping[Any, Any] | None = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
+    multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
+    seed: int | None = None  # None: the run's
+    factors: tuple[tuple[str, float], ...] = ()  # the multipliers of both, as `NoiseInjector` takes them; the reader fills it in
+
+    def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
+        """The schedule over a run of `total_steps`; ValueError if a value is out of range.
+
+        Args:
+            epoch: steps of one pass over the training rows; None: not known yet, the whole run counts as one.
+        """
+        restart = epoch or total_steps if self.restart_every == "epoch" else self.restart_every
+        return NoiseSchedule(kind=self.schedule, sigma_start=self.sigma_start, sigma_end=self.sigma_end, num_stages=self.num_stages,
+                             total_steps=total_steps, restart_every=restart)
+
+
+@part
+class Correction:
+    """What is done about answers that another policy sampled than the one that is trained: "none", or "token_tis", each token's loss
+    times min(p_trained / p_sampled, cap)."""
+
+    section: ClassVar[str] = "rollout_correction"
+    method: Literal["none", "token_tis"] = "none"
+    cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
+
+    @property
+    def active_cap(self) -> float | None:
+        """The cap of the importance weights; None: every token counts 1."""
+        return self.cap if self.method == "token_tis" else None
+
+
+@part
+class HardwareError:
+    """Which side of a run on the local engine computes as other hardware would, and how (docs/hardware_error.md)."""
+
+    section: ClassVar[str] = "hardware_error"
+    rollout: Kinds = ()
+    training: Kinds = ()
+    evaluation: Kinds = ()
+    gaussian_std: Float = Field(0.05, gt=0, lt=1)  # relative error of each element
+    block: Size = 64  # length of the blocks that are summed
+
+    def arguments(self, side: Literal["rollout", "training", "evaluation"]) -> dict[str, Any] | None:
+        """For `HardwareErrorMode`; None if this side computes as it is."""
+        kinds = getattr(self, side)
+        return {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block} if kinds else None
+
+
+@part
+class Task:
+    """Rows with prompts and gold answers, and the rewards of an answer: `verifiers` are (name or module:function, weight)."""
+
+    section: ClassVar[str] = "task"
+    train_file: str = ""
+    test_file: str = ""
+    prompt: Literal["chat", "plain"] = "chat"
+    allow_overlap: bool = False  # test questions among the training questions
+    data_path: str = key("megatron.data_path", "")  # the packed training rows that upstream's trainer reads
+    verifiers: tuple[tuple[str, float], ...] = (("gsm8k", 1.0),)
+
+
+@part
+class Evaluation:
+    """Noise off, before the first step, every `every` steps and after the last; n_problems None: the whole test file."""
+
+    section: ClassVar[str] = "eval"
+    every: Size = 10
+    n_problems: Size | None = None
+    samples_per_problem: Size = 1
+    temperature: Float = Field(1.0, ge=0)  # 0: greedy
+
+
+@part
+class Run:
+    """How long a run is, where it is kept and what is written beside metrics.jsonl; `resume` is the directory of a run that stopped, or
+    "auto": the newest one of this config, if there is one."""
+
+    section: ClassVar[str] = "run"
+    train_iters: Size = key("megatron.train_iters", 1, required=True)
+    save_interval: Size | None = key("megatron.save_interval")  # iterations; there is a checkpoint after the last one in any case
+    seed: int = key("megatron.seed", 1, ge=0)
+    root: str = "runs"
+    name: str | None = None
+    resume: str | None = None
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    rollout_samples: int = Field(8, ge=0)
+
+
+@part
+class Local:
+    """The local engine's own needs: vLLM's memory for keys and values, GiB; how many checkpoints are kept; how much of its merged weights a
+    rank hands over at once, MiB."""
+
+    section: ClassVar[str] = "local"
+    kv_cache_gib: Size = 1
+    keep_checkpoints: Size = 2
+    sync_buffer_mib: Size = 64
+
+
+@part
+class Npu:
+    """What the NPU engine asks of Ray and HCCL."""
+
+    cpus_per_npu: Size = key("rl_config.num_cpus_for_placement_group", 8)
+    cpus_for_tasks: Size = key("rl_config.num_cpus_for_local_task", 1)
+    hccl_buffer_mib: Size = key("rl_config.hccl_buffersize", 256)
+    share_backbone: bool = key("rl_config.share_backbone", False)
+    lora_ckpt_filter: bool = key("megatron.lora_ckpt_filter", False)
+    no_save_optim: bool = key("megatron.no_save_optim", False)
+    padded_vocab_size: Size | None = key("megatron.padded_vocab_size")
+
+
+@part
+class Rehearsal:
+    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`, for `steps` steps, answers of at most `max_tokens`
+    tokens; `layers` None: as many as the model has."""
+
+    section: ClassVar[str] = "rehearsal"
+    enabled: bool = False
+    steps: Size = 2
+    layers: Size | None = None
+    max_tokens: Size = 8
+    eval_problems: Size = 8
+    models: str = "models/rehearsal"
+
+
+@part
+class Recipe:
+    """One run. `sections` is the config as it was read, for the engine that hands it on to upstream."""
+
+    engine: str
+    emulate_npu: bool
+    model: Model
+    layout: Layout
+    batch: Batch
+    algorithm: Algorithm
+    optimizer: Optimizer
+    sampling: Sampling
+    rollout: Rollout
+    lora: LoRA
+    noise: Noise
+    correction: Correction
+    hardware_error: HardwareError
+    task: Task
+    evaluation: Evaluation
+    run: Run
+    local: Local
+    npu: Npu
+    rehearsal: Rehearsal
+    sections: Mapping[str, Any] = Field(default_factory=dict, repr=False)
+
+    @property
+    def noise_seed(self) -> int:
+        return self.run.seed if self.noise.seed is None else self.noise.seed
+
+    @property
+    def data_files(self) -> dict[str, str]:
+        """The files whose hashes a run keeps, by label, as far as both engines have them."""
+        profile = self.noise.enabled and self.noise.multipliers_file
+        return {"test": self.task.test_file, **({"aqn_multipliers": profile} if profile else {})}
+
+
+PARTS: dict[str, type] = {field.name: field.type for field in fields(Recipe) if isinstance(field.type, type) and hasattr(field.type, "__pydantic_fields__")}

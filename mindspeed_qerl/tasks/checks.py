@@ -1,0 +1,173 @@
+"""What is looked at in a task's files before a run: faults of the kind that leaves every curve plausible.
+
+Each check returns sentences: faults, which refuse the run, and warnings, which it says and goes on.
+"""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.recipe import types as recipe
+from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
+from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rewards import is_reward, load_reward, try_reward
+from mindspeed_qerl.tasks.rows import Row, read_rows
+
+
+def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[str]:
+    """A fault for each of the `keys` of section task whose file is not there."""
+    example = ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`" if quickstart else ""
+    return [f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME "
+            f"--output DIR`{example}; of your own: docs/own_task.md" for key in keys if not Path(getattr(task, key)).is_file()]
+
+
+def unknown_rewards(verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()) -> list[str]:
+    """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names `others`, nor to be imported."""
+    faults = []
+    for name, _ in verifiers:
+        try:
+            name in others or load_reward(name)
+        except ConfigError as error:
+            faults.append(str(error))
+    return faults
+
+
+def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str], list[str]]:
+    """(faults, warnings) of a task whose files are there, before anything heavy starts.
+
+    Args:
+        train: the training rows; None if only their token ids are there, which cannot be compared.
+    """
+    test = read_rows(task.test_file)
+    names = [name for name, _ in task.verifiers]
+    for name in filter(is_reward, names):
+        try_reward(name, train or test)
+    return check_rows(train or [], test, names, task.allow_overlap)
+
+
+def check_rows(train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str],
+               allow_overlap: bool = False) -> tuple[list[str], list[str]]:
+    """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names `verifiers`."""
+    faults, warnings = [], []
+    first_of = {normalised(row.question): row for row in reversed(train)}
+    shared = [row for row in test if normalised(row.question) in first_of]
+    if shared:
+        twin = first_of[normalised(shared[0].question)]
+        found = (f"{len(shared):,} of {len(test):,} test questions are training questions too, the first {_cut(shared[0].question)} "
+                 f"({shared[0].where} and {twin.where})")
+        if allow_overlap:
+            warnings.append(f"{found}; task.allow_overlap = true")
+        else:
+            faults.append(f"{found}: the test would measure memory. Take them out of one file, or set task.allow_overlap=true")
+    elif train and len(test) > len(train):
+        warnings.append(f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): are they swapped?")
+    warnings += _duplicates(train)
+    if set(verifiers) & set(METHOD_OF_VERIFIER):
+        for name, rows in (("training", train), ("test", test)):
+            more_faults, more_warnings = _golds(name, rows)
+            faults, warnings = faults + more_faults, warnings + more_warnings
+    return faults, warnings
+
+
+def normalised(question: str) -> str:
+    """A question as it is compared with others: without case, width of characters, and spacing.
+
+    >>> normalised("How  many\\nApples?") == normalised("how many apples?")
+    True
+    """
+    return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+
+
+def _duplicates(rows: Sequence[Row]) -> list[str]:
+    repeated = {question: count for question, count in Counter(normalised(row.question) for row in rows).items() if count > 1}
+    if not repeated:
+        return []
+    times = Counter(repeated.values())
+    kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times" for count, questions in sorted(times.items())]
+    shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
+    distinct = len(rows) - sum(repeated.values()) + len(repeated)
+    first = _cut(next(iter(repeated)))
+    return [f"{len(rows):,} training rows hold {distinct:,} different questions: {', '.join(shown)}, the first {first}"]
+
+
+def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """(faults, warnings): gold answers that GSM8K's verifiers cannot read, and those that are no integers."""
+    unreadable, fractions = [], []
+    for row in rows:
+        try:
+            number = canonical_number(row.answer)
+        except ValueError:
+            unreadable.append(row)
+        else:
+            if not number.lstrip("-").isdigit():
+                fractions.append(row)
+    count = f"of {len(rows):,} {name} rows have an answer that is"
+    way_out = "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
+    faults = [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"] if unreadable else []
+    warnings = [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. Is the point a decimal point?"] if fractions else []
+    return faults, warnings
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    return ", ".join(f"{_cut(row.answer)} ({row.where})" for row in rows[:3]) + (", ..." if len(rows) > 3 else "")
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str], list[str]]:
+    """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt that does not hold its question,
+    and, as a warning, words that the tokenizer does not know.
+
+    The decoded prompt is searched for the question, and if it is not there, for what the tokenizer gives back of it: a tokenizer
+    that lower-cases is no fault.
+    """
+    lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
+    asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
+    unreadable = [tokenizer.unk_token_id in ids for ids in task.prompts]
+    first_with: dict[tuple[int, ...], str] = {}
+    for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
+        other = first_with.setdefault(tuple(ids), text)
+        if not unknown and other != text and normalised(other) != normalised(text):
+            same = f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids"
+            return [f"{same}: {lost}. Use the tokenizer that the model was trained with"], []
+    for row, text, prompt in zip(task.rows, asked, tokenizer.batch_decode(task.prompts)):
+        if text not in prompt:
+            given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+            if normalised(given_back) not in normalised(prompt):
+                return [f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"], []
+    count = f"{sum(unreadable):,} of {len(asked):,} prompts hold words that the tokenizer does not know: is it the right one?"
+    return [], [count] if any(unreadable) else []
+
+
+def _last_asked(row: Row) -> str:
+    return next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user")
+
+
+def self_before_base(config: str | Path) -> str | None:
+    """A warning if a YAML file for Hydra lists `_self_` before a config that it builds on: that one then overrides its own values.
+
+    Groups (`aqn: qerl`) count if the file has values of the same section. None if all is well, or the file cannot be read as such.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    defaults = values.pop("defaults", None) if isinstance(values, dict) else None
+    if not isinstance(defaults, list) or "_self_" not in defaults or not values:
+        return None
+    later = []
+    for entry in defaults[defaults.index("_self_") + 1:]:
+        group = next(iter(entry), "") if isinstance(entry, dict) else ""
+        if isinstance(entry, str) or group in values:
+            later.append(entry if isinstance(entry, str) else f"{group}: {entry[group]}")
+    if not later:
+        return None
+    return (f"{config}: `_self_` stands before {', '.join(later)} in `defaults`, so what these say overrides this file's own values. "
+            "Move `_self_` behind them")

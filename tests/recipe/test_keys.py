@@ -1,0 +1,209 @@
+"""The table of upstream's keys: each form of a decision, what must be refused, and that nothing in a config makes the check fall over."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from mindspeed_qerl.recipe.config import compose
+
+from mindspeed_qerl.recipe import keys
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+BASE = {engine: compose(name) for engine, name in
+        (("local", "grpo_tiny_moe_cpu"), ("mindspeed_rl", "grpo_qwen3_30b_a3b_gsm8k_16npu"))}
+EVERY_KEY = [(place, key) for place, section in (
+    ("megatron_training", "megatron"), ("actor_config", "megatron"), ("rl_config", "rl_config"), ("generate_config", "generate_config"),
+    ("generate_config.sampling_config", "sampling_config")) for key in keys.known(section)]
+
+
+def changed(engine, changes):
+    """The engine's shipped config with dotted keys set, or with ... taken out."""
+    raw = yaml.safe_load(yaml.safe_dump(BASE[engine]))
+    for name, value in changes.items():
+        *sections, last = name.split(".")
+        section = raw
+        for each in sections:
+            section = section.setdefault(each, {})
+        if value is ...:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return raw
+
+
+def faults(engine, **changes):
+    return keys.check(changed(engine, {name.replace("__", "."): value for name, value in changes.items()}), engine)[0]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_shipped_config_is_what_happens(name):
+    raw = compose(name)
+    assert keys.check(raw, raw["engine"])[0] == []
+
+
+def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
+    raw = changed("mindspeed_rl", {"generate_config.sampling_config.seed": ...})
+    assert keys.check(BASE["mindspeed_rl"], "local")[0] == [
+        "generate_config.sampling_config.seed = 1 must be left out: megatron_training.seed is the seed of everything"]
+    found, neutral = keys.check(raw, "local")
+    assert found == []
+    assert {"actor_config.load", "model.qwen3_30b_a3b.spec", "rl_config.hccl_buffersize"} & set(neutral) == {
+        "actor_config.load", "rl_config.hccl_buffersize"}
+    assert not {"actor_config.lr", "rl_config.clip_ratio"} & set(neutral)
+
+
+@pytest.mark.parametrize("engine, key, value, message", [
+    ("both", "rl_config.filter_groups_enable", True, "must be False"),
+    ("both", "rl_config.use_kl_in_reward", True, "must be False: GRPO does not read it; the KL term is in the loss (init_kl_coef)"),
+    ("both", "rl_config.advantage_whiten", True, "must be False"),
+    ("both", "megatron_training.optimizer", "muon", "must be 'adam'"),
+    ("both", "rl_config.adv_estimator", "gae", "must be 'group_norm'"),
+    ("both", "rl_config.kl_ctrl_type", "adaptive", "must be 'fixed': GRPO never updates the adaptive controller"),
+    ("both", "rl_config.gamma", 0.99, "must be 1"),
+    ("both", "rl_config.lam", 0.9, "must be 0.95 or 1"),
+    ("both", "rl_config.beta", 0.04, "must be left out: nothing in GRPO reads it; the weight of the KL term is init_kl_coef"),
+    ("both", "rl_config.shuffle_mini_batch", True, "must be False"),
+    ("both", "megatron_training.hidden_dropout", 0.1, "must be 0"),
+    ("both", "actor_config.attention_dropout", 0.1, "must be 0"),
+    ("both", "generate_config.sampling_config.top_p", 0.9, "must be 1: the policy that is trained is the whole distribution"),
+    ("both", "generate_config.sampling_config.top_k", 50, "must be -1"),
+    ("both", "generate_config.sampling_config.min_p", 0.1, "must be 0"),
+    ("both", "megatron_training.prompt_type", "qwen3", "must be left out"),
+    ("both", "megatron_training.stage", "ray_dapo", "must be 'ray_grpo'"),
+    ("both", "actor_config.save", "somewhere", "must be left out: checkpoints are kept in the run directory"),
+    ("both", "megatron_training.split", "90,10,0", "must be '100,0,0'"),
+    ("both", "megatron_training.load_checkpoint_loosely", True, "must be False"),
+    ("both", "actor_config.lr_decay_style", "WSD", "must be 'constant', 'linear' or 'cosine'"),
+    ("both", "rl_config.use_wandb", True, "must be False: set run.wandb_project instead"),
+    ("both", "rl_config.async_engine", True, "must be False: AQN and the seeds of prompts are in the synchronous rollout"),
+    ("both", "rl_config.partial_rollout_max_split", 2, "must be 1"),
+    ("local", "rl_config.entropy_coeff", 0.01, "must be 0: its loss has no entropy term"),
+    ("local", "rl_config.overlong_buffer_enable", True, "must be False"),
+    ("local", "rl_config.token_level_loss", False, "must be True"),
+    ("local", "rl_config.kl_penalty", "mse", "must be 'low_var_kl'"),
+    ("local", "generate_config.sampling_config.seed", 2, "must be left out"),
+    ("local", "megatron_training.no_shuffle", True, "must be False"),
+    ("local", "megatron_training.moe_aux_loss_coeff", 0.01, "must be 0"),
+    ("local", "megatron_training.recompute_granularity", "selective", "must be left out or 'full'"),
+    ("local", "actor_config.context_parallel_size", 2, "must be 1"),
+    ("mindspeed_rl", "rl_config.clip_higher_enable", True, "must be False: upstream's ray_grpo loss clips at clip_ratio on both sides"),
+    ("mindspeed_rl", "rl_config.token_level_loss", True, "must be left out"),
+    ("mindspeed_rl", "rl_config.token_level_loss", False, "must be left out"),
+    ("mindspeed_rl", "rl_config.kl_penalty", "full", "must be 'low_var_kl', 'kl', 'abs' or 'mse'"),
+    ("mindspeed_rl", "rl_config.use_integrated_worker", False, "must be True"),
+    ("mindspeed_rl", "generate_config.enforce_eager", False, "must be True: a captured graph replays addresses of weights"),
+    ("mindspeed_rl", "generate_config.dtype", "float32", "must be 'bfloat16'"),
+    ("mindspeed_rl", "megatron_training.recompute_method", "uniform", "must be left out or 'block' with lora_target_modules: with uniform"),
+    ("mindspeed_rl", "megatron_training.moe_alltoall_overlap_comm", True, "must be False with num_experts and lora_target_modules"),
+    ("mindspeed_rl", "megatron_training.lora_ckpt_filter", False, "must be True with lora_target_modules"),
+    ("mindspeed_rl", "megatron_training.lora_fusion", True, "must be False: it uses MC2 kernels"),
+    ("mindspeed_rl", "megatron_training.dataset_additional_keys", [], "must be ['labels']"),
+    ("mindspeed_rl", "model.qwen3_30b_a3b.moe_token_dispatcher_type", "alltoall", "must be 'alltoall_seq' with num_experts"),
+])
+def test_a_value_that_would_not_happen_is_refused(engine, key, value, message):
+    for each in keys.ENGINES if engine == "both" else (engine,):
+        (found,) = keys.check(changed(each, {key: value}), each)[0]
+        assert found.startswith(f"{key} = {value!r} {message}")
+
+
+@pytest.mark.parametrize("key, value", [
+    ("rl_config.entropy_coeff", 0.01), ("rl_config.overlong_buffer_enable", True), ("rl_config.kl_penalty", "mse"),
+    ("generate_config.sampling_config.seed", 7), ("megatron_training.no_shuffle", True), ("actor_config.context_parallel_size", 2),
+    ("megatron_training.moe_aux_loss_coeff", 0.01)])
+def test_what_upstream_obeys_is_let_through(key, value):
+    assert keys.check(changed("mindspeed_rl", {key: value}), "mindspeed_rl") == keys.check(BASE["mindspeed_rl"], "mindspeed_rl")
+
+
+def test_a_key_that_is_left_out_is_what_upstream_takes():
+    left_out = {"generate_config__sampling_config__top_k": ..., "megatron_training__hidden_dropout": ..., "megatron_training__stage": None}
+    assert "\n".join(faults("mindspeed_rl", **left_out)) == (
+        "megatron_training.hidden_dropout is left out, and upstream would take 0.1; it must be 0: "
+        "the updated policy would not be the one that sampled\n"
+        "megatron_training.stage is left out; it must be 'ray_grpo': the engines run GRPO\n"
+        "generate_config.sampling_config.top_k is left out, and upstream would take 50; it must be -1: "
+        "the policy that is trained is the whole distribution")
+    assert faults("local", **left_out) == []
+
+
+def test_a_condition_is_asked_of_the_merged_arguments():
+    dense = {"model__qwen3_30b_a3b__num_experts": None, "model__qwen3_30b_a3b__moe_grouped_gemm": ...}
+    assert faults("mindspeed_rl", **dense) == []
+    assert "must be True with num_experts" in faults("mindspeed_rl", model__qwen3_30b_a3b__moe_grouped_gemm=...)[0]
+    assert faults("mindspeed_rl", megatron_training__lora_target_modules=[], megatron_training__lora_ckpt_filter=...,
+                  megatron_training__recompute_method="uniform") == []
+
+
+def test_the_actor_goes_before_training_and_training_before_the_model():
+    model, training, actor = (f"{section}__swiglu" for section in ("model__qwen3_30b_a3b", "megatron_training", "actor_config"))
+    assert faults("mindspeed_rl", **{model: False})[0].startswith("model.qwen3_30b_a3b.swiglu = False must be True")
+    assert faults("mindspeed_rl", **{model: False, training: True}) == []
+    assert faults("mindspeed_rl", **{training: True, actor: False})[0].startswith("actor_config.swiglu = False")
+
+
+@pytest.mark.parametrize("value, fits", [(1, True), (1.0, True), (True, False), ("1", False), ([1], False), (float("nan"), False)])
+def test_a_number_is_not_a_truth_value(value, fits):
+    assert (faults("local", rl_config__gamma=value) == []) is fits
+
+
+@pytest.mark.parametrize("value, fits", [(False, True), (0, False), (0.0, False), ("false", False), (None, True)])
+def test_a_truth_value_is_not_a_number(value, fits):
+    assert (faults("local", rl_config__advantage_whiten=value) == []) is fits
+
+
+class Odd:
+    """Raises wherever it is asked for more than its type."""
+
+    def __eq__(self, other):
+        raise RuntimeError
+
+    __hash__ = None
+    __bool__ = __len__ = __iter__ = __eq__
+
+
+def test_no_value_makes_the_check_fall_over():
+    endless = []
+    endless.append(endless)
+    garbage = (True, -1, 10**5000, float("nan"), float("inf"), "", "\0", b"x", [], [[]], endless, {}, {1: 2}, {1}, (1,), object, Odd())
+    for value in garbage:
+        sampling = dict.fromkeys(keys.known("sampling_config"), value)
+        raw = {section: dict.fromkeys(keys.known(section), value)
+               for section in ("megatron_training", "actor_config", "rl_config", "generate_config")}
+        raw["generate_config"]["sampling_config"] = sampling
+        raw["model"] = {"odd": raw["megatron_training"]}
+        for engine in keys.ENGINES:
+            found, neutral = keys.check(raw, engine)
+            assert found and all(isinstance(each, str) for each in found + neutral)
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", [], [1], True])
+@pytest.mark.parametrize("section", ["model", "megatron_training", "actor_config", "rl_config", "generate_config"])
+def test_no_section_makes_the_check_fall_over(section, value):
+    for engine in keys.ENGINES:
+        keys.check({**BASE[engine], section: value}, engine)
+        keys.check({section: {"model": value, 3: 4, None: value}}, engine)
+    assert keys.check({}, "local") == ([], [])
+
+
+def test_the_table_is_whole():
+    text = Path(keys.__file__).with_suffix(".yaml").read_text()
+    for part in re.split(r"^(?=\w+:$)", text, flags=re.MULTILINE)[1:]:
+        counted = Counter(key for line in re.findall(r"^    (\w[\w, ]*):", part, flags=re.MULTILINE) for key in line.split(", "))
+        assert counted == Counter(keys.known(part.split(":")[0]))  # YAML keeps the last of two equal keys without a word
+    for place, key in EVERY_KEY:
+        for decision in keys.decisions(place, key).values():
+            assert decision.kind in ("honoured", "neutral", "only")
+            assert bool(decision.why) == (decision.kind != "honoured") and bool(decision.allowed) == (decision.kind == "only")
+            assert set(decision.conditions) <= keys.MEGATRON_KEYS
+
+
+def test_names():
+    assert keys.known("megatron") == keys.known("actor_config") == sorted(keys.MEGATRON_KEYS)
+    assert keys.decisions("model.some_model", "num_layers")["local"].kind == "honoured"
+    assert "temperature" in keys.SAMPLING_KEYS and "hccl_buffersize" in keys.RL_KEYS and "dtype" in keys.GENERATE_KEYS
+
+
+def test_the_docs_are_current():
+    assert (ROOT / "docs" / "keys.md").read_text() == keys.markdown(), "python -m mindspeed_qerl.recipe.keys > docs/keys.md"

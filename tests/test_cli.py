@@ -1,0 +1,287 @@
+"""The command line as a new user meets it: usage, help, names of keys, any Python, an installation in another folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
+from mindspeed_qerl.recipe.describe import comments, list_of_keys
+from mindspeed_qerl.recipe.overrides import checked, nearest
+
+ROOT = Path(__file__).parents[1]
+TINY = "grpo_tiny_moe_cpu"
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
+    return subprocess.run(list(map(str, command)), check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def train(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return run(sys.executable, ROOT / "cli" / "train_grpo.py", *arguments, cwd=cwd)
+
+
+@pytest.mark.parametrize("arguments", [[], ["aqn=off"]])
+def test_without_a_config_nothing_is_trained(arguments, tmp_path):
+    done = train(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and not list(tmp_path.iterdir())
+    assert done.stderr.startswith("usage: train_grpo.py --config-name NAME [key=value ...]")
+    listed = dict(line.split(maxsplit=1) for line in done.stderr.split("configs:\n")[1].splitlines())
+    assert listed == {file.stem: file.read_text().splitlines()[0].removeprefix("# ") for file in CONFIGS.glob("*.yaml")}
+
+
+def test_help_is_the_text_of_the_config_and_of_its_parts():
+    """Asked for before the name, with another part chosen, and for a config that stands on another."""
+    done = train("aqn=off", "--help", "--config-name", TINY)
+    assert done.returncode == 0 and "--multirun" in done.stdout
+    assert (CONFIGS / f"{TINY}.yaml").read_text() in done.stdout and (CONFIGS / "aqn" / "off.yaml").read_text() in done.stdout
+    assert (CONFIGS / "aqn" / "qerl.yaml").read_text() not in done.stdout
+    based = train("--help", "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu").stdout
+    assert (CONFIGS / "grpo_qwen3_30b_a3b_gsm8k_16npu.yaml").read_text() in based
+    assert (CONFIGS / "model" / "qwen3_30b_a3b.yaml").read_text() in based
+
+
+def test_help_is_quick():
+    program = ("import runpy, sys; sys.argv = ['train_grpo.py', '--help', '--config-name', 'grpo_tiny_moe_cpu']\n"
+               f"try: runpy.run_path({str(ROOT / 'cli/train_grpo.py')!r}, run_name='__main__')\n"
+               "except SystemExit as stop: assert stop.code == 0\n"
+               "heavy = {'hydra', 'pydantic', 'numpy', 'torch', 'rich'} & set(sys.modules); assert not heavy, heavy")
+    done = run(sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("override", "meant"), [
+    ("megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
+    ("+megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
+    ("~megatron_training.train_itrs", ["megatron_training.train_iters"]),
+    ("megatron_trainin.train_iters=4", ["megatron_training.train_iters"]),
+    ("lora_rank=8", ["megatron_training.lora_r"]),
+    ("rl_config.lora_rank=8", ["megatron_training.lora_r"]),
+    ("rl_config.entropy_coef=0", ["rl_config.entropy_coeff"]),  # not set in the YAML
+    ("rl_config.actor_resource.num_npu=2", ["rl_config.actor_resource.num_npus"]),
+    ("generate_config.temprature=1", ["generate_config.sampling_config.temperature"]),
+    ("seeed=2", ["seed"]),
+    ("learning_rate=1e-5", ["actor_config.lr"]),
+    ("megatron_training.learning_rate=1e-5", ["actor_config.lr"]),
+    ("num_generations=4", ["rl_config.n_samples_per_prompt"]),
+    ("actor_rollout_ref.rollout.n=4", ["rl_config.n_samples_per_prompt"]),
+    ("beta=0.1", ["rl_config.init_kl_coef"]),
+    ("algorithm.kl_ctrl.kl_coef=0.1", ["rl_config.init_kl_coef"]),
+    ("max_completion_length=64", ["generate_config.sampling_config.max_tokens"]),
+    ("eval_steps=5", ["eval.every"]),
+    ("qwertyuiop=1", []),
+])
+def test_an_unknown_key_is_refused_with_the_nearest(override, meant):
+    with pytest.raises(ConfigError) as error:
+        compose(TINY, [override])
+    first, listing = str(error.value).splitlines()
+    assert first.startswith(f"unknown key '{override.lstrip('+~').partition('=')[0]}'")
+    assert first.split("'")[3::2] == meant
+    assert listing == f"`python cli/train_grpo.py --config-name {TINY} --keys [SECTION]` lists the known keys"
+    assert "use +" not in str(error.value)
+
+
+def test_all_unknown_keys_are_named_at_once():
+    done = train("--config-name", TINY, "lora_rank=8", "megatron_training.train_itrs=4")
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line.partition(",")[0] for line in done.stderr.splitlines()[:2]] == [
+        "error: unknown key 'lora_rank'", "error: unknown key 'megatron_training.train_itrs'"]
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_known_key_works_wherever_it_stands(prefix):
+    """rl_config.entropy_coeff and sampling_config.seed are upstream's, megatron_training.train_iters is in the YAML, `rehearsal` is not."""
+    config = compose(TINY, [f"{prefix}rl_config.entropy_coeff=0.1", f"{prefix}generate_config.sampling_config.seed=3",
+                            f"{prefix}megatron_training.train_iters=7", f"{prefix}rehearsal.enabled=true"])
+    assert config["rl_config"]["entropy_coeff"] == 0.1 and config["generate_config"]["sampling_config"]["seed"] == 3
+    assert config["megatron_training"]["train_iters"] == 7 and config["rehearsal"] == {"enabled": True}
+    assert compose(TINY, ["aqn.multipliers.post_attention=2"])["aqn"]["multipliers"] == {"post_attention": 2}, "names that only the user knows"
+    assert "epochs" not in compose(TINY, ["~rl_config.epochs"])["rl_config"]
+
+
+@pytest.mark.parametrize("prefix", ["", "+"])
+def test_parts_of_configs(prefix):
+    assert compose(TINY, [f"{prefix}aqn=off"])["aqn"]["enabled"] is False
+    name = "grpo_qwen25_7b_gsm8k_8npu"
+    assert "rollout_correction" not in compose(name)
+    assert compose(name, [f"{prefix}rollout_correction=token_tis"])["rollout_correction"]["method"] == "token_tis"
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, strong"),
+    ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, strong"),
+    ("aqn=off,qerl", "add --multirun"),
+    ("seed=1,2", "add --multirun"),
+    ("aqn", "'aqn' is no override: write key=value"),
+    ("=5", "'=5' is no override: write key=value"),
+    ("seed.x=1", "unknown key 'seed.x'"),
+    ("rl_config.epochs=[", f"{TINY} with rl_config.epochs=["),
+    ("gsm8k.prompt=${nowhere}", "nowhere"),
+])
+def test_an_override_that_cannot_be_is_refused_in_words(override, message):
+    with pytest.raises(ConfigError) as error:
+        compose(TINY, [override])
+    assert message in str(error.value)
+
+
+def test_a_config_name_that_nobody_has():
+    done = train("--config-name", "grpo_tny_moe_cpu", "seed=2")
+    assert done.returncode == 2 and "unknown config name 'grpo_tny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'" in done.stderr
+
+
+def test_the_resolved_config_is_printed():
+    done = train("seed=3", "--cfg", "job", "-cn", f"{TINY}.yaml")
+    assert yaml.safe_load(done.stdout) == compose(TINY, ["seed=3"])
+
+
+def test_the_combinations_of_a_sweep():
+    """Hydra's syntax: lists, ranges, globs of parts."""
+    assert combinations(TINY, ["aqn=off,qerl", "seed=range(1,3)", "eval.every=5"]) == [
+        [f"aqn={aqn}", f"seed={seed}", "eval.every=5"] for aqn in ("off", "qerl") for seed in (1, 2)]
+    assert combinations(TINY, ["rollout_correction=glob(*)"]) == [["rollout_correction=none"], ["rollout_correction=token_tis"]]
+    with pytest.raises(ConfigError, match="with seed="):
+        combinations(TINY, ["seed=1,["])
+    done = train("--multirun", "--config-name", TINY, "aqn=off,loud")
+    assert done.returncode == 2 and "unknown aqn 'loud'" in done.stderr and done.stdout == "", "before the first run"
+
+
+def test_keys_with_values_and_comments():
+    listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"]).splitlines()
+    assert next(line for line in listed if line.startswith("rl_config.mini_batch_size")).split("  # ")[1] == "prompts per update"
+    assert next(line for line in listed if line.startswith("rl_config.epochs")).startswith("rl_config.epochs=3 ")
+    assert "rl_config.actor_resource.num_npus=2" in " ".join(listed) and "entropy_coeff" in " ".join(listed)
+    everything = list_of_keys(TINY)
+    assert "entropy_coeff" not in everything and "rl_config has 94 more, not set here: --keys rl_config" in everything
+    noise = list_of_keys(TINY, "aqn", ["aqn=off"])
+    assert "aqn.enabled=false" in noise and "null: the run's seed" in noise
+    with pytest.raises(ConfigError, match="unknown section 'rl_confg', did you mean 'rl_config'"):
+        list_of_keys(TINY, "rl_confg")
+
+
+def test_comments_of_a_file_of_a_group():
+    assert comments("# About it.\n# @package a.b\nx: [1, 2]  # list\ny:  # section\n  z: '# no'\n", "group") == {
+        "a.b.x": "list", "a.b.y": "section"}
+    assert comments("x: 1 # one", "group") == {"group.x": "one"}
+
+
+def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path, monkeypatch):
+    """One of the user's own stands on the package's; its parts are looked for beside it first."""
+    own = tmp_path / "configs"
+    (own / "aqn").mkdir(parents=True)
+    (own / "mine.yaml").write_text(f"# Mine.\ndefaults: [{TINY}, _self_]\nseed: 5\n")
+    (own / "aqn" / "loud.yaml").write_text("# Loud.\n# @package aqn\nsigma_start: 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    assert compose("mine")["seed"] == 5 and compose("mine")["rl_config"] == compose(TINY)["rl_config"]
+    assert compose(TINY, ["aqn=loud"])["aqn"] == {"sigma_start": 0.5}
+    assert "mine" in train(cwd=tmp_path).stderr
+    monkeypatch.chdir(ROOT)
+    assert compose("mine", (), str(own))["seed"] == 5
+    with pytest.raises(ConfigError, match="unknown config name 'mine'"):
+        compose("mine")
+    with pytest.raises(ConfigError, match="no such folder"):
+        compose("mine", (), "nowhere")
+
+
+def test_pure_functions_on_their_own():
+    config, known = {"a": {"x": 1}, "b": None}, {"": ["a", "b", "c"], "a": ["x", "y"], "c": ["spam"]}
+    assert checked(["a.x=2", "a.y=3", "c.spam=4", "b.any.name=5", "~a.x", "++a.x=1"], config, known) == [
+        "a.x=2", "++a.y=3", "++c.spam=4", "++b.any.name=5", "~a.x", "++a.x=1"]
+    assert nearest("a.spamm", config, known) == ["c.spam"]
+    with pytest.raises(ConfigError, match="unknown key 'a.y'"):
+        checked(["~a.y"], config, known)
+
+
+def test_many_known_names_are_counted_and_few_are_listed():
+    many = [f"name{number}" for number in range(30)]
+    assert unknown("thing", "name", many, "ask") == "unknown thing 'name', did you mean 'name9', 'name8' or 'name7'? 30 are known: ask"
+    assert unknown("thing", "zzz", many) == "unknown thing 'zzz'. 30 are known"
+    assert unknown("thing", "zzz", many[:3]) == "unknown thing 'zzz'. Known: name0, name1, name2"
+
+
+# ---- any Python, any folder ----
+
+@pytest.fixture
+def bare_python(tmp_path) -> Path:
+    """A Python 3.11 without a single package, as the machine's own."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    return tmp_path / "bare" / "bin" / "python"
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A checkout that no Python has installed."""
+    for folder in ("cli", "tools", "configs", "mindspeed_qerl"):
+        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "checkout"
+
+
+def test_a_tool_starts_again_with_the_venv_of_its_checkout(bare_python, checkout, tmp_path):
+    (checkout / ".venv").symlink_to(sys.prefix)
+    done = run(bare_python, "-u", checkout / "tools" / "plan_layout.py", "--config-name", TINY, "seeed=1", cwd=tmp_path)
+    assert done.returncode == 2 and "did you mean 'seed'?" in done.stderr, done.stderr
+    program = checkout / "tools" / "which.py"
+    header = (checkout / "tools" / "plan_layout.py").read_text().split("from mindspeed_qerl.errors")[0].split("import argparse")[1]
+    program.write_text(f"{header}import os, mindspeed_qerl; print(sys.prefix, mindspeed_qerl.__file__, os.environ['PYTHONPATH'], sys.argv[1:])")
+    shown = run(bare_python, program, "a b", cwd=tmp_path).stdout.split(maxsplit=3)
+    assert shown == [str(checkout / ".venv"), str(checkout / "mindspeed_qerl" / "__init__.py"), str(checkout), "['a b']\n"]
+
+
+@pytest.mark.parametrize("file", ["cli/train_grpo.py", *(f"tools/{file.name}" for file in (ROOT / "tools").glob("*.py"))])
+def test_without_a_venv_a_sentence_says_what_to_do(file, bare_python, checkout, tmp_path):
+    shutil.copy(ROOT / "Makefile", checkout)
+    done = run(bare_python, checkout / file, "--help", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {bare_python} has no hydra, numpy,") and f"`make install` in {checkout}" in done.stderr
+
+
+def test_every_entry_starts_alike():
+    """Any Python will do: what is imported before `use_checkout` is the standard library."""
+    entries = [ROOT / "cli" / "train_grpo.py", ROOT / "examples" / "grpo" / "facts.py", *(ROOT / "tools").glob("*.py")]
+    for file in entries:
+        before, found, _ = file.read_text().partition("    use_checkout()\n")
+        imported = {line.split()[1].partition(".")[0] for line in before.splitlines() if line.startswith(("import ", "from "))}
+        assert found and imported <= sys.stdlib_module_names, file
+
+
+def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_path):
+    """A wheel, in a folder of its own, used from another, with the packages of this Python."""
+    for file in ("setup.py", "pyproject.toml", "README.md", "requirements"):
+        (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, checkout / file)
+    built = run(sys.executable, "-m", "pip", "wheel", checkout, "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", tmp_path)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    packed = {name.removeprefix("mindspeed_qerl/configs/") for name in names if name.startswith("mindspeed_qerl/configs/")}
+    assert packed == {str(file.relative_to(CONFIGS)) for file in CONFIGS.rglob("*.yaml")}
+    assert not any(name.startswith(("tests", "configs", "tools", "cli", "benchmarks")) for name in names)
+    commands = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert {f"qerl-{file.stem.replace('_', '-')}" for file in (ROOT / "tools").glob("*.py")} | {"qerl-train"} == {
+        line.partition(" ")[0] for line in commands.splitlines() if line.startswith("qerl-")}
+
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    start = "import sys; from mindspeed_qerl.entry import command; sys.argv = sys.argv[1:]; sys.exit(command())"
+
+    def call(python: Path | str, *words: str) -> subprocess.CompletedProcess:
+        return run(python, "-c", start, *words, cwd=tmp_path, PYTHONPATH=str(site))
+
+    assert f"\n  {TINY} " in call(sys.executable, "bin/qerl-train").stderr
+    judged = call(sys.executable, "bin/qerl-plan-layout", "--config-name", "grpo_qwen25_7b_gsm8k_8npu")
+    assert judged.returncode == 0 and "legal" in judged.stdout, judged.stderr
+    lacking = call(bare_python, "bin/qerl-export-adapter", "--help")
+    assert lacking.returncode == 1 and lacking.stderr.startswith(f"error: {bare_python} has no ") and "Traceback" not in lacking.stderr
+
+
+def test_the_readme_fits_on_two_screens_and_its_commands_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    for word in text.replace("`", " ").split():
+        if word.endswith((".py", ".sh")) and "/" in word and not word.startswith(("http", "[")):
+            assert (ROOT / word).is_file(), word
