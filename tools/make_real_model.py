@@ -1,8 +1,8 @@
-"""Make a Hugging Face directory from the GGUF file of SmolLM2-135M-Instruct. Half a minute; `make real-model` calls it.
+"""Make a Hugging Face directory from the GGUF file of SmolLM2-135M-Instruct. `make real-model` calls it.
 
-transformers reads the file with the package `gguf` and computes the weights that its 4-bit blocks stand for: they are written in
-float32, which holds them exactly, and are near the published bfloat16 weights, not equal to them. The written directory is
-loaded again: its logits must be bit for bit those of the model read from the GGUF file.
+transformers reads the file with the package `gguf` and computes, in float32, the weights that its 4-bit blocks stand
+for: they are near the published bfloat16 weights, not equal to them. The written directory is loaded again: its logits
+must be bit for bit those of the model read from the GGUF file.
 """
 
 import argparse
@@ -26,9 +26,10 @@ QUESTION = [{"role": "user", "content": "What is 2+2?"}]
 def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in float32 and its tokenizer, chat template included."""
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # transformers does not read `tokenizer.ggml.pre` = "smollm": each digit by itself, then GPT-2's rule (llama.cpp src/llama-vocab.cpp).
-    # It matters where several spaces stand before a number.
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    # transformers does not read `tokenizer.ggml.pre` = "smollm": each digit by itself, then GPT-2's rule (llama.cpp's
+    # src/llama-vocab.cpp). It matters where several spaces stand before a number.
+    digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32,
                                                  quantization_config=GgufConfig(dequantize=True))
     return model, tokenizer
@@ -43,7 +44,7 @@ def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[tor
 
 
 def make(gguf: Path, output: Path) -> str:
-    """Write `output`, which must not exist; it appears whole and checked, or not at all. Returns the greedy answer to QUESTION.
+    """Write `output`, a new directory; it appears whole and checked, or not at all. Returns an answer to QUESTION.
 
     Raises:
         OSError: no such file, or `output` exists.
@@ -59,9 +60,11 @@ def make(gguf: Path, output: Path) -> str:
     model.save_pretrained(making)
     tokenizer.save_pretrained(making)
     logits, _ = ask(model, tokenizer)
-    written, answer = ask(AutoModelForCausalLM.from_pretrained(making, dtype="auto"), AutoTokenizer.from_pretrained(making))
-    if not torch.equal(logits, written):
-        raise RuntimeError(f"{making} gives other logits than {gguf}: {(logits - written).abs().max().item():.3g} apart at most")
+    written = AutoModelForCausalLM.from_pretrained(making, dtype="auto")
+    written_logits, answer = ask(written, AutoTokenizer.from_pretrained(making))
+    if not torch.equal(logits, written_logits):
+        difference = (logits - written_logits).abs().max().item()
+        raise RuntimeError(f"{making} gives other logits than {gguf}: {difference:.3g} apart at most")
     making.rename(output)
     return answer
 
@@ -69,7 +72,8 @@ def make(gguf: Path, output: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="SmolLM2-135M-Instruct.*.gguf")
-    parser.add_argument("--output", type=Path, default=Path("models/smollm2_135m_instruct"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("models/smollm2_135m_instruct"), metavar="DIR",
+                        help="directory to make (default: %(default)s)")
     arguments = parser.parse_args()
     try:
         answer = make(arguments.gguf, arguments.output)

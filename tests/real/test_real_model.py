@@ -1,6 +1,6 @@
-"""A real language model (`make real-model`) on real GSM8K questions and solutions: vLLM, Megatron ranks, PEFT, transformers agree.
+"""A real language model on real GSM8K questions and solutions: vLLM, Megatron ranks, PEFT and transformers agree.
 
-    REAL_MODEL=models/smollm2_135m_instruct python -m pytest -m real      needs data/gsm8k (docs/real_model.md); 3 minutes on 2 cores
+`pytest -m real` needs `make real-model` and data/gsm8k (docs/real_model.md). REAL_MODEL: another directory.
 """
 
 import os
@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch
-from mindspeed_qerl.local.settings import check
 from mindspeed_qerl.lora.export import save_merged, save_peft
-from mindspeed_qerl.tasks.prompts import Task
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.tasks.prompts import Prompts
 
 from ..local.conftest import run_ranks
 
@@ -28,7 +29,7 @@ ROWS = 4
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL}: make real-model"),
-    pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}: python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k"),
+    pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}: tools/convert_gsm8k.py makes it"),
 ]
 
 
@@ -41,13 +42,13 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def task(tokenizer):
-    return Task(str(DATA / "test_chat.parquet"), tokenizer, "chat", max_prompt_length=256, limit=ROWS)
+    return Prompts(DATA / "test_chat.parquet", tokenizer, "chat", max_prompt_length=256, limit=ROWS)
 
 
 @pytest.fixture(scope="module")
 def batch(task, tokenizer):
     """The dataset's own solutions as answers, by turns good and bad."""
-    answers = [[*tokenizer.encode(row["solution"]), tokenizer.eos_token_id] for row in task.rows]
+    answers = [[*tokenizer.encode(row.columns["solution"]), tokenizer.eos_token_id] for row in task.rows]
     advantages = np.resize([1.0, -1.0], ROWS)
     return build_batch(task.prompts, answers, [np.full(len(answer), -1.0) for answer in answers], advantages)
 
@@ -57,7 +58,7 @@ def sequences(batch):
 
 
 def transformers_logprobs(model, batch):
-    """float32 [N, L-1] of the answers' tokens, by a model or the one in a directory; 0 elsewhere. A row at a time: no padding."""
+    """float32 [N, L-1] of the answers' tokens, 0 elsewhere, by a model or one in a directory; row by row."""
     from transformers import AutoModelForCausalLM
 
     if not isinstance(model, torch.nn.Module):
@@ -80,9 +81,10 @@ def test_a_chat_prompt_holds_the_question_and_ends_where_the_answer_begins(task,
     for row, prompt in zip(task.rows, task.prompts):
         system, user, assistant = tokenizer.decode(prompt).split("<|im_start|>")[1:]
         assert system.startswith("system\n") and assistant == "assistant\n"
-        assert user.startswith(f"user\n{row['question']}") and user.endswith('"####".<|im_end|>\n')
+        assert user.startswith(f"user\n{row.question}") and user.endswith('"####".<|im_end|>\n')
     assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12")) == ["a", "ĠĠ", "1", "2"]  # each digit a token, as in its training
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12"))
+    assert tokens == ["a", "ĠĠ", "1", "2"]  # each digit a token, as in its training
 
 
 def test_the_solutions_are_likelier_than_chance(expected, batch):
@@ -98,27 +100,28 @@ def test_logprobs_of_vllm(expected, batch):
         assert np.abs(np.array(logprobs, dtype=np.float32) - expected[row, : len(logprobs)])[mask].max() < NEAR
 
 
-def recipe(ranks):
+def small_recipe(ranks):
     """The shipped config's, in float32, with an update that can be seen, on `ranks` tensor parallel ranks."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     with initialize_config_dir(str(REPO / "configs"), version_base=None):
         config = compose("grpo_smollm2_135m_gsm8k_cpu", [
-            f"megatron_training.tokenizer_name_or_path={MODEL}", f"gsm8k.train_file={DATA}/train_chat.parquet",
-            f"gsm8k.test_file={DATA}/test_chat.parquet", "generate_config.dtype=float32", "actor_config.lr=1e-3",
+            f"megatron_training.tokenizer_name_or_path={MODEL}", f"task.train_file={DATA}/train_chat.parquet",
+            f"task.test_file={DATA}/test_chat.parquet", "generate_config.dtype=float32",
+            "generate_config.sampling_config.temperature=1", "actor_config.lr=1e-3",
             "megatron_training.global_batch_size=2", "rl_config.mini_batch_size=2", "rl_config.n_samples_per_prompt=2",
             "actor_config.micro_batch_size=2", f"rl_config.actor_resource.num_npus={ranks}",
             f"actor_config.tensor_model_parallel_size={ranks}"])
-    return check(OmegaConf.to_container(config, resolve=True))
+    return read_recipe(OmegaConf.to_container(config, resolve=True))
 
 
-def train_rank(rank, config, batch, folder):
+def train_rank(rank, recipe, batch, folder):
     """Logprobs before and after two updates, and the parts of a checkpoint; in a process of its own."""
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(recipe, rank, f"file://{folder}/rendezvous")
     before = trainer.logprobs(batch)
     for _ in range(2):  # the first moves B alone, which is zero before it
         trainer.train([batch])
@@ -129,10 +132,11 @@ def train_rank(rank, config, batch, folder):
 @pytest.fixture(scope="module", params=[1, 3], ids=["one rank", "TP 3"])
 def trained(request, batch, tmp_path_factory):
     """(logprobs before, logprobs after, adapters) of Megatron ranks; 3 share the 3 KV heads."""
-    folder, config = tmp_path_factory.mktemp("ranks"), recipe(request.param)
-    run_ranks(train_rank, request.param, config, batch, str(folder))
-    describe = checkpoint.describe(config.shape, config.lora_r, config.lora_alpha, config.lora_targets)
-    checkpoint.save(folder / "checkpoints", 2, describe, lambda to: shutil.copytree(folder / "parts", to, dirs_exist_ok=True), 1)
+    folder, recipe = tmp_path_factory.mktemp("ranks"), small_recipe(request.param)
+    run_ranks(train_rank, request.param, recipe, batch, str(folder))
+    describe = checkpoint.describe(read_shape(MODEL), recipe.lora.r, recipe.lora.alpha, recipe.lora.targets)
+    checkpoint.save(folder / "checkpoints", 2, describe,
+                    lambda making: shutil.copytree(folder / "parts", making, dirs_exist_ok=True), keep=1)
     before, after = torch.load(folder / "0.pt", weights_only=False)
     return before * batch.mask, after * batch.mask, checkpoint.load_adapters(folder / "checkpoints")
 
@@ -149,7 +153,8 @@ def test_the_adapter_in_peft_and_the_merged_model_are_the_trained_policy(trained
     _, after, adapters = trained
     save_peft(adapters, MODEL, tmp_path / "adapter")
     save_merged(adapters, MODEL, tmp_path / "merged")
-    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with_peft = PeftModel.from_pretrained(base, tmp_path / "adapter")
     merged = transformers_logprobs(tmp_path / "merged", batch)
     assert np.abs(merged - after).max() < NEAR
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < NEAR
