@@ -87,12 +87,11 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.progress import Progress
-    from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, write_problems
     from mindspeed_qerl.tasks.prompts import Prompts
 
     model, data = folder / "model", folder / "data.jsonl"
     make_model(model, hidden, experts)
-    write_problems(data, make_problems([(1, 2)], 8, 1))
+    data.write_text('{"prompt": "How many?", "answer": "1"}\n' * 8)
     raw = compose("grpo_tiny_moe_cpu", [
         f"megatron_training.tokenizer_name_or_path={model}", f"task.train_file={data}", f"task.test_file={data}", "aqn=off",
         f"rl_config.actor_resource.num_npus={ranks}", f"actor_config.expert_model_parallel_size={ranks}"])
