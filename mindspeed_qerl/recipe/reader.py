@@ -7,6 +7,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
 
 # ---- names ----
 
+@cache
 def known_keys() -> dict[str, list[str]]:
     """Every key of every section, as a config may set them."""
     own = {section: [name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"]
@@ -83,6 +85,7 @@ def known_keys() -> dict[str, list[str]]:
             "rl_config.actor_resource": ["num_npus"], **own}
 
 
+@cache
 def key_of(part: type, name: str) -> str | None:
     """The YAML key that a part's field is read from; None for a field that follows from others.
 
