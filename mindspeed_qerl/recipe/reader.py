@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mindspeed_qerl.aqn.schedule import KINDS
+from mindspeed_qerl.aqn.schedule import KINDS, skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.recipe import keys
@@ -257,6 +257,9 @@ def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
         found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = {sampling.max_tokens} "
                             f"exceeds generate_config.max_model_len = {batch.max_model_len}")
+    if batch.samples_per_prompt < 2:
+        found.faults.append(f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO compares the answers to one "
+                            "prompt")
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
         found.faults.append(f"eval.temperature = 0 with eval.samples_per_problem = {evaluation.samples_per_problem}: it must be above 0, or 0 "
                             "(greedy) with 1 sample")
@@ -277,6 +280,8 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
     except (ValueError, TypeError, OSError) as error:
         found.faults.append(f"aqn: {unknown('noise schedule', noise.schedule, KINDS) if noise.schedule not in KINDS else error}")
         return noise
+    if warning := skipped_strongest_noise(schedule):
+        found.warnings.append(f"aqn: {warning}")
     small = [step for step, sigma in enumerate(schedule.sigmas(), 1) if 0 < sigma < BF16_LEAST_SIGMA]
     if small and dtype == "bfloat16":
         found.warnings.append(f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps (first in step {small[0]}), "
