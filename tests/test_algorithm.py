@@ -239,10 +239,3 @@ def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():
     logits, sampler, reward = answers_of_noisy_policy(0, spread_of_second=0.0)  # the first token's is exact then
     exact, corrected = expected_gradient(logits, logits, reward), expected_gradient(logits, sampler, reward, cap=1e9)
     assert (corrected - exact)[0].norm() < 1e-12 < (corrected - exact)[1:].norm()
-
-
-def test_the_toy_option_does_not_clip():
-    inputs = LossInputs(logprobs=torch.tensor([[1.0]]), old_logprobs=torch.zeros(1, 1), rollout_logprobs=torch.zeros(1, 1),
-                        advantages=torch.tensor([1.0]), mask=torch.ones(1, 1, dtype=torch.bool))
-    total, _ = loss(inputs, Algorithm(loss_mode="unclipped", kl_coefficient=0.0), Correction())
-    assert total.item() == pytest.approx(-math.e)

@@ -58,8 +58,6 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs).exp()
     advantages = inputs.advantages.unsqueeze(1)
     per_token, is_clipped = clipped_loss(ratio, advantages, algorithm.clip_low, algorithm.clip_high)
-    if algorithm.loss_mode == "unclipped":
-        per_token, is_clipped = -advantages * ratio, torch.zeros_like(is_clipped)
     sampled, trained = inputs.rollout_logprobs[inputs.mask], inputs.old_logprobs[inputs.mask]
     metrics = mismatch(sampled, trained)
     if cap := correction.active_cap:

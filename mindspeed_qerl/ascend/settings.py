@@ -80,8 +80,6 @@ def validate(recipe: Recipe) -> Found:
                             "must ask alike")
     if recipe.run.resume and not recipe.model.load:
         found.faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
-    if recipe.algorithm.loss_mode != "clipped":
-        found.faults.append("algorithm.loss_mode must be clipped: upstream's loss is")
     if recipe.correction.method != "none":
         found.faults.append("rollout_correction.method must be none: MindSpeed-RL keeps no log-probs of the policy that sampled")
     for side in ("rollout", "training", "evaluation"):

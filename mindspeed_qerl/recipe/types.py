@@ -163,8 +163,6 @@ class Batch:
 class Algorithm:
     """GRPO's loss. Options that only one value works for are in keys.yaml."""
 
-    section: ClassVar[str] = "algorithm"
-    loss_mode: Literal["clipped", "unclipped"] = "clipped"
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
     clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
     clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)  # DAPO's clip-higher: the ratio stays in [1 - low, 1 + high]
