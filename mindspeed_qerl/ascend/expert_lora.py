@@ -1,4 +1,4 @@
-"""LoRA on grouped experts: MindSpeed-LLM's class, mended from outside.
+"""LoRA on grouped experts: MindSpeed-LLM's class, fixed from outside.
 
 Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by sys.argv.
 

@@ -66,7 +66,7 @@ def print_table(checks: list[Check], title: str, console: "Console") -> None:
     table.add_column("check", width=27)
     table.add_column("state", width=12)
     table.add_column("found", ratio=1, overflow="fold")
-    mends: list[Check] = []
+    fixes: list[Check] = []
     previous = None
     for check in checks:
         if check.group != previous:
@@ -74,15 +74,15 @@ def print_table(checks: list[Check], title: str, console: "Console") -> None:
             table.add_row(Text(check.group, style="bold"), "", "")
             previous = check.group
         number = ""
-        if check.mend:
-            mends.append(check)
-            number = f" [{len(mends)}]"
+        if check.fix:
+            fixes.append(check)
+            number = f" [{len(fixes)}]"
         table.add_row(Text(f"  {check.name}"), Text(check.state + number, style=STYLES[check.state]), Text(check.found))
     if any(check.name == "ranks" and check.state == FAILED and check.found.endswith(NO_NPU) for check in checks):
         console.print("No NPU here: a launch would stop at once. Everything else is checked.", style="bold", highlight=False)
     console.print(table)
-    for number, check in enumerate(mends, 1):
+    for number, check in enumerate(fixes, 1):
         console.print(f"[bold]{escape(f'[{number}]')} {escape(check.name)}[/bold]", highlight=False)
-        for line in check.mend.splitlines():
+        for line in check.fix.splitlines():
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"\n{headline(checks)}", highlight=False)

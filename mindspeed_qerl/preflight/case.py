@@ -19,12 +19,12 @@ PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. `mend` is what to do about it, commands as they are typed; empty if there is nothing to do."""
+    """One line of the table. `fix` is what to do about it, commands as they are typed; empty if there is nothing to do."""
 
     name: str
     state: str
     found: str
-    mend: str = ""
+    fix: str = ""
     group: str = ""
 
 

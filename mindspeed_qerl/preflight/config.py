@@ -57,10 +57,10 @@ def memory(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("memory of an NPU", SKIPPED, "no legal layout to estimate")
         return
     held = estimate(case.plan, settings_of(case.recipe))
-    mend = f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits"
+    fix = f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits"
     sums = f"weight sync {gigabytes(held.total('weight sync'))}, update {gigabytes(held.total('update'))} of {gigabytes(held.capacity)}"
     if not held.fits:
-        yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}", mend)
+        yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}", fix)
     else:
         yield Check("memory of an NPU", PASSED, f"estimated, never measured: {sums}; the KV cache holds {held.answers_at_once} whole answers, "
                     f"{held.answers_needed} are needed")

@@ -23,20 +23,20 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
         return
     data_path = case.recipe.task.data_path
     limit = case.recipe.sampling.max_prompt_length
-    mend = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(data_path).parent} --format mindspeed --tokenizer "
+    fix = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(data_path).parent} --format mindspeed --tokenizer "
             f"{case.model_dir} --max-prompt-length {limit}")
     try:
         (lengths, tokens), (label_lengths, _) = (read_packed(f"{data_path}_packed_{column}_document") for column in ("input_ids", "labels"))
     except (OSError, ValueError) as error:
         missing = absent(error.filename) if isinstance(error, FileNotFoundError) else str(error)
-        yield Check("training files", FAILED, missing, mend)
+        yield Check("training files", FAILED, missing, fix)
         return
     if len(lengths) != len(label_lengths):
-        yield Check("training files", FAILED, f"{len(lengths):,} prompts and {len(label_lengths):,} labels", mend)
+        yield Check("training files", FAILED, f"{len(lengths):,} prompts and {len(label_lengths):,} labels", fix)
         return
     empty = int((label_lengths == 0).sum())
     if empty:
-        yield Check("labels", FAILED, f"{empty:,} of {len(lengths):,} are empty: nothing to verify against", mend)
+        yield Check("labels", FAILED, f"{empty:,} of {len(lengths):,} are empty: nothing to verify against", fix)
     else:
         yield Check("training files", PASSED, f"{len(lengths):,} prompts and labels")
     batch = case.recipe.batch.global_batch_size
@@ -50,7 +50,7 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
                     f"left out{few}", f"rl_config.max_prompt_length={longest + 1}    # an override; seq_length and max_model_len must hold it")
     vocabulary = case.recipe.npu.padded_vocab_size
     if vocabulary and tokens.max(initial=0) >= vocabulary:
-        yield Check("token ids", FAILED, f"up to {tokens.max()}, and the model's vocabulary has {vocabulary:,}: another model's tokenizer", mend)
+        yield Check("token ids", FAILED, f"up to {tokens.max()}, and the model's vocabulary has {vocabulary:,}: another model's tokenizer", fix)
     else:
         yield Check("token ids", PASSED, f"up to {tokens.max(initial=0):,}" + (f" of a vocabulary of {vocabulary:,}" if vocabulary else ""))
 
@@ -113,13 +113,13 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     wanted = f"TP {tp} PP {pp} EP {ep}"
     expected = {rank_folder(*rank, pp=pp, ep=ep) for rank in product(range(tp), range(pp), range(ep))}
     try:
-        mend = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
+        fix = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
-        mend = str(error) if case.legal else "First a layout that can exist, above; the base weights are converted for it"
+        fix = str(error) if case.legal else "First a layout that can exist, above; the base weights are converted for it"
     try:
         written = (Path(load) / TRACKER).read_text().strip()
     except OSError:
-        yield Check("base weights", FAILED, f"no {TRACKER} in {load}: not converted yet", mend)
+        yield Check("base weights", FAILED, f"no {TRACKER} in {load}: not converted yet", fix)
         return
     folder = Path(load) / (f"iter_{int(written):07d}" if written.isdigit() else written)  # else "release"
     files = {path.parent.name: path for path in folder.glob("mp_rank_*/model_optim_rng.pt")}
@@ -127,9 +127,9 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     if files.keys() != expected:
         why = "another layout" if files.keys() - expected else "another layout, or a conversion that was interrupted (it writes the tracker first)"
         yield Check("base weights", FAILED, f"{load} has {_range(files)}; {wanted} needs {_range(expected)}: {why}",
-                    f"{mend}\nA directory holds one layout: for two, give actor_config.load a name of its own")
+                    f"{fix}\nA directory holds one layout: for two, give actor_config.load a name of its own")
     elif cut:
-        yield Check("base weights", FAILED, f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", mend)
+        yield Check("base weights", FAILED, f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", fix)
     else:
         size = sum(path.stat().st_size for path in files.values())
         yield Check("base weights", PASSED, f"{len(files)} of {len(expected)} files for {wanted}, {gigabytes(size)}")

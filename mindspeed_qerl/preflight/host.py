@@ -33,8 +33,8 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("CPUs", PASSED, f"{asks}; {whose} {have}")
         return
     most = (have - need + case.npus * per_npu) // case.npus
-    mend = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
-    yield Check("CPUs", FAILED, f"{asks}; {whose} {have}: upstream would wait for ever", f"{mend}ray start --head --num-cpus={need}    # they "
+    fix = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
+    yield Check("CPUs", FAILED, f"{asks}; {whose} {have}: upstream would wait for ever", f"{fix}ray start --head --num-cpus={need}    # they "
                 "are places, not threads")
 
 
@@ -80,10 +80,10 @@ def disk(machine: Machine, case: Case) -> Iterator[Check]:
         yield _room("disk for the base", str(load), machine.disk_free(load), 2 * base, 1, "actor_config.load=DIR    # an override of the config")
 
 
-def _room(name: str, place: str, free: int, one: int, number: int, mend: str) -> Check:
+def _room(name: str, place: str, free: int, one: int, number: int, fix: str) -> Check:
     need = gigabytes(one * number) + (f" ({number} x {gigabytes(one)})" if number > 1 else "")
     state = PASSED if free >= one * number else WARNING if free >= one and number > 1 else FAILED
-    return Check(name, state, f"about {need} needed, {gigabytes(free)} free for {place}", "" if state == PASSED else mend)
+    return Check(name, state, f"about {need} needed, {gigabytes(free)} free for {place}", "" if state == PASSED else fix)
 
 
 def ports(machine: Machine, case: Case) -> Iterator[Check]:
@@ -126,24 +126,24 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
         return
     preloaded = [path for path in re.split(r"[\s:]+", machine.environment.get("LD_PRELOAD", "")) if "jemalloc" in path]
     there = machine.glob("/usr/lib/*/libjemalloc.so.2") + machine.glob("/usr/lib*/libjemalloc.so.2")
-    mend = f"export LD_PRELOAD={there[0]}" if there else "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
+    fix = f"export LD_PRELOAD={there[0]}" if there else "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
     if not preloaded:
-        yield Check("jemalloc", WARNING, "not in LD_PRELOAD; the workers' host memory fragments without it", mend)
+        yield Check("jemalloc", WARNING, "not in LD_PRELOAD; the workers' host memory fragments without it", fix)
     elif not machine.glob(preloaded[0]):
-        yield Check("jemalloc", WARNING, f"LD_PRELOAD names {preloaded[0]}, which is not there", mend)
+        yield Check("jemalloc", WARNING, f"LD_PRELOAD names {preloaded[0]}, which is not there", fix)
     else:
         yield Check("jemalloc", PASSED, preloaded[0])
 
 
 def cann(machine: Machine, case: Case) -> Iterator[Check]:
     """CANN's environment: its root, and its Python packages on the path."""
-    home, mend = machine.environment.get("ASCEND_HOME_PATH"), "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
+    home, fix = machine.environment.get("ASCEND_HOME_PATH"), "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
     if not case.on_npus:
         yield Check("CANN's paths", SKIPPED, "no NPU is used")
     elif not home and not machine.importable("acl") and not case.seen.any:
         yield Check("CANN's paths", SKIPPED, "no NPU here, and no CANN")
     elif not home:
-        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced", mend)
+        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced", fix)
     elif not machine.importable("acl"):
         yield Check("CANN's paths", FAILED, "the module acl is not on PYTHONPATH; was it replaced, not added to?",
                     f"export PYTHONPATH=$PYTHONPATH:{home}/python/site-packages")

@@ -121,7 +121,7 @@ NO_NPU = ", this machine has none"
 
 
 def npus(machine: Machine, case: Case) -> Iterator[Check]:
-    """The number that each part sees, from the hardware up to Ray; what loses some is named with its mend."""
+    """The number that each part sees, from the hardware up to Ray; what loses some is named with its fix."""
     if not case.on_npus:
         why = "emulate_npu=true" if case.upstream else f"engine={case.recipe.engine}"
         yield Check("ranks", SKIPPED, f"{why} needs none")
@@ -227,7 +227,7 @@ def _ray(seen: Seen, case: Case) -> tuple[Check, int | None]:
     if seen.ray["nodes"] < case.nodes:
         return Check("Ray", FAILED, f"{words}: {case.nodes - seen.ray['nodes']} nodes are missing",
                      "ray start --address=HEAD:PORT    # on each of them"), count
-    return Check("Ray", WARNING, words, "After the mend above, start it once more:\n" + restart), count
+    return Check("Ray", WARNING, words, "After the fix above, start it once more:\n" + restart), count
 
 
 def _ray_words(seen: Seen, case: Case) -> str:
@@ -240,7 +240,7 @@ def _ray_words(seen: Seen, case: Case) -> str:
 
 
 def _enough(name: str, count: int, asked: int, found: str) -> Check:
-    """A part that has enough, or that has no fewer than the one before it: then that one is to be mended."""
+    """A part that has enough, or that has no fewer than the one before it: then that one is to be fixed."""
     return Check(name, PASSED, found) if count >= asked else Check(name, WARNING, f"{found}: the others are lost above")
 
 

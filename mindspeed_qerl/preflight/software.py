@@ -96,9 +96,9 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
     for report in reports:
         if report.changed or report.unused or not report.at_pin:
             first = "".join(f"; {each.change} {each.file} {each.name}".rstrip() for each in report.changed[:3])
-            mend = f"(cd {report.root} && git checkout {report.pin.commit[:7]})" if report.commit else \
+            fix = f"(cd {report.root} && git checkout {report.pin.commit[:7]})" if report.commit else \
                 f"export PYTHONPATH=$PWD/{report.pin.title}:$PYTHONPATH    # a checkout of {report.pin}"
             yield Check(report.pin.title, FAILED if report.changed else WARNING, f"{report}{first}",
-                        f"{mend}\npython tools/check_upstream.py    # shows each")
+                        f"{fix}\npython tools/check_upstream.py    # shows each")
     if not missing and (right := [report.pin.title for report in reports if report.at_pin]):
         yield Check("upstream's sources", PASSED, f"{', '.join(right)} as pinned")
