@@ -19,7 +19,8 @@ PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. `fix` is what to do about it, commands as they are typed; empty if there is nothing to do."""
+    """One line of the table. `fix` is what to do about it, commands as they are typed; empty if there is nothing to
+    do."""
 
     name: str
     state: str
@@ -30,8 +31,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its NPUs equally;
-    `own_ray`: a Ray is started for it, none is joined. `plan` is None if the config's values make none (`faults` says which)."""
+    """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its
+    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `plan` is None if the config's values make none
+    (`faults` says which)."""
 
     recipe: Recipe
     faults: tuple[str, ...]
@@ -67,7 +69,8 @@ class Case:
         return self.plan is not None and not broken(self.plan)
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False, seen: "Seen | None" = None) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False,
+            seen: "Seen | None" = None) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     from mindspeed_qerl.preflight.npus import Seen
 

@@ -17,16 +17,19 @@ from mindspeed_qerl.tasks.packed import read_packed
 
 
 def training_data(machine: Machine, case: Case) -> Iterator[Check]:
-    """The packed files that upstream's trainer reads: prompts and labels, as many of both, and how many prompts are too long."""
+    """The packed files that upstream's trainer reads: prompts and labels, as many of both, and how many prompts are
+    too long."""
     if not case.upstream:
         yield from _converted("training rows", case.recipe.task.train_file)
         return
     data_path = case.recipe.task.data_path
     limit = case.recipe.sampling.max_prompt_length
-    fix = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(data_path).parent} --format mindspeed --tokenizer "
-            f"{case.model_dir} --max-prompt-length {limit}")
+    fix = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(data_path).parent} --format mindspeed "
+            f"--tokenizer {case.model_dir} --max-prompt-length {limit}")
     try:
-        (lengths, tokens), (label_lengths, _) = (read_packed(f"{data_path}_packed_{column}_document") for column in ("input_ids", "labels"))
+        (lengths, tokens), (label_lengths,
+                            _) = (read_packed(f"{data_path}_packed_{column}_document")
+                                  for column in ("input_ids", "labels"))
     except (OSError, ValueError) as error:
         missing = absent(error.filename) if isinstance(error, FileNotFoundError) else str(error)
         yield Check("training files", FAILED, missing, fix)
@@ -46,13 +49,16 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
     else:
         state = FAILED if kept < batch else WARNING
         few = f", fewer than one batch of {batch}" if state == FAILED else ""
-        yield Check("prompt lengths", state, f"{len(lengths) - kept:,} of {len(lengths):,} have max_prompt_length = {limit} tokens or more and are "
-                    f"left out{few}", f"rl_config.max_prompt_length={longest + 1}    # an override; seq_length and max_model_len must hold it")
+        yield Check("prompt lengths", state, f"{len(lengths) - kept:,} of {len(lengths):,} have max_prompt_length = "
+                    f"{limit} tokens or more and are left out{few}", f"rl_config.max_prompt_length={longest + 1}    # "
+                    "an override; seq_length and max_model_len must hold it")
     vocabulary = case.recipe.npu.padded_vocab_size
     if vocabulary and tokens.max(initial=0) >= vocabulary:
-        yield Check("token ids", FAILED, f"up to {tokens.max()}, and the model's vocabulary has {vocabulary:,}: another model's tokenizer", fix)
+        yield Check("token ids", FAILED, f"up to {tokens.max()}, and the model's vocabulary has {vocabulary:,}: "
+                    "another model's tokenizer", fix)
     else:
-        yield Check("token ids", PASSED, f"up to {tokens.max(initial=0):,}" + (f" of a vocabulary of {vocabulary:,}" if vocabulary else ""))
+        yield Check("token ids", PASSED,
+                    f"up to {tokens.max(initial=0):,}" + (f" of a vocabulary of {vocabulary:,}" if vocabulary else ""))
 
 
 def test_data(machine: Machine, case: Case) -> Iterator[Check]:
@@ -87,24 +93,28 @@ def conversion(case: Case) -> list[str]:
     rules = [rule.message for rule in broken(plan)]
     if rules:
         raise ConfigError("no conversion for a layout that cannot exist: " + "; ".join(rules) +
-                          f". The nearest that can: python tools/plan_layout.py --config-name {case.name}, with the same overrides")
+                          f". The nearest that can: python tools/plan_layout.py --config-name {case.name}, with the "
+                          "same overrides")
     load, it = case.recipe.model.load, plan.layout
     named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
     if named and any(size and int(size) != wanted for size, wanted in zip(named.groups(), (it.tp, it.pp, it.ep))):
         own = f"{load[:named.start()]}-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if named[3] else "")
-        raise ConfigError(f"actor_config.load = {load} is named after another layout than the config's TP {it.tp} PP {it.pp} EP {it.ep}, and a "
-                          f"folder holds the weights of one: set actor_config.load={own}")
+        raise ConfigError(f"actor_config.load = {load} is named after another layout than the config's TP {it.tp} PP "
+                          f"{it.pp} EP {it.ep}, and a folder holds the weights of one: set actor_config.load={own}")
     return conversion_command(case.recipe)
 
 
 def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of this layout."""
     if not case.upstream or case.recipe.rehearsal.enabled:
-        yield Check("base weights", SKIPPED, "a rehearsal's model has its own" if case.recipe.rehearsal.enabled else "this engine reads the Hugging Face files")
+        yield Check("base weights", SKIPPED,
+                    "a rehearsal's model has its own" if case.recipe.rehearsal.enabled else "this engine reads the "
+                    "Hugging Face files")
         return
     load = case.recipe.model.load
     if not load:
-        yield Check("base weights", WARNING, "actor_config.load is not set: random weights are trained", "actor_config.load=DIR")
+        yield Check("base weights", WARNING, "actor_config.load is not set: random weights are trained",
+                    "actor_config.load=DIR")
         return
     if case.plan is None:
         yield Check("base weights", SKIPPED, "the config's values make no layout")
@@ -129,7 +139,8 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("base weights", FAILED, f"{load} has {_range(files)}; {wanted} needs {_range(expected)}: {why}",
                     f"{fix}\nA directory holds one layout: for two, give actor_config.load a name of its own")
     elif cut:
-        yield Check("base weights", FAILED, f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", fix)
+        yield Check("base weights", FAILED,
+                    f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", fix)
     else:
         size = sum(path.stat().st_size for path in files.values())
         yield Check("base weights", PASSED, f"{len(files)} of {len(expected)} files for {wanted}, {gigabytes(size)}")
@@ -138,4 +149,5 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
 def _range(folders: Iterable[str]) -> str:
     """Rank folders in words: "16 files, mp_rank_00_000 to mp_rank_00_015"."""
     names = sorted(folders)
-    return f"{len(names)} file{'s' * (len(names) != 1)}" + (f", {names[0]} to {names[-1]}" if len(names) > 1 else f", {names[0]}" if names else "")
+    return f"{len(names)} file{'s' * (len(names) != 1)}" + (f", {names[0]} to {names[-1]}" if len(names) > 1
+                                                            else f", {names[0]}" if names else "")

@@ -40,14 +40,16 @@ class Seen:
 
     @property
     def listed(self) -> int | None:
-        """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set (ray/_private/accelerators/npu.py)."""
+        """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set
+        (ray/_private/accelerators/npu.py)."""
         if self.visible is None:
             return None
         return len(self.visible.split(",")) if self.visible not in ("", "NoDevFiles") else 0
 
     @property
     def ray_would_count(self) -> int:
-        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no more than the list has."""
+        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no more than the list
+        has."""
         count = self.cann if isinstance(self.cann, int) else self.davinci
         return count if self.listed is None else min(count, self.listed)
 
@@ -81,14 +83,18 @@ def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
     cann = "acl and torch_npu are not importable"
     if machine.importable("acl") or machine.importable("torch_npu"):
         cann = _ask(machine, [sys.executable, "-c", CANN_PROBE], r"^devices (\d+)$", int, without_list)
-    theirs = {raylet.pid: raylet.environment.get("ASCEND_RT_VISIBLE_DEVICES") for raylet in raylets if raylet.environment}
+    theirs = {raylet.pid: raylet.environment.get("ASCEND_RT_VISIBLE_DEVICES") for raylet in raylets
+              if raylet.environment}
     return Seen(
-        smi=_ask(machine, ["npu-smi", "info"], r"(?s)(.*)", dies) or "npu-smi info shows no NPU, or in a form that is not known here", davinci=len(machine.glob("/dev/davinci[0-9]*")), cann=cann, visible=visible,
-        ray=ray, stale=[f"its raylet (process {pid}) was started with ASCEND_RT_VISIBLE_DEVICES={'unset' if list_ is None else list_}"
+        smi=_ask(machine, ["npu-smi", "info"], r"(?s)(.*)", dies) or "npu-smi info shows no NPU, or in a form that is "
+        "not known here", davinci=len(machine.glob("/dev/davinci[0-9]*")), cann=cann, visible=visible,
+        ray=ray, stale=[f"its raylet (process {pid}) was started with "
+                        f"ASCEND_RT_VISIBLE_DEVICES={'unset' if list_ is None else list_}"
                         for pid, list_ in theirs.items() if list_ != visible])
 
 
-def _ask(machine: Machine, command: list[str], pattern: str, read: Callable, environment: Mapping[str, str] | None = None) -> Any:
+def _ask(machine: Machine, command: list[str], pattern: str, read: Callable,
+         environment: Mapping[str, str] | None = None) -> Any:
     try:
         output = machine.run(command, environment=environment)
     except ProbeError as error:
@@ -98,7 +104,8 @@ def _ask(machine: Machine, command: list[str], pattern: str, read: Callable, env
 
 
 def dies(table: str) -> list[Die]:
-    """The NPUs in the output of `npu-smi info`: two lines each, name and health above bus and memory. Processes come after them.
+    """The NPUs in the output of `npu-smi info`: two lines each, name and health above bus and memory. Processes come
+    after them.
 
         | 0     Ascend910           | OK            | 178.5       36                0    / 0             |
         | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
@@ -138,7 +145,8 @@ def npus(machine: Machine, case: Case) -> Iterator[Check]:
         return
 
     lines, counts = [], {}
-    for line, count in (_smi(seen, asked), _davinci(seen, asked), _cann(seen, asked, case), _visible(seen, asked, case), _ray(seen, case)):
+    for line, count in (_smi(seen, asked), _davinci(seen, asked), _cann(seen, asked, case),
+                        _visible(seen, asked, case), _ray(seen, case)):
         lines.append(line)
         if count is not None:
             counts[line.name] = count
@@ -167,12 +175,15 @@ def _smi(seen: Seen, asked: int) -> tuple[Check, int | None]:
     if len(seen.smi) < asked:
         cards = Counter(die.card for die in seen.smi)
         odd = [card for card, chips in cards.items() if chips < max(cards.values())]
-        return Check("npu-smi", FAILED, f"{len(seen.smi)} dies" + (f"; one chip of NPU {', '.join(map(str, odd))} is missing" if odd else ""),
-                     f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the container; if not, it is a case "
-                     "for the vendor"), len(seen.smi)
+        return Check("npu-smi", FAILED, f"{len(seen.smi)} dies" + (f"; one chip of NPU {', '.join(map(str, odd))} is "
+                                                                   "missing" if odd else ""),
+                     f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the "
+                     "container; if not, it is a case for the vendor"), len(seen.smi)
     busy = [die for die in seen.smi if die.used > die.total // 8]
     if busy:
-        names = ", ".join(f"NPU {die.card} chip {die.chip} ({die.used:,} MB)" for die in busy[:4]) + (" ..." if len(busy) > 4 else "")
+        names = ", ".join(f"NPU {die.card} chip {die.chip} ({die.used:,} MB)" for die in busy[:4]) + (" ..."
+                                                                                                      if len(busy) > 4
+                                                                                                      else "")
         return Check("npu-smi", WARNING, f"{len(seen.smi)} dies, all healthy; memory in use on {len(busy)}: {names}",
                      "npu-smi info    # the processes at the end; stop those that are yours and left over"), len(seen.smi)
     return Check("npu-smi", PASSED, f"{len(seen.smi)} dies, all healthy"), len(seen.smi)
@@ -181,9 +192,10 @@ def _smi(seen: Seen, asked: int) -> tuple[Check, int | None]:
 def _davinci(seen: Seen, asked: int) -> tuple[Check, int]:
     more = len(seen.smi) if isinstance(seen.smi, list) else asked
     if seen.davinci < asked and seen.davinci < more:
-        return Check("/dev/davinci*", FAILED, f"{seen.davinci} device nodes: the container maps fewer than the machine has",
-                     f"Start the container with --device=/dev/davinci0 ... --device=/dev/davinci{asked - 1} (and davinci_manager, devmm_svm, "
-                     "hisi_hdc)"), seen.davinci
+        return Check("/dev/davinci*", FAILED,
+                     f"{seen.davinci} device nodes: the container maps fewer than the machine has",
+                     f"Start the container with --device=/dev/davinci0 ... --device=/dev/davinci{asked - 1} (and "
+                     "davinci_manager, devmm_svm, hisi_hdc)"), seen.davinci
     return _enough("/dev/davinci*", seen.davinci, asked, f"{seen.davinci} device nodes"), seen.davinci
 
 
@@ -191,7 +203,8 @@ def _cann(seen: Seen, asked: int, case: Case) -> tuple[Check, int | None]:
     if isinstance(seen.cann, str):
         return Check("CANN", FAILED, seen.cann, "source /usr/local/Ascend/cann/set_env.sh"), None
     if seen.cann < asked and seen.cann < seen.davinci:
-        return Check("CANN", FAILED, f"{seen.cann} of the {seen.davinci} devices come up: a faulty die, or one that another container holds",
+        return Check("CANN", FAILED, f"{seen.cann} of the {seen.davinci} devices come up: a faulty die, or one that "
+                     "another container holds",
                      "npu-smi info    # the die whose health is not OK, or that has processes of others\n"
                      f"Until it is back ask for fewer NPUs: {_layouts(seen.cann, case)}"), seen.cann
     return _enough("CANN", seen.cann, asked, f"acl counts {seen.cann}"), seen.cann
@@ -203,9 +216,11 @@ def _visible(seen: Seen, asked: int, case: Case) -> tuple[Check, int | None]:
         return Check(name, PASSED, "not set: all are visible"), None
     if seen.listed < asked:
         return Check(name, FAILED, f"{seen.listed} entries: {seen.visible or repr('')}",
-                     f"unset {name}    # in the shell, and where the container sets it\nor ask for fewer NPUs: {_layouts(seen.listed, case)}"), seen.listed
+                     f"unset {name}    # in the shell, and where the container sets it\nor ask for fewer NPUs: "
+                     f"{_layouts(seen.listed, case)}"), seen.listed
     if seen.visible.split(",")[:asked] != [str(i) for i in range(asked)]:
-        return Check(name, FAILED, f"{seen.visible}: a worker gives Ray's number straight to set_device (base_worker.py:89)",
+        return Check(name, FAILED,
+                     f"{seen.visible}: a worker gives Ray's number straight to set_device (base_worker.py:89)",
                      f"export {name}={','.join(map(str, range(asked)))}"), seen.listed
     return Check(name, PASSED, f"{seen.listed} entries"), seen.listed
 
@@ -241,7 +256,8 @@ def _ray_words(seen: Seen, case: Case) -> str:
 
 def _enough(name: str, count: int, asked: int, found: str) -> Check:
     """A part that has enough, or that has no fewer than the one before it: then that one is to be fixed."""
-    return Check(name, PASSED, found) if count >= asked else Check(name, WARNING, f"{found}: the others are lost above")
+    return Check(name, PASSED, found) if count >= asked else Check(name, WARNING,
+                                                                   f"{found}: the others are lost above")
 
 
 def _layouts(npus: int, case: Case) -> str:
