@@ -66,7 +66,7 @@ Size = Annotated[int, Field(ge=1)]
 class Model:
     """The Hugging Face directory that vLLM loads, and what Megatron is told of the model (`arguments`, Megatron's names)."""
 
-    path: str = key("megatron.tokenizer_name_or_path", "", required=True, min_length=1)
+    path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
     load: str | None = key("megatron.load")  # the base weights in Megatron's format; the local engine reads the Hugging Face files
     arguments: Mapping[str, Any] = Field(default_factory=dict)
@@ -124,7 +124,7 @@ class Batch:
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
-    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
+    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=1)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")  # None: micro_batch_size
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
