@@ -9,7 +9,6 @@ from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
@@ -87,15 +86,15 @@ def conversion(case: Case) -> list[str]:
     Raises:
         ConfigError: the layout breaks a rule, `load` is named after another one, or there is no such command.
     """
+    if case.plan is None:
+        raise ConfigError("\n".join(case.faults))
     if not case.recipe.model.load:
         return conversion_command(case.recipe)  # says so
-    plan = plan_of(case.recipe, ranks_per_node=case.npus_here)
-    rules = [rule.message for rule in broken(plan)]
+    rules = [rule.message for rule in broken(case.plan)]
     if rules:
-        raise ConfigError("no conversion for a layout that cannot exist: " + "; ".join(rules) +
-                          f". The nearest that can: python tools/plan_layout.py --config-name {case.name}, with the "
-                          "same overrides")
-    load, it = case.recipe.model.load, plan.layout
+        raise ConfigError(f"no conversion for a layout that cannot exist: {'; '.join(rules)}. The nearest that can: "
+                          f"python tools/plan_layout.py --config-name {case.name}, with the same overrides")
+    load, it = case.recipe.model.load, case.plan.layout
     named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
     if named and any(size and int(size) != wanted for size, wanted in zip(named.groups(), (it.tp, it.pp, it.ep))):
         own = f"{load[:named.start()]}-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if named[3] else "")

@@ -27,6 +27,7 @@ from mindspeed_qerl.preflight.machine import Machine, ProbeError, Process
 from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import Found, read, read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import indexed_format
 
@@ -446,7 +447,7 @@ def test_upstream(ready):
 
 def test_a_stand_in_for_vllm_ascend_is_not_compared(ready):
     *others, vllm_ascend = Box().reports
-    stand_in = replace(vllm_ascend, content="another", findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone")])
+    stand_in = replace(vllm_ascend, content="another", findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone", "", 0)])
     box = Box(smi=None, davinci=0, acl=None, reports=[*others, stand_in])
     assert "vllm-ascend" not in not_passed(look({**ready, "emulate_npu": True}, box))
     assert not_passed(look(ready, Box(reports=[*others, stand_in]))) == {"vllm-ascend": FAILED}
@@ -481,11 +482,11 @@ def test_an_illegal_layout(ready):
 
 def test_a_broken_rule_is_one_line(ready, monkeypatch):
     """Also where the engine's own check names it."""
-    from mindspeed_qerl.ascend import settings
+    from mindspeed_qerl import ascend
 
     ready["generate_config"]["infer_expert_parallel_size"] = 8
     message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
-    monkeypatch.setattr(settings, "check", lambda raw: (_ for _ in ()).throw(ConfigError(f"layout: {message} (a source)\nrun.name is wrong")))
+    monkeypatch.setattr(ascend, "validate", lambda recipe: Found([f"layout: {message} (a source)", "run.name is wrong"]))
     failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
     assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed
 
@@ -631,7 +632,7 @@ def test_base_weights_that_are_missing_or_cut(ready):
     (load / "latest_checkpointed_iteration.txt").unlink()
     check = look(ready, Box())["base weights"]
     assert check.state == FAILED and "not converted yet" in check.found
-    assert shlex.join(conversion_command(ready)) in check.fix
+    assert shlex.join(conversion_command(read(ready)[0])) in check.fix
 
 
 def page_conversions() -> dict[str, list[str]]:
@@ -643,19 +644,19 @@ def page_conversions() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", page_conversions())
 def test_the_conversion_is_the_guides(name, monkeypatch):
     monkeypatch.setenv("MODELS", "/models")
-    assert conversion_command(compose(name)) == [word.replace("$MODELS", "/models") for word in page_conversions()[name]]
+    assert conversion_command(read_recipe(compose(name))) == [word.replace("$MODELS", "/models") for word in page_conversions()[name]]
 
 
 def test_a_conversion_for_tensor_parallel_experts_and_stages(ready):
     """Whole experts on tensor ranks have an option of their own; at TP 1 convert_ckpt_v2.py refuses it."""
-    assert "--moe-tp-extend-ep" not in conversion_command(ready)
+    assert "--moe-tp-extend-ep" not in conversion_command(read(ready)[0])
     ready["actor_config"] |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2,
                               "num_layer_list": "23,25"}
-    command = " ".join(conversion_command(ready))
+    command = " ".join(conversion_command(read(ready)[0]))
     assert "--moe-tp-extend-ep --target-tensor-parallel-size 4 --target-pipeline-parallel-size 2 --target-expert-parallel-size 2 --num-layer-list 23,25" in command
     ready["actor_config"]["load"] = None
     with pytest.raises(ConfigError, match="actor_config.load is not set"):
-        conversion_command(ready)
+        conversion_command(read(ready)[0])
 
 
 def test_the_family_is_that_of_the_config_json(ready):
@@ -663,9 +664,9 @@ def test_the_family_is_that_of_the_config_json(ready):
     file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
     file.write_text(json.dumps({**QWEN3_MOE, "model_type": "gemma2"}))
     with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'gemma2'"):
-        conversion_command(ready)
+        conversion_command(read(ready)[0])
     file.unlink()
-    assert "qwen3-moe" in conversion_command(ready)
+    assert "qwen3-moe" in conversion_command(read(ready)[0])
 
 
 # ---- other engines ----
@@ -764,12 +765,12 @@ def test_exit_status(ready, tool, tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ((NAME, "engine=foo"), r"unknown engine 'foo'.* Known: local, mindspeed_rl"),
-    ((NAME, "engine=null"), r"unknown engine None.* Known: local, mindspeed_rl"),
-    (("model/qwen3_30b_a3b",), r"unknown config name 'model/qwen3_30b_a3b'.* Known: .*grpo_tiny_moe_cpu"),
-    (("../configs/grpo_tiny_moe_cpu",), r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'\? Known: "),
+    ((NAME, "engine=null"), r"unknown engine 'None'.* Known: local, mindspeed_rl"),
+    (("model/qwen3_30b_a3b",), r"unknown config name 'model/qwen3_30b_a3b'. 13 are known: `python cli/train_grpo.py` lists them"),
+    (("../configs/grpo_tiny_moe_cpu",), r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'\? 13 are known: "),
     ((NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"), "32 attention heads cannot be divided by TP 3; .*plan_layout.py"),
     ((NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"), "actor_config.tensor_model_parallel_size = 'abc' must be"),
-    ((NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"), "tokenizer_name_or_path = None must be a path"),
+    ((NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"), "tokenizer_name_or_path is missing"),
     ((NAME, "actor_config.load=null", "--print-conversion"), "actor_config.load is not set"),
     ((NAME, "actor_config.expert_model_parallel_size=8", "--print-conversion"),
      r"tp1-pp1-ep16 is named after another layout than the config's TP 1 PP 1 EP 8.*: set actor_config.load=\S+/Qwen3-30B-A3B-tp1-pp1-ep8$"),
@@ -783,7 +784,7 @@ def test_what_is_refused_before_anything_is_checked(ready, tool, capsys, argumen
 
 def test_print_conversion(ready, tool, capsys):
     assert tool(Box(), "--config-name", NAME, "--print-conversion") == 0
-    assert shlex.split(capsys.readouterr().out) == conversion_command(ready)
+    assert shlex.split(capsys.readouterr().out) == conversion_command(read(ready)[0])
 
 
 def test_an_illegal_layout_gets_no_conversion_command(ready):
@@ -807,7 +808,7 @@ def test_the_table(ready, tool, capsys):
 def test_a_command_to_type_is_one_line(ready, tool, capsys):
     (Path(ready["actor_config"]["load"]) / "latest_checkpointed_iteration.txt").unlink()
     tool(Box(), "--config-name", NAME)
-    assert f"CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion_command(ready))}" in capsys.readouterr().out
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion_command(read(ready)[0]))}" in capsys.readouterr().out
 
 
 def test_json(ready, tool, capsys):
