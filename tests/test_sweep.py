@@ -91,9 +91,9 @@ def test_a_failed_run_is_reported_and_not_in_the_way(sweep, tmp_path):
     assert sorted(states(tmp_path)) == ["failed", "failed", "finished", "finished"]
     assert out.count(" failed ") == 2
     (tmp_path / "fails1").unlink()
-    mended = sweep()
-    mended.communicate()
-    assert mended.returncode == 0 and calls(tmp_path)[4:] == ["1 False again auto", "1 True again auto"]
+    fixed = sweep()
+    fixed.communicate()
+    assert fixed.returncode == 0 and calls(tmp_path)[4:] == ["1 False again auto", "1 True again auto"]
     assert states(tmp_path) == ["finished"] * 4
 
 

@@ -1,6 +1,6 @@
 """A plan: model shape, parallel layout and batch arithmetic of one run, which the rules look at."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
@@ -13,7 +13,7 @@ class Plan:
 
     shape: ModelShape
     layout: Layout
-    batch: Batch = Batch()
+    batch: Batch = field(default_factory=Batch)
     lora: bool = True
     share_backbone: bool = True
     padded_vocab_size: int | None = None  # rows of Megatron's embedding; None = vLLM's
