@@ -9,7 +9,7 @@ from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import Ranked, idle_share, layer_collectives
-from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Broken, citation, statement
+from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Violation
 from mindspeed_qerl.recipe.types import Layout
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def parts_by_moment(memory: Memory) -> dict[str, dict[str, Part]]:
     return {name: {moment: part for moment, parts in memory.moments.items() for part in parts if part.name == name} for name in names}
 
 
-def faults_table(faults: Iterable[Broken]) -> "Table":
+def faults_table(faults: Iterable[Violation]) -> "Table":
     """Each broken rule with its numbers and its source."""
     from rich import box
     from rich.table import Table
@@ -228,8 +228,7 @@ def rules_markdown() -> str:
     for title, rules in (("Training", TRAINING), ("Rollout", ROLLOUT), ("Batch", BATCH)):
         lines += [f"| {title} | source |", "|---|---|"]
         for rule in rules:
-            repository, path, line, _ = citation(rule)
-            lines.append(f"| {statement(rule)} | {repository} `{path.rsplit('/', 1)[-1]}:{line}` |")
+            lines.append(f"| {rule.statement} | {rule.repository} `{rule.path.rsplit('/', 1)[-1]}:{rule.line}` |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """The layout rules: verdicts that are known, each rule by itself, and all of them against a simulation of what would happen."""
 
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout import rules
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
-from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -126,11 +126,26 @@ def test_rules_that_come_with_others(name):
 
 
 def test_every_rule_has_an_example_and_a_source():
-    assert {rule.__name__ for rule in rules.RULES} == ALONE.keys() | TOGETHER.keys()
-    for rule in rules.RULES:
-        repository, path, line, text = rules.citation(rule)
-        assert repository in ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM", "vllm", "vllm-ascend")
-        assert path.endswith(".py") and line > 0 and text and rules.statement(rule).endswith(".")
+    assert {rule.name for rule in RULES} == ALONE.keys() | TOGETHER.keys()
+    for rule in RULES:
+        assert rule.repository in ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM", "vllm", "vllm-ascend")
+        assert rule.path.endswith(".py") and rule.line > 0 and rule.text and rule.statement.endswith(".")
+
+
+def test_the_tables_of_the_rules_without_docstrings():
+    """Under -OO, which drops docstrings, the tables of docs/layouts.md and a violation's source are the same."""
+    program = """if True:
+        from dataclasses import replace
+        from mindspeed_qerl.families import NAMED_SHAPES
+        from mindspeed_qerl.layout.planner import new_plan
+        from mindspeed_qerl.layout.rules import RULES, broken
+        from mindspeed_qerl.layout.show import rules_markdown
+        from mindspeed_qerl.recipe.types import Layout
+        print(rules_markdown(), *broken(new_plan(NAMED_SHAPES["qwen25_7b"], Layout(16, tp=3))), sep="\\n")"""
+    plain, stripped = (subprocess.run([sys.executable, *options, "-c", program], check=True, capture_output=True,
+                                      text=True, timeout=120).stdout for options in ([], ["-OO"]))
+    assert stripped == plain and plain.count("| Megatron-LM `") > 3
+    assert "heads_by_tp" in plain and "transformer_config.py:559" in plain
 
 
 def test_update_dispatch_without_order_only_has_to_divide():
@@ -178,7 +193,7 @@ def random_plan(draw: random.Random) -> Plan:
     if draw.random() < 0.7:
         return made
     prompts = draw.choice([made.batch.global_batch_size, draw.randint(1, 96)])
-    return replace(made, batch=Batch(prompts, draw.choice([prompts, prompts, size(prompts)]), samples_per_prompt=draw.choice([1, 4, 8]),
+    return replace(made, batch=Batch(prompts, draw.choice([prompts, prompts, size(prompts)]), samples_per_prompt=draw.choice([2, 4, 8]),
                                      micro_batch_size=draw.choice([1, 1, 2, 3])))
 
 

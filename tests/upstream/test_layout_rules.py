@@ -14,28 +14,27 @@ from test_configs import emulated
 from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
-from mindspeed_qerl.layout.rules import RULES, broken, citation
+from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
-FROM_VALIDATE_RL_ARGS = {rule.__name__ for rule in RULES if citation(rule)[1].endswith("validate_config.py")} - {"context_parallel_algorithm"}
+FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if rule.path.endswith("validate_config.py")} - {"context_parallel_algorithm"}
 FROM_CONTAINER = {"infer_groups_hold_whole_training_groups", "experts_are_whole", "tensor_parallel_sizes_divide",
                   "stages_hold_whole_infer_tp_groups", "layers_by_pp"}
 PLANS = 3000
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_each_rule_cites_a_line_that_is_there(rule, upstream):
-    repository, path, line, text = citation(rule)
-    if repository == "vllm":
+    if rule.repository == "vllm":
         spec = importlib.util.find_spec("vllm")
         if spec is None:
             pytest.skip("vLLM is not installed")
         root = Path(spec.submodule_search_locations[0]).parent
     else:
-        root = upstream / repository
-        if repository == "vllm-ascend" and not root.is_dir():
+        root = upstream / rule.repository
+        if rule.repository == "vllm-ascend" and not root.is_dir():
             pytest.skip("no checkout of vllm-ascend")
-    assert (root / path).read_text().splitlines()[line - 1].strip() == text
+    assert (root / rule.path).read_text().splitlines()[rule.line - 1].strip() == rule.text
 
 
 def sampled(draw: random.Random) -> Plan:
@@ -43,7 +42,7 @@ def sampled(draw: random.Random) -> Plan:
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
     tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
-    n, prompts = draw.choice([1, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
+    n, prompts = draw.choice([2, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
     share = max(1, prompts * n // world)
     sizes = [None, None, None, n, share, 2 * n, prompts * n, 7]
     dispatch = {f"{name}_dispatch_size": draw.choice(sizes) if draw.random() < 0.3 else None
