@@ -80,24 +80,27 @@ class Watch:
 
 
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
-    from mindspeed_qerl.local import settings
-    from mindspeed_qerl.local.engine import LocalEngine
+    from mindspeed_qerl.engines import checked
+    from mindspeed_qerl.local.engine import Data, LocalEngine
     from mindspeed_qerl.local.launch import launch
+    from mindspeed_qerl.local.tiny_model import build_tokenizer
     from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.progress import Progress
-    from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, write_problems
+    from mindspeed_qerl.tasks.prompts import Prompts
 
     model, data = folder / "model", folder / "data.jsonl"
     make_model(model, hidden, experts)
-    write_problems(data, make_problems([(1, 2)], 8, 1))
+    data.write_text('{"prompt": "How many?", "answer": "1"}\n' * 8)
     raw = compose("grpo_tiny_moe_cpu", [
-        f"megatron_training.tokenizer_name_or_path={model}", f"gsm8k.train_file={data}", f"gsm8k.test_file={data}", "aqn=off",
+        f"megatron_training.tokenizer_name_or_path={model}", f"task.train_file={data}", f"task.test_file={data}", "aqn=off",
         f"rl_config.actor_resource.num_npus={ranks}", f"actor_config.expert_model_parallel_size={ranks}"])
-    config = settings.check(raw)
+    recipe, _ = checked(raw)
+    tokenizer = build_tokenizer()
+    prompts = Prompts(str(data), tokenizer, "plain", recipe.sampling.max_prompt_length)
     run = RunDirectory.create(folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={})
-    with Progress(1, "sync") as progress, launch(config, run) as processes:
-        engine = LocalEngine(config, run, None, progress, processes)
+    with Progress(1, "sync") as progress, launch(recipe, run, 1) as processes:
+        engine = LocalEngine(recipe, run, None, progress, processes, Data(tokenizer, prompts, prompts))
         processes.team.wait_until_ready()
         engine.report_targets()
         engine.proved = True  # the proof of what arrived is not part of a sync

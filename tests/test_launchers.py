@@ -185,20 +185,21 @@ def test_ports_that_can_be(port, machine):
 
 
 @pytest.mark.parametrize(("override", "rule"), [
-    *((f"rl_config.actor_resource.num_npus={value}", f"rl_config.actor_resource.num_npus = {shown} must be a whole number of at least 1")
-      for value, shown in (("-8", -8), ("0", 0), ("abc", "'abc'"), ("true", True))),
-    ("rl_config=null", "rl_config.actor_resource.num_npus = None must be a whole number of at least 1"),
-    ("rl_config.num_cpus_for_local_task=abc", "rl_config.num_cpus_for_local_task = 'abc' must be a whole number"),
-    ("megatron_training.data_path=null", "megatron_training.data_path = None must be a path"),
-    ("megatron_training.tokenizer_name_or_path=null", "megatron_training.tokenizer_name_or_path = None must be a path"),
-    ("gsm8k=null", "gsm8k.train_file = None must be a path"),
-    ("actor_config.load=5", "actor_config.load = 5 must be a path"),
+    *((f"rl_config.actor_resource.num_npus={value}", f"rl_config.actor_resource.num_npus = {rule}")
+      for value, rule in (("-8", "-8 must be at least 1"), ("0", "0 must be at least 1"), ("abc", "'abc' must be int"),
+                          ("true", "True must be int"))),
+    ("rl_config=null", "rl_config.actor_resource.num_npus is missing"),
+    ("rl_config.num_cpus_for_local_task=abc", "rl_config.num_cpus_for_local_task = 'abc' must be int"),
+    ("megatron_training.data_path=null", "megatron_training.data_path = '' must be a path"),
+    ("megatron_training.tokenizer_name_or_path=null", "megatron_training.tokenizer_name_or_path is missing"),
+    ("task=null", "task.train_file = '' must be a path"),
+    ("actor_config.load=5", "actor_config.load = 5 must be str"),
     ("engine=foo", "unknown engine 'foo'"),
     ("engine=local", "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local rehearsal.enabled=true"),
 ])
 def test_configs_that_cannot_be_launched(override, rule, machine):
     said = refused(machine, ONE_NODE, "--dry-run", override)
-    assert said.startswith("error: ") and rule in said and len(said.splitlines()) == 1
+    assert said.startswith("error: ") and rule in said and "Traceback" not in said and len(said.splitlines()) <= 2
 
 
 def test_npus_that_nodes_cannot_share(machine):

@@ -21,7 +21,7 @@ from mindspeed_qerl import train
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 
-def run(raw, name):
+def run(raw, name, overrides=()):
     seed, root = raw["megatron_training"]["seed"], Path(raw["run"]["root"])
     stopped = RunDirectory.unfinished(root / name, config=raw)
     made = RunDirectory.reopen(stopped.path, config=raw, command=sys.argv, data_files={{}}) if stopped else RunDirectory.create(

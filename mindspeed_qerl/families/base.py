@@ -1,4 +1,5 @@
-"""What a model family is: its sizes, what Megatron and transformers are told of them, its linear layers. Sizes only: no torch here."""
+"""What a model family is: its sizes, what Megatron and transformers are told of them, its linear layers. Sizes only:
+no torch here."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,8 +36,8 @@ HF_KEYS = {  # argument of Megatron -> key of config.json that it repeats
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's sizes, by the keys of a Hugging Face config.json. `intermediate_size` is the width of a dense MLP, 0 if every layer has
-    experts; the expert fields are 0 in a dense model."""
+    """A model's sizes, by the keys of a Hugging Face config.json. `intermediate_size` is the width of a dense MLP, 0
+    if every layer has experts; the expert fields are 0 in a dense model."""
 
     name: str
     model_type: str
@@ -69,7 +70,8 @@ class Linear:
     Attributes:
         target: Megatron's name for it, which is a LoRA target; gate and up are one, and so are q, k and v.
         inputs, outputs: of the whole layer.
-        split: what tensor parallel ranks share: "column" (outputs), "row" (inputs), or "expert": whole ones are dealt to ranks.
+        split: what tensor parallel ranks share: "column" (outputs), "row" (inputs), or "expert": whole ones are dealt
+            to ranks.
         copies: how many a layer has; active: how many of them a token meets.
     """
 
@@ -83,7 +85,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How MindSpeed-LLM converts a family's weights: the script, its name for the family, and what the family needs besides."""
+    """How MindSpeed-LLM converts a family's weights: the script, its name for the family, and what the family needs
+    besides."""
 
     script: str
     name: str
@@ -92,8 +95,9 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Adaptor:
-    """What of MindSpeed-RL's weight adaptors (workers/resharding/weight_adaptor.py) syncs a family: a class there, pairs (Megatron's part of a
-    name, vLLM's) before its own params_mapping, and corrections (wrong, right) of the Megatron names that it makes of vLLM's."""
+    """What of MindSpeed-RL's weight adaptors (workers/resharding/weight_adaptor.py) syncs a family: a class there,
+    pairs (Megatron's part of a name, vLLM's) before its own params_mapping, and corrections (wrong, right) of the
+    Megatron names that it makes of vLLM's."""
 
     base: str
     params_mapping: tuple[tuple[str, str], ...] = ()
@@ -101,10 +105,11 @@ class Adaptor:
 
 
 class Keys:
-    """Values read key by key; each that is missing or impossible becomes a line of `faults`, and a possible one takes its place.
+    """Values read key by key; each that is missing or impossible becomes a line of `faults`, and a possible one takes
+    its place.
 
     Args:
-        faults: kept in this list. place: words behind the value, such as " in config.json". missing: what to say of None; None: as of any value.
+        place: words behind the value, such as " in config.json". missing: what to say of None; None: as of any value.
     """
 
     def __init__(self, values: Mapping[str, Any], place: str = "", missing: str | None = None):
@@ -155,7 +160,8 @@ class Family:
         own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
         named: shapes known by name, for planning without the model.
         conversion, adaptor: None if the NPU engine cannot run the family.
-        megatron: arguments of Megatron that the family needs besides. extra_arguments: the same where MindSpeed-RL has no key for them.
+        megatron: arguments of Megatron that the family needs besides. extra_arguments: the same where MindSpeed-RL has
+            no key for them.
     """
 
     model_type: str
@@ -207,7 +213,8 @@ class Family:
         return shape
 
     def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
-        """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds another model with a default of its own."""
+        """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds another model with
+        a default of its own."""
         groups, shared = shape.num_key_value_heads, shape.shared_expert_intermediate_size
         arguments = dict(
             use_mcore_models=True, num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size,
@@ -254,8 +261,10 @@ class Family:
         """The table of what one rank holds: for loading, sync, proof and export.
 
         Args:
-            layers: global numbers of its layers; Megatron counts from 0 on each rank. experts: global numbers of its experts.
-            first, last: it is the first, the last pipeline stage, which has the embedding, the final norm and the output layer.
+            layers: global numbers of its layers; Megatron counts from 0 on each rank. experts: global numbers of its
+                experts.
+            first, last: it is the first, the last pipeline stage, which has the embedding, the final norm and the
+                output layer.
         """
         from mindspeed_qerl.families.tensors import table
 
@@ -274,7 +283,8 @@ class Family:
         return tuple(linears)
 
     def other_parameters(self, shape: ModelShape, tp: int) -> int:
-        """Parameters of one layer on one of `tp` ranks that are in none of `linears`: norms, biases, router, the shared expert's gate."""
+        """Parameters of one layer on one of `tp` ranks that are in none of `linears`: norms, biases, router, the
+        shared expert's gate."""
         h, d = shape.hidden_size, shape.head_dim
         biases = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * d // tp
         return (2 * h + (biases if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0) + h * shape.num_experts
@@ -282,7 +292,8 @@ class Family:
 
 
 def _rope(keys: Keys) -> dict[str, Any]:
-    """What config.json says of rotary positions: rope_parameters (transformers 5), rope_scaling, and rope_theta of its own, the last one first."""
+    """What config.json says of rotary positions: rope_parameters (transformers 5), rope_scaling, and rope_theta of its
+    own, the last one first."""
     said: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         rope = keys.values.get(key)
@@ -295,7 +306,8 @@ def _rope(keys: Keys) -> dict[str, Any]:
 
 
 def not_built(config: Mapping[str, Any]) -> list[str]:
-    """What a config.json asks for that neither engine computes: another activation, a sliding window, scaled rotary positions.
+    """What a config.json asks for that neither engine computes: another activation, a sliding window, scaled rotary
+    positions.
 
     >>> not_built({"hidden_act": "gelu", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     ["hidden_act is 'gelu'; only 'silu' is built", "rope_type is 'yarn'; only 'default' is built"]

@@ -1,4 +1,5 @@
-"""Whether the model that Megatron is told of is the one in config.json, which vLLM loads. Upstream compares nothing."""
+"""Whether the model that Megatron is told of is the one in config.json, which vLLM loads. Upstream compares
+nothing."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +9,10 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import family_of, shape_of
 from mindspeed_qerl.families.base import HF_KEYS, not_built
 
-# What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of config_cls/megatron_config.py:MegatronConfig,
-# but for None and false (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's megatron/training/arguments.py and
-# MindSpeed-LLM's count. All sources agree (tests/upstream/test_megatron_defaults.py).
+# What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of
+# config_cls/megatron_config.py:MegatronConfig, but for None and false (utils/utils.py:parse_args_from_config), for
+# which those of Megatron-LM's megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
+# (tests/upstream/test_megatron_defaults.py).
 MEGATRON_DEFAULTS: dict[str, Any] = {
     "use_mcore_models": False,
     "spec": None,
@@ -58,7 +60,8 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
     """Faults where the model that Megatron is told of is not the one that vLLM loads. No value of either raises.
 
     Args:
-        arguments: Megatron's, of the named model and the sections merged; one that is left out counts with Megatron's default.
+        arguments: Megatron's, of the named model and the sections merged; one that is left out counts with Megatron's
+            default.
         hf_config: the content of the model's config.json. source: what messages call it.
     """
     try:

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5, dense: biases on the projections of queries, keys and values. MindSpeed-LLM converts them as Llama 2 with biases."""
+"""Qwen2 and Qwen2.5, dense: biases on the projections of queries, keys and values. MindSpeed-LLM converts them as
+Llama 2 with biases."""
 
 from mindspeed_qerl.families.base import Adaptor, Conversion, Family, ModelShape
 

@@ -1,8 +1,9 @@
-"""Qwen2-MoE (Qwen1.5-MoE-A2.7B): biases on the projections of queries, keys and values, experts, and a shared expert with a gate.
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B): biases on the projections of queries, keys and values, experts, and a shared expert
+with a gate.
 
-MindSpeed-RL has no adaptor for it: Qwen3-MoE's serves, with names for the shared expert. vLLM's model_executor/models/qwen2_moe.py names it
-`mlp.shared_expert.*` and its gate `mlp.shared_expert_gate`; megatron-core's transformer/moe/shared_experts.py keeps the gate as a bare
-parameter `gate_weight`.
+MindSpeed-RL has no adaptor for it: Qwen3-MoE's serves, with names for the shared expert. vLLM's
+model_executor/models/qwen2_moe.py names it `mlp.shared_expert.*` and its gate `mlp.shared_expert_gate`;
+megatron-core's transformer/moe/shared_experts.py keeps the gate as a bare parameter `gate_weight`.
 """
 
 from mindspeed_qerl.families.base import Adaptor, Conversion, Family, ModelShape

@@ -1,7 +1,8 @@
 """Which Hugging Face tensors make up which Megatron parameter, and which part of it a tensor-parallel rank holds.
 
-One table, read in both directions: loading, the sync with the rollout engine, its proof, export. Megatron's `linear_qkv` holds, per KV group,
-that group's query heads, its key head and its value head; `linear_fc1` holds gate and up.
+One table, read in both directions: loading, the sync with the rollout engine, its proof, export. Megatron's
+`linear_qkv` holds, per KV group, that group's query heads, its key head and its value head; `linear_fc1` holds gate
+and up.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from mindspeed_qerl.families.base import Family, ModelShape
 
 @dataclass(frozen=True)
 class Split:
-    """How a tensor-parallel group shares a tensor: along `dim`, the tensor being `blocks` stacked ones that are shared each by itself."""
+    """How a tensor-parallel group shares a tensor: along `dim`, the tensor being `blocks` stacked ones that are shared
+    each by itself."""
 
     dim: int
     blocks: int = 1
@@ -34,7 +36,8 @@ COLUMN, ROW, GATED = Split(0), Split(1), Split(0, blocks=2)
 
 @dataclass(frozen=True)
 class Mapping:
-    """One Megatron parameter, the HF tensors it is made of, how to get from one to the other, and how tensor-parallel ranks share it."""
+    """One Megatron parameter, the HF tensors it is made of, how to get from one to the other, and how tensor-parallel
+    ranks share it."""
 
     megatron: str
     hf: tuple[str, ...]
@@ -44,7 +47,8 @@ class Mapping:
 
 
 def merge_qkv(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
-    """q [heads*d, ...], k [groups*d, ...], v [groups*d, ...] -> [(heads + 2*groups)*d, ...], interleaved by KV group."""
+    """q [heads*d, ...], k [groups*d, ...], v [groups*d, ...] -> [(heads + 2*groups)*d, ...], interleaved by KV
+    group."""
     rest = parts[0].shape[1:]
     return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
 

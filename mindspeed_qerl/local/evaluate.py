@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.recipe.config import EvalConfig, HardwareError
+from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
@@ -80,27 +81,23 @@ def of_run(path: str, **given: Any) -> Evaluation:
     what is `given`."""
     run = RunDirectory.open(path)
     if "step" not in given:
-        there = [int(folder.name.removeprefix("iter_")) for folder in run.checkpoints_dir.glob("iter_*") if folder.name[5:].isdigit()]
+        there = checkpoint_iterations(run.checkpoints_dir)
         if not there:
             raise ConfigError(f"{path} has no checkpoint: give the step 0 for the model before training, or save some "
                               "(megatron_training.save_interval)")
         given["step"] = max(there)
-    config = run.config()
-    sections = {name: config.get(name) or {} for name in ("megatron_training", "rl_config", "generate_config", "gsm8k", "eval", "hardware_error")}
-    model, data = sections["megatron_training"].get("tokenizer_name_or_path"), sections["gsm8k"].get("test_file")
-    if not model or not data:
-        raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and gsm8k.test_file: give --model, --data and "
-                          "--adapter instead of --run")
-    sampling = sections["generate_config"].get("sampling_config") or {}
-    verifiers = sections["rl_config"].get("verifier_function") or ["gsm8k"]
-    settings = EvalConfig(**sections["eval"])
-    samples = {"samples": settings.samples_per_problem, "temperature": settings.temperature} if settings.temperature else {"samples": 0}
+    recipe, _ = read(run.config())  # of a run of another version, too: what it does not say has its default
+    if not recipe.model.path or not recipe.task.test_file:
+        raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and task.test_file: give "
+                          "--model, --data and --adapter instead of --run")
+    asked = recipe.evaluation
+    samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature} if asked.temperature else {"samples": 0}
     values = dict(
-        model=model, data=data, run=str(path), prompt=sections["gsm8k"].get("prompt", "chat"),
-        verifier=next(filter(is_reward, verifiers), "gsm8k"), problems=settings.n_problems, **samples,
-        max_tokens=sampling.get("max_tokens", 128), max_prompt_length=sections["rl_config"].get("max_prompt_length", 512),
-        max_num_seqs=sections["generate_config"].get("max_num_seqs", 256), dtype=sections["generate_config"].get("dtype", "bfloat16"),
-        seed=run.status()["seed"], hardware_error=HardwareError(**sections["hardware_error"]).arguments("evaluation"))
+        model=recipe.model.path, data=recipe.task.test_file, run=str(path), prompt=recipe.task.prompt,
+        verifier=next(filter(is_reward, (name for name, _ in recipe.task.verifiers)), "gsm8k"), problems=asked.n_problems, **samples,
+        max_tokens=recipe.sampling.max_tokens, max_prompt_length=recipe.sampling.max_prompt_length,
+        max_num_seqs=recipe.rollout.max_num_seqs, dtype=recipe.model.dtype, seed=run.status()["seed"],
+        hardware_error=recipe.hardware_error.arguments("evaluation"))
     return Evaluation(**values | given)
 
 

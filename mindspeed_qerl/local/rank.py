@@ -16,7 +16,6 @@ from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
-from mindspeed_qerl.local import exchange
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
@@ -38,7 +37,6 @@ class TrainRank:
             from mindspeed_qerl.emulation import cuda_on_cpu
 
             cuda_on_cpu.install()
-            exchange.install()
         else:
             torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
         from megatron.core import parallel_state

@@ -106,9 +106,10 @@ def _unknown_key(key: Any, section: str) -> str:
 def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
     """`raw` with an empty mapping for every section that is missing or none; faults for unknown sections and keys."""
     sections = {str(name): value for name, value in raw.items()}
-    for name in sections.keys() - set(TOP_LEVEL):
-        hint = f"section {name!r} is called {RENAMED[name]!r} now" if name in RENAMED else unknown("section", name, TOP_LEVEL)
-        found.faults.append(hint)
+    for name in sorted(sections.keys() - set(TOP_LEVEL)):
+        found.faults.append(f"section {name!r} is called {RENAMED[name]!r} now" if name in RENAMED else unknown("section", name, TOP_LEVEL))
+        if name in RENAMED:  # the config of an earlier run can still be read
+            sections.setdefault(RENAMED[name], sections.pop(name))
     for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
         value = sections.get(name)
         if value is not None and not isinstance(value, Mapping):

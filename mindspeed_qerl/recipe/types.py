@@ -66,7 +66,7 @@ Size = Annotated[int, Field(ge=1)]
 class Model:
     """The Hugging Face directory that vLLM loads, and what Megatron is told of the model (`arguments`, Megatron's names)."""
 
-    path: str = key("megatron.tokenizer_name_or_path", "", required=True, min_length=1)
+    path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
     load: str | None = key("megatron.load")  # the base weights in Megatron's format; the local engine reads the Hugging Face files
     arguments: Mapping[str, Any] = Field(default_factory=dict)

@@ -32,9 +32,11 @@ def tiny_model(tmp_path_factory):
 
 def start(model, runs, *overrides):
     """A run in the background, in a session of its own; its output line by line."""
-    command = [sys.executable, "cli/train_grpo.py", f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
+    command = [sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
+               f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
                "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=4", *overrides]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            start_new_session=True)
 
 
 def only_run(runs):

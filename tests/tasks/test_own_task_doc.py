@@ -21,7 +21,6 @@ FILES = dict(re.findall(r"`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.
 
 
 def start(folder, command):
-    command = command.replace(" task.", " gsm8k.")  # until the config section is called `task`
     variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
     return subprocess.run(["bash", "-c", command], check=False, cwd=folder, capture_output=True, text=True, env=variables)
 
