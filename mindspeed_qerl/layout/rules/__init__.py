@@ -1,4 +1,4 @@
-"""What upstream demands of a layout and a batch: rules, each a function of a plan, with upstream's lines behind them."""
+"""What upstream demands of a layout and a batch: rules, each a function of a plan, with its line of upstream."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
