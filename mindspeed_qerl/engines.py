@@ -29,6 +29,9 @@ class Engine(Protocol):
     def data_files(self, recipe: Recipe) -> dict[str, str]:
         """The files that a run reads, by label: their hashes go into the run directory."""
 
+    def versions(self) -> dict[str, Any]:
+        """What versions.json says beside the installed packages."""
+
     def rehearsed(self, recipe: Recipe, shape: "ModelShape", rows: list[dict], model_dir: Path) -> Recipe:
         """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in `model_dir`."""
 

@@ -69,7 +69,7 @@ def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, l
         return RunDirectory.reopen(section.resume, config=raw, command=sys.argv, data_files=data_files,
                                    may_change=engine.MAY_CHANGE), after
     return RunDirectory.create(section.root, section.name or name, config=raw, command=sys.argv, seed=section.seed,
-                               data_files=data_files, label=label), None
+                               data_files=data_files, label=label, versions=engine.versions()), None
 
 
 def _train(recipe: Recipe, found: Found, name: str, engine: Engine, directory: RunDirectory, after: int | None,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mindspeed_qerl.ascend.settings import MAY_CHANGE, data_files, rehearsed, validate
+from mindspeed_qerl.ascend.settings import MAY_CHANGE, data_files, rehearsed, validate, versions
 from mindspeed_qerl.recipe.types import Recipe
 
 if TYPE_CHECKING:
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mindspeed_qerl.runs.metrics import MetricsWriter
     from mindspeed_qerl.runs.progress import Progress
 
-__all__ = ["MAY_CHANGE", "UPSTREAM", "data_files", "last_checkpoint", "rehearsed", "train", "validate"]
+__all__ = ["MAY_CHANGE", "UPSTREAM", "data_files", "last_checkpoint", "rehearsed", "train", "validate", "versions"]
 
 UPSTREAM = True
 

@@ -22,6 +22,7 @@ from mindspeed_qerl import private_ray
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import (
+    epoch_steps,
     extra_arguments,
     needed_cpus,
     npu_environment,
@@ -54,6 +55,8 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         environment |= _emulate(recipe)
     for warning in check_upstream(recipe.emulate_npu):
         progress.message(f"Warning: {warning}")
+    if recipe.noise.restart_every == "epoch":
+        run.record(aqn_restart_every=epoch_steps(recipe))
     progress.phase("starting Ray")
     os.environ.update(environment)
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}

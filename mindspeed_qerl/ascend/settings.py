@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
+from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS, upstream_versions
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import family_of, read_config, read_shape
 from mindspeed_qerl.families.base import ModelShape
@@ -95,7 +95,8 @@ def validate(recipe: Recipe) -> Found:
 
 def data_files(recipe: Recipe) -> dict[str, str]:
     """The files that a run reads, by label."""
-    return {**packed_files(recipe), **recipe.data_files}
+    rows = Path(f"{recipe.task.data_path}_rows.jsonl")  # of a task of one's own (tasks/packed.py)
+    return {**packed_files(recipe), **({"train_rows": str(rows)} if rows.is_file() else {}), **recipe.data_files}
 
 
 def packed_files(recipe: Recipe) -> dict[str, str]:
@@ -119,6 +120,11 @@ def _check_model(recipe: Recipe, found: Found) -> None:
     except ConfigError as error:
         found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable config.json of a Hugging Face "
                             f"model there ({error})")
+
+
+def versions() -> dict[str, Any]:
+    """Upstream's commits, or the hashes of its sources where there is no git."""
+    return {"upstream": upstream_versions()}
 
 
 def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, read_shape
+from mindspeed_qerl.families import ModelShape, read_config, read_shape
+from mindspeed_qerl.families.base import not_built
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import batch, broken, training
 from mindspeed_qerl.recipe.reader import Found
@@ -58,6 +60,11 @@ def data_files(recipe: Recipe) -> dict[str, str]:
     return {"train": recipe.task.train_file, **recipe.data_files}
 
 
+def versions() -> dict[str, Any]:
+    """Of nothing but installed packages."""
+    return {}
+
+
 def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:
     """`recipe` for one vLLM engine, in float32: bfloat16 is slow on most CPUs."""
     return replace(recipe, model=replace(recipe.model, dtype="float32"), layout=replace(recipe.layout, infer_tp=1))
@@ -73,6 +80,7 @@ def _shape(path: str, found: Found) -> ModelShape | None:
     except ConfigError as error:
         found.faults.append(f"megatron_training.tokenizer_name_or_path = {path!r}: {error}")
         return None
+    found.faults += [f"{path}/config.json: {fault}" for fault in not_built(read_config(Path(path) / "config.json"))]
     if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
         found.faults.append(f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of "
                             f"{EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded experts cannot be updated in place")

@@ -134,7 +134,7 @@ class Batch:
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
-    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
+    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=1)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
     # None: micro_batch_size
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")

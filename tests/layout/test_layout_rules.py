@@ -240,7 +240,7 @@ def random_plan(draw: random.Random) -> Plan:
         return made
     prompts = draw.choice([made.batch.global_batch_size, draw.randint(1, 96)])
     return replace(made, batch=Batch(prompts, draw.choice([prompts, prompts, size(prompts)]),
-                                     samples_per_prompt=draw.choice([2, 4, 8]),
+                                     samples_per_prompt=draw.choice([1, 4, 8]),
                                      micro_batch_size=draw.choice([1, 1, 2, 3])))
 
 

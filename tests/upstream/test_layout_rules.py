@@ -44,7 +44,7 @@ def sampled(draw: random.Random) -> Plan:
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
     tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
-    n, prompts = draw.choice([2, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
+    n, prompts = draw.choice([1, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
     share = max(1, prompts * n // world)
     sizes = [None, None, None, n, share, 2 * n, prompts * n, 7]
     dispatch = {f"{name}_dispatch_size": draw.choice(sizes) if draw.random() < 0.3 else None

@@ -1,0 +1,72 @@
+"""Random mutations of every shipped config, on each engine: nothing but a Recipe or refusals in words.
+
+    python tests/recipe/mutations.py 3000       # so many of each config and engine: a quarter of an hour
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_qerl.engines import ENGINES, examine
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.types import Recipe
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+VALUES = (None, True, False, 0, -1, 1, 2, 3, 7, 10**12, -10**12, 1.5, 0.0, -0.5, float("nan"), float("inf"), "", "x",
+          "5e-6", "nan",
+          "local", "true", [], [1], ["x"], [None], [[1]], {}, {"a": 1}, {"x": {"y": 1}}, "1,2", "a,b", "../../x",
+          "${x}", b"b", (1, 2),
+          {1: 2}, set())
+
+
+def paths(node: dict, above: tuple = ()) -> Iterator[tuple]:
+    """The path of every key, of sections too."""
+    for key, value in node.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def mutated(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """`config` with one to three keys missing, misspelt, of another type, extreme, or anything."""
+    config = copy.deepcopy(config)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        *above, key = rng.choice(list(paths(config)) or [("engine",)])
+        node = config
+        for step in above:
+            node = node[step]
+        value = node.get(key)
+        kind = rng.choice(("missing", "anything", "anything", "misspelt", "text", "extreme"))
+        if kind == "missing":
+            node.pop(key, None)
+        elif kind == "misspelt":
+            node[f"{key}x"] = value
+        elif kind == "text":
+            node[key] = str(value)
+        elif kind == "extreme":
+            node[key] = value * 10**9 if isinstance(value, (int, float)) else [value]
+        else:
+            node[key] = copy.deepcopy(rng.choice(VALUES))
+    return config
+
+
+def run(name: str, engine: str, count: int, seed: int = 0) -> int:
+    """Examine `count` mutations of a config on an engine; returns how many were accepted. AssertionError or whatever
+    `examine` raises."""
+    config, rng, accepted = {**compose(name), "engine": engine}, random.Random(f"{name}/{engine}/{seed}"), 0
+    for _ in range(count):
+        raw = mutated(config, rng)
+        recipe, found = examine(raw)
+        assert isinstance(recipe, Recipe) and all(isinstance(fault, str) and fault for fault in found.faults), raw
+        accepted += not found.faults
+    return accepted
+
+
+if __name__ == "__main__":
+    for name in NAMES:
+        for engine in ENGINES:
+            accepted = run(name, engine, int(sys.argv[1]))
+            print(f"{name} on {engine}: {sys.argv[1]} mutations, {accepted} accepted, the others refused in words",
+                  flush=True)
