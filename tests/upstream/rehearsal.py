@@ -120,7 +120,7 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
             gpu_memory_utilization=0.1, enforce_eager=True,
             sampling_config=dict(seed=1, logprobs=1, max_tokens=12, top_p=1.0, top_k=-1, min_p=0.0, temperature=1.0, detokenize=False)),
         aqn=dict(enabled=True, sigma_start=0.05, sigma_end=0.005, num_stages=3),
-        gsm8k=dict(test_file=str(data / "chat" / "test_chat.parquet"), prompt="chat"),
+        task=dict(test_file=str(data / "chat" / "test_chat.parquet"), prompt="chat"),
         eval=dict(every=2, n_problems=6, samples_per_problem=2),
         run=dict(root=str(runs), name="rehearsal", tensorboard=False))
     for key, value in (changes or {}).items():
@@ -133,8 +133,8 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
 
 
 def environment(upstream: Path) -> dict[str, str]:
-    """This process's environment with the checkouts on PYTHONPATH."""
-    path = os.pathsep.join(str(upstream / name) for name in CHECKOUTS)
+    """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is installed."""
+    path = os.pathsep.join([*(str(upstream / name) for name in CHECKOUTS), str(ROOT)])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
