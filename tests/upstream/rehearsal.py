@@ -146,8 +146,8 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
 
 
 def environment(upstream: Path) -> dict[str, str]:
-    """This process's environment with the checkouts on PYTHONPATH."""
-    path = os.pathsep.join(str(upstream / name) for name in CHECKOUTS)
+    """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is installed."""
+    path = os.pathsep.join([*(str(upstream / name) for name in CHECKOUTS), str(ROOT)])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
