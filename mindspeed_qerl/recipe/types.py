@@ -21,6 +21,7 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
 
+MAX_STEPS = 1_000_000  # more are a typing error too, and a schedule of them takes gigabytes
 MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
 
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
@@ -249,7 +250,7 @@ class Noise:
     schedule: str = "exponential"
     sigma_start: Float = 0.05
     sigma_end: Float = 0.0005
-    num_stages: int = 10
+    num_stages: int = Field(10, le=MAX_STEPS)
     targets: Any = "auto"
     exclude: Names = ()
     restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
@@ -333,7 +334,7 @@ class Run:
     that stopped, or "auto": the newest one of this config, if there is one."""
 
     section: ClassVar[str] = "run"
-    train_iters: Size = key("megatron.train_iters", 1, required=True)
+    train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
     # iterations; there is a checkpoint after the last one in any case
     save_interval: Size | None = key("megatron.save_interval")
     seed: int = key("megatron.seed", 1, ge=0)
