@@ -162,12 +162,16 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
     weights, and few CPUs for Ray to count."""
     told = {**family_of(shape).megatron_arguments(shape), "padded_vocab_size": shape.vocab_size,
             "max_position_embeddings": shape.max_position_embeddings}
-    told = {key: value for key, value in told.items() if value is not None and key not in recipe.sections["actor_config"]}
+    actor = recipe.sections["actor_config"]
+    told = {key: value for key, value in told.items() if value is not None and key not in actor}
     sections = {**recipe.sections, "megatron_training": {**recipe.sections["megatron_training"], **told}}
     optimizer = recipe.optimizer
     layers = optimizer.recompute_num_layers and min(optimizer.recompute_num_layers, shape.num_hidden_layers)
+    packed = pack_rows(rows[:2000], model_dir / "data" / "train", model_dir)
     return replace(
-        recipe, sections=sections, model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
-        optimizer=replace(optimizer, recompute_num_layers=layers), run=replace(recipe.run, save_interval=recipe.run.train_iters),
-        task=replace(recipe.task, data_path=str(pack_rows(rows[:2000], model_dir / "data" / "train", model_dir).data_path)),
+        recipe, sections=sections,
+        model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
+        optimizer=replace(optimizer, recompute_num_layers=layers),
+        run=replace(recipe.run, save_interval=recipe.run.train_iters),
+        task=replace(recipe.task, data_path=str(packed.data_path)),
         npu=replace(recipe.npu, cpus_per_npu=1, hccl_buffer_mib=1, padded_vocab_size=shape.vocab_size))

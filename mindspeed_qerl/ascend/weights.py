@@ -78,8 +78,8 @@ class MergesAdapters:
     """Mixed into an upstream adaptor: the container reads merged weights. `model_config` has lora_r and lora_alpha
     (worker.py)."""
 
-    def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor], train_tp_size: int) -> dict[str,
-                                                                                                          torch.Tensor]:
+    def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor],
+                                   train_tp_size: int) -> dict[str, torch.Tensor]:
         """Called by the container before it reads (vllm_weight_container.py:459,516)."""
         param_dict = super().adjust_megatron_param_dict(param_dict, train_tp_size)
         return MergedWeights(param_dict, self.model_config.lora_r,

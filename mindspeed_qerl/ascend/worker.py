@@ -111,11 +111,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 if not parameter.requires_grad or "lora_" not in name:
                     continue
                 target, expert = _target_of(name)
-                replica = state.get_expert_data_parallel_rank() if expert else state.get_data_parallel_rank(with_context_parallel=True)
+                replica = (state.get_expert_data_parallel_rank() if expert
+                           else state.get_data_parallel_rank(with_context_parallel=True))
                 if replica == 0:
-                    modules[target] += name.endswith(("lora_a",
-                                                      "lora_A.default.weight")) and first_of_tp and (first_of_ep
-                                                                                                     or not expert)
+                    is_a = name.endswith(("lora_a", "lora_A.default.weight"))
+                    modules[target] += is_a and first_of_tp and (first_of_ep or not expert)
                     parameters[target] += parameter.numel() if first_of_tp or parameter.tensor_model_parallel else 0
         injector = self.inference_model.injector
         return {"lora": {target: {"modules": modules[target], "parameters": parameters[target]} for target in modules},
