@@ -7,13 +7,14 @@
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
 
-Both sides: the same Qwen3-MoE with random weights, float32, 2 cores, LoRA r=32 alpha=64 on attention and all experts, AdamW 2e-4,
-no KL term, one update per step, the same prompts in the same order, the same verifier as reward, answers of exactly the same
-length (nothing ends an answer early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and two Megatron ranks
-in processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with transformers in the process that
-trains, with `grouped_mm` experts, without gradient checkpointing, autocast, load-balancing loss or saving; its vLLM mode trains
-on stale weights on a CPU. The two take turns, each in fresh processes; the first steps are not counted, the rest give medians.
-OMP_WAIT_POLICY is PASSIVE for both unless it is set: threads that spin for a core another program has taken slow TRL twentyfold.
+Both sides: the same Qwen3-MoE with random weights, float32, 2 cores, LoRA r=32 alpha=64 on attention and all experts,
+AdamW 2e-4, no KL term, one update per step, the same prompts in the same order, the same verifier as reward, answers
+of exactly the same length (nothing ends an answer early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and
+two Megatron ranks in processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with
+transformers in the process that trains, with `grouped_mm` experts, without gradient checkpointing, autocast,
+load-balancing loss or saving; its vLLM mode trains on stale weights on a CPU. The two take turns, each in fresh
+processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE for both unless it is
+set: threads that spin for a core another program has taken slow TRL twentyfold.
 
     rollout    sampling the answers; TRL also decodes them here
     reward     verifier, advantages and the batch
@@ -104,7 +105,8 @@ def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, fl
     root = Path(tempfile.mkdtemp(prefix="ours_", dir=work))
     command = [
         sys.executable, REPO / "cli" / "train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
-        f"megatron_training.tokenizer_name_or_path={model_dir}", f"megatron_training.global_batch_size={setting.prompts}",
+        f"megatron_training.tokenizer_name_or_path={model_dir}",
+        f"megatron_training.global_batch_size={setting.prompts}",
         f"megatron_training.train_iters={setting.warm_up + setting.steps}", f"megatron_training.seed={SEED}",
         f"actor_config.lr={LEARNING_RATE}", f"actor_config.micro_batch_size={setting.our_micro_batch}",
         f"rl_config.mini_batch_size={setting.prompts}", f"rl_config.n_samples_per_prompt={GROUP}",
@@ -115,7 +117,8 @@ def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, fl
     with open(root / "output.log", "w") as log:
         code = subprocess.run(command, check=False, cwd=REPO, stdout=log, stderr=subprocess.STDOUT).returncode
     if code:
-        raise RuntimeError(f"cli/train_grpo.py ended with exit code {code}:\n{(root / 'output.log').read_text()[-3000:]}")
+        raise RuntimeError(
+            f"cli/train_grpo.py ended with exit code {code}:\n{(root / 'output.log').read_text()[-3000:]}")
     rows = [json.loads(line) for line in next(root.glob("step/*/metrics.jsonl")).read_text().splitlines()]
     return [{
         "rollout": row["time/rollout"],
@@ -156,12 +159,13 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
     tokenizer.add_special_tokens({"eos_token": "<never>"})  # TRL wants one; it is beyond the model's vocabulary
     micro_batch = setting.trl_micro_batch or setting.answers
     arguments = GRPOConfig(
-        output_dir=str(work / "trl"), max_steps=setting.warm_up + setting.steps, per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=setting.answers // micro_batch, num_generations=GROUP, max_completion_length=setting.tokens,
-        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, top_p=1.0,
+        output_dir=str(work / "trl"), max_steps=setting.warm_up + setting.steps,
+        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=setting.answers // micro_batch,
+        num_generations=GROUP, max_completion_length=setting.tokens, learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, top_p=1.0,
         top_k=0, beta=0.0, num_iterations=1, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, scale_rewards="group",
-        router_aux_loss_coef=0.0, shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True, use_vllm=False,
-        save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, seed=SEED)
+        router_aux_loss_coef=0.0, shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True,
+        use_vllm=False, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, seed=SEED)
 
     seconds, steps = {}, []
 
@@ -193,7 +197,8 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
 
     verifier = VERIFIERS["gsm8k"]
     trainer = Timed(model=model, processing_class=tokenizer, args=arguments, train_dataset=dataset,
-                    reward_funcs=lambda completions, gold, **_: verifier(completions, gold), peft_config=lora, callbacks=[Clock()])
+                    reward_funcs=lambda completions, gold, **_: verifier(completions, gold), peft_config=lora,
+                    callbacks=[Clock()])
     trainer.train()
     return steps
 
@@ -203,7 +208,8 @@ def run_trl_process(setting: Setting, model_dir: Path, work: Path) -> list[dict[
         try:
             return process.submit(run_trl, setting, model_dir, work).result()
         except Exception as error:
-            raise RuntimeError(f"TRL's side failed, {type(error).__name__}: {error}\n{(work / 'trl.log').read_text()[-3000:]}") from error
+            raise RuntimeError(f"TRL's side failed, {type(error).__name__}: "
+                               f"{error}\n{(work / 'trl.log').read_text()[-3000:]}") from error
 
 
 SIDES = {"ours": run_ours, "TRL": run_trl_process}
@@ -229,7 +235,8 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
 
     rounds = len(runs["ours"])
     table = Table("seconds per step", *runs, "ours / TRL", "share of our step",
-                  title=f"{parameters / 1e6:.1f}M parameters, {setting.prompts} prompts x {GROUP} answers of {setting.tokens} tokens",
+                  title=f"{parameters / 1e6:.1f}M parameters, {setting.prompts} prompts x {GROUP} answers of "
+                        f"{setting.tokens} tokens",
                   caption=f"medians of {rounds} x {setting.steps} steps after {setting.warm_up}")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -239,7 +246,8 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
         ratio = f"{ours / theirs:.2f}" if part != "other" and theirs else ""
         if part == "step":
             table.add_section()
-        table.add_row(part, f"{ours:.3f}", f"{theirs:.3f}", ratio, f"{ours / ours_step:.0%}", style="bold" if part == "step" else None)
+        table.add_row(part, f"{ours:.3f}", f"{theirs:.3f}", ratio, f"{ours / ours_step:.0%}",
+                      style="bold" if part == "step" else None)
 
     def row(name: str, value) -> None:
         table.add_row(name, *(value(side) for side in runs))
@@ -278,7 +286,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps")
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each side runs: ours, TRL, ours, ... (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2,
+                        help="how often each side runs: ours, TRL, ours, ... (default %(default)s)")
     parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
     parser.add_argument("--warm-up", type=int, help="steps before them (default 2)")
     parser.add_argument("--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)")

@@ -1,10 +1,12 @@
-"""Does the noise help, and does it help a model that meets other hardware? AQN off and on x clean and foreign rollouts x seeds, on the quickstart's model.
+"""Does the noise help, and does it help a model that meets other hardware? AQN off and on x clean and foreign rollouts
+x seeds, on the quickstart's model.
 
-    python benchmarks/study.py             about half an hour on 2 cores; killed, it goes on with the same command; draws docs/images/study.png
+    python benchmarks/study.py             about half an hour on 2 cores; killed, it goes on with the same command;
+    draws docs/images/study.png
 
-A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate.py beside the run's own on the clean
-one, and tools/compare_runs.py's difference, with AQN - without, in each of the four cells. Foreign hardware is docs/hardware_error.md's `gaussian`: 5 %
-on every product. Other overrides go to the runs.
+A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate.py beside
+the run's own on the clean one, and tools/compare_runs.py's difference, with AQN - without, in each of the four cells.
+Foreign hardware is docs/hardware_error.md's `gaussian`: 5 % on every product. Other overrides go to the runs.
 """
 
 import argparse
@@ -39,7 +41,8 @@ def call(*command: object) -> None:
 
 
 def read_cells(root: Path) -> dict[tuple[bool, str, str], list[ComparedRun]]:
-    """(AQN, rollout hardware, evaluation hardware) -> its runs; each run is evaluated on the foreign hardware first, if it was not."""
+    """(AQN, rollout hardware, evaluation hardware) -> its runs; each run is evaluated on the foreign hardware first,
+    if it was not."""
     cells: dict[tuple[bool, str, str], list[ComparedRun]] = {}
     for path in find_runs([root]):
         if not (path / "evaluations" / FOREIGN).exists():
@@ -47,12 +50,14 @@ def read_cells(root: Path) -> dict[tuple[bool, str, str], list[ComparedRun]]:
         for hardware, run in ((CLEAN, read_run(path)), (FOREIGN, read_run(path, FOREIGN))):
             if run.faults:
                 raise SystemExit(f"{path}: {'; '.join(run.faults)}")
-            cells.setdefault((run.config["aqn.enabled"], HARDWARE[run.config.get("hardware_error.rollout", "none")], hardware), []).append(run)
+            cells.setdefault((run.config["aqn.enabled"], HARDWARE[run.config.get("hardware_error.rollout", "none")],
+                              hardware), []).append(run)
     return cells
 
 
 def parts(run: ComparedRun, step: int) -> list[float]:
-    """What the held-out answers after `step` updates get right: the form, of all; the rest, of the answers that state an equation."""
+    """What the held-out answers after `step` updates get right: the form, of all; the rest, of the answers that state
+    an equation."""
     form, rest = [], []
     for row in read_jsonl(RunDirectory.open(run.path).eval_answers_file):
         if row["step"] != step:
@@ -90,15 +95,19 @@ def draw(accuracy: dict, difference: dict, cells: dict, image: Path) -> None:
         for aqn, color, shift in ((False, BLUE, -0.12), (True, RED, 0.12)):
             for at, place in enumerate(places):
                 value, runs = accuracy[aqn, *place], cells[aqn, *place]
-                left.errorbar(at + shift, value.mean, yerr=[[value.mean - value.low], [value.high - value.mean]], fmt="_", markersize=14, capsize=4,
-                              color=color, label=f"AQN {'on' if aqn else 'off'}" if at == 0 else None)
-                left.plot([at + shift] * len(runs), [np.mean(list(run.scores[max(run.scores)].values())) for run in runs], ".", color=color, alpha=0.6)
-        left.set(title="Accuracy after training (dots: seeds; bars: 95 % over seeds and questions)", ylabel="held-out accuracy")
+                left.errorbar(at + shift, value.mean, yerr=[[value.mean - value.low], [value.high - value.mean]],
+                              fmt="_", markersize=14, capsize=4, color=color,
+                              label=f"AQN {'on' if aqn else 'off'}" if at == 0 else None)
+                left.plot([at + shift] * len(runs), [np.mean(list(run.scores[max(run.scores)].values()))
+                                                     for run in runs], ".", color=color, alpha=0.6)
+        left.set(title="Accuracy after training (dots: seeds; bars: 95 % over seeds and questions)",
+                 ylabel="held-out accuracy")
         left.legend()
         right.axhline(0, color="black", linewidth=1)
         for at, place in enumerate(places):
             value = difference[place]
-            right.errorbar(at, value.mean, yerr=[[value.mean - value.low], [value.high - value.mean]], fmt="o", capsize=4, color="black")
+            right.errorbar(at, value.mean, yerr=[[value.mean - value.low], [value.high - value.mean]], fmt="o",
+                           capsize=4, color="black")
         right.set(title="With AQN - without, paired by seed and question", ylabel="difference of accuracy")
         for axis in (left, right):
             axis.set_xticks(range(len(places)), labels, fontsize=8)
@@ -112,17 +121,20 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT / "runs", help="where the runs are kept, in a folder study")
     parser.add_argument("--image", type=Path, default=ROOT / "docs" / "images" / "study.png")
     arguments, overrides = parser.parse_known_args()
-    call("cli/train_grpo.py", "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl", "hardware_error.rollout=none,gaussian",
-         f"seed={','.join(map(str, arguments.seeds))}", f"run.root={arguments.root}", "run.name=study", *overrides)
+    call("cli/train_grpo.py", "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl",
+         "hardware_error.rollout=none,gaussian", f"seed={','.join(map(str, arguments.seeds))}",
+         f"run.root={arguments.root}", "run.name=study", *overrides)
     cells = read_cells(arguments.root / "study")
     first = cells[False, CLEAN, CLEAN][0]
     before = first.path / "evaluations" / "foreign_before"
     if not before.exists():
-        call("tools/evaluate.py", "--run", first.path, "--step", 0, "--name", before.name, "--hardware-error", "gaussian")
+        call("tools/evaluate.py", "--run", first.path, "--step", 0, "--name", before.name, "--hardware-error",
+             "gaussian")
     print(f"\nbefore training: {np.mean(list(first.scores[0].values())):.3f} on clean hardware, "
           f"{np.mean(list(read_run(first.path, before.name).scores[0].values())):.3f} on foreign\n")
 
-    accuracy = {cell: estimate(np.array([list(run.scores[max(run.scores)].values()) for run in runs])) for cell, runs in cells.items()}
+    accuracy = {cell: estimate(np.array([list(run.scores[max(run.scores)].values()) for run in runs]))
+                for cell, runs in cells.items()}
     difference, rows = {}, []
     for rollout in (CLEAN, FOREIGN):
         for hardware in (CLEAN, FOREIGN):
@@ -130,10 +142,14 @@ def main() -> None:
             found = difference[rollout, hardware] = verdict.difference
             limit = SIGNIFICANCE / 4  # four verdicts share the 5 % (Bonferroni)
             word = verdict.word if found.p < limit else "not distinguishable"
-            needed = "" if word != "not distinguishable" else f"about {count:,}" if (count := seeds_needed(found, limit)) else "more questions"
-            rows.append([rollout, hardware, *(with_interval(accuracy[aqn, rollout, hardware]) for aqn in (False, True)),
-                         f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", f"**{word}**", needed])
-    table(["rollouts", "evaluated on", "AQN off", "AQN on", "difference", "p", "verdict", "seeds that would show it"], rows)
+            needed = "" if word != "not distinguishable" else f"about {count:,}" if (
+                count := seeds_needed(found, limit)) else "more questions"
+            rows.append([rollout, hardware,
+                         *(with_interval(accuracy[aqn, rollout, hardware]) for aqn in (False, True)),
+                         f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", f"**{word}**",
+                         needed])
+    table(["rollouts", "evaluated on", "AQN off", "AQN on", "difference", "p", "verdict", "seeds that would show it"],
+          rows)
     rows = []
     for aqn in (False, True):
         for rollout in (CLEAN, FOREIGN):

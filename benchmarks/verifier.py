@@ -3,8 +3,9 @@
     python benchmarks/verifier.py [--responses 10000] [--data ../shared/data/gsm8k]
 
 Responses are made from GSM8K's own solutions (from generated sums where the data is absent) in the shapes that models
-produce; each is right or wrong by construction, so that beside agreement the table shows who is wrong. Needs the dev extras
-verl and math-verify; verl is not imported as a package (that pulls in its engines), its one file is loaded by path.
+produce; each is right or wrong by construction, so that beside agreement the table shows who is wrong. Needs the dev
+extras verl and math-verify; verl is not imported as a package (that pulls in its engines), its one file is loaded by
+path.
 """
 
 import argparse
@@ -43,7 +44,8 @@ class Response:
     right: bool  # the number that the response means is the gold number
 
 
-# {body} the reasoning, {n} the answer, {d} another number, {big} the answer with thousands separators, {filler} long text.
+# {body} the reasoning, {n} the answer, {d} another number, {big} the answer with thousands separators, {filler} long
+# text.
 SHAPES = {
     "#### n": "{body}\n#### {n}",
     "#### n.": "{body}\n#### {n}.",
@@ -58,7 +60,8 @@ SHAPES = {
     "long, #### n": "{filler}{filler}{filler}{body}\n#### {n}",
     "#### d+e = n": "{body}\n#### {d} + {rest} = {n}",
     "#### d, corrected to #### n": "{body}\n#### {d}\n\nWait, that is not right.\n#### {n}",
-    "#### n, then another problem": "{body}\n#### {n}\n\nQ: Ann has {d} pens. How many pens does she have?\nA: #### {d}",
+    "#### n, then another problem": "{body}\n#### {n}\n\nQ: Ann has {d} pens. How many pens does she have?\nA: #### "
+                                    "{d}",
     "hedging: #### n or d": "{body}\n#### {n} or {d}",
     "The answer is n.": "{body} The answer is {n}.",
     "The answer is **$n**.": "{body}\nThe answer is **${big}**.",
@@ -78,7 +81,8 @@ NEVER_RIGHT = {"hedging: #### n or d", "no answer, no number", "cut off"}
 def solutions_from(folder: Path) -> list[str]:
     """GSM8K's solutions, or solutions of generated sums if `folder` is not there."""
     if folder.is_dir():
-        return [json.loads(line)["answer"] for split in ("train", "test") for line in open(folder / f"{split}.jsonl", "rb")]
+        return [json.loads(line)["answer"] for split in ("train", "test")
+                for line in open(folder / f"{split}.jsonl", "rb")]
     rng = random.Random(0)
     pairs = [(rng.randint(2, 2000), rng.randint(2, 2000)) for _ in range(2000)]
     return [f"There are {a} and {b} more, so {a}+{b} = {a + b}.\n#### {a + b}" for a, b in pairs]
@@ -124,8 +128,10 @@ def scorers() -> dict:
         "ours strict": lambda texts, golds: score_batch(texts, golds, method="strict"),
         "verl strict": lambda texts, golds: [float(verl(text, gold, "strict")) for text, gold in zip(texts, golds)],
         "ours flexible": lambda texts, golds: score_batch(texts, golds),
-        "verl flexible": lambda texts, golds: [float(verl(text, gold, "flexible")) for text, gold in zip(texts, golds)],
-        "math-verify": lambda texts, golds: [float(verify(parse(gold), parse(text))) for text, gold in zip(texts, golds)],
+        "verl flexible": lambda texts,
+        golds: [float(verl(text, gold, "flexible")) for text, gold in zip(texts, golds)],
+        "math-verify": lambda texts,
+        golds: [float(verify(parse(gold), parse(text))) for text, gold in zip(texts, golds)],
     }
 
 
@@ -171,7 +177,8 @@ def run(responses: list[Response], console: Console) -> None:
         for a, b, response in zip(verdicts[first], verdicts[second], responses):
             if a != b:
                 disagreements.setdefault((response.shape, a == 1), []).append(response)
-        table = Table("shape", "only yes", "count", "right", "one of them", title=f"{first} / {second}: where they disagree")
+        table = Table("shape", "only yes", "count", "right", "one of them",
+                      title=f"{first} / {second}: where they disagree")
         for (shape, ours), found in sorted(disagreements.items(), key=lambda item: -len(item[1])):
             ending = f"gold {found[0].gold}: ...{found[0].text[-45:]!r}"
             right = sum(response.right for response in found)
@@ -182,14 +189,15 @@ def run(responses: list[Response], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=10_000, help="how many responses (default 10000)")
-    parser.add_argument("--data", type=Path, default=REPO.parent / "shared" / "data" / "gsm8k", help="folder of GSM8K jsonl")
+    parser.add_argument("--data", type=Path, default=REPO.parent / "shared" / "data" / "gsm8k",
+                        help="folder of GSM8K jsonl")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     source = args.data if args.data.is_dir() else "generated sums (no GSM8K at --data)"
     responses = make_responses(solutions_from(args.data), args.responses)
     console.print(f"{len(responses):,} responses in {len(SHAPES)} shapes from {source}, "
-                  f"{sum(r.right for r in responses):,} of them right, {statistics.mean(len(r.text) for r in responses):.0f} "
-                  "characters on average", markup=False)
+                  f"{sum(r.right for r in responses):,} of them right, "
+                  f"{statistics.mean(len(r.text) for r in responses):.0f} characters on average", markup=False)
     run(responses, console)
 
 

@@ -63,8 +63,8 @@ def on_npus(recipe: Recipe) -> bool:
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
-    """The Recipe of a resolved config and all that is wrong with it: values, keys that its engine does not honour, and what the engine
-    cannot do."""
+    """The Recipe of a resolved config and all that is wrong with it: values, keys that its engine does not honour, and
+    what the engine cannot do."""
     recipe, found = read(raw)
     try:
         engine = engine_of(recipe)

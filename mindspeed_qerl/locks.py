@@ -6,7 +6,8 @@ from typing import IO
 
 
 def hold(directory: Path) -> IO:
-    """The open file `directory`/lock: the folder is held until it is closed, or its process ends, however that happens (flock(2)).
+    """The open file `directory`/lock: the folder is held until it is closed, or its process ends, however that happens
+    (flock(2)).
 
     Raises BlockingIOError when another open file holds it.
     """

@@ -59,8 +59,10 @@ def _check_task(recipe: Recipe, engine: Engine, found: Found) -> None:
     found.raise_faults()
 
 
-def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str) -> tuple[RunDirectory, int | None]:
-    """The run's directory, and the step that it resumes after (None: a new run). ValueError or OSError if it cannot be."""
+def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str) -> tuple[RunDirectory,
+               int | None]:
+    """The run's directory, and the step that it resumes after (None: a new run). ValueError or OSError if it cannot
+    be."""
     section, data_files = recipe.run, engine.data_files(recipe)
     if section.resume:
         after = engine.last_checkpoint(recipe)
@@ -92,7 +94,8 @@ def _train(recipe: Recipe, found: Found, name: str, engine: Engine, directory: R
             for warning in found.warnings:
                 progress.message(f"Warning: {warning}")
             if found.unused and not rehearsed:  # a rehearsal's report names them
-                progress.message(f"Warning: the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says why)")
+                progress.message(f"Warning: the {recipe.engine} engine does not use {', '.join(found.unused)} "
+                                 "(docs/keys.md says why)")
             engine.train(recipe, directory, metrics, progress)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))

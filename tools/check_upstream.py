@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def write(reports: list[Report]) -> int:
-    """Put the commits, contents and digests of what is there into contract.yaml. A new entry has any word as digest."""
+    """Put the commits, contents and digests of what is there into contract.yaml; a new entry's digest is any word."""
     text = TABLE.read_text(encoding="utf-8")
     for report in reports:
         text = text.replace(report.pin.commit, report.commit or report.pin.commit)

@@ -38,12 +38,16 @@ def main() -> int:
         "  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k --format mindspeed \\\n"
         "      --tokenizer models/Qwen3-30B-A3B --max-prompt-length 512",
     )
-    parser.add_argument("--input", required=True, metavar="DIR_OR_HUB_NAME", help="folder, file, or Hub dataset to read")
+    parser.add_argument("--input", required=True, metavar="DIR_OR_HUB_NAME",
+                        help="folder, file, or Hub dataset to read")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to; made if it is not there")
-    parser.add_argument("--format", choices=("chat", "mindspeed"), default="chat", help="what to write (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="mindspeed: directory of the Hugging Face model to be trained")
+    parser.add_argument("--format", choices=("chat", "mindspeed"), default="chat",
+                        help="what to write (default: %(default)s)")
+    parser.add_argument("--tokenizer", metavar="DIR",
+                        help="mindspeed: directory of the Hugging Face model to be trained")
     parser.add_argument("--max-prompt-length", type=int, metavar="TOKENS",
-                        help="mindspeed: your rl_config.max_prompt_length; says how many rows the trainer will leave out "
+                        help="mindspeed: your rl_config.max_prompt_length; says how many rows the trainer will leave "
+                             "out "
                         "because of it (all rows are written)")
     args = parser.parse_args()
     if (args.format == "mindspeed") != (args.tokenizer is not None):

@@ -1,8 +1,10 @@
-"""Make the starting point of the local runs from nothing: model, tokenizer and word problems. About a minute on 2 quiet cores.
+"""Make the starting point of the local runs from nothing: model, tokenizer and word problems. About a minute on 2
+quiet cores.
 
-The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet and data/test_chat.parquet
-(one-step word problems; the test problems use operand pairs that nothing in training uses), and recipe.json: what was made,
-how accurate it is, how many distinct facts the split has. Running it again finds the directory made and does nothing.
+The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet and
+data/test_chat.parquet (one-step word problems; the test problems use operand pairs that nothing in training uses), and
+recipe.json: what was made, how accurate it is, how many distinct facts the split has. Running it again finds the
+directory made and does nothing.
 """
 
 import argparse
@@ -22,11 +24,13 @@ from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="models/tiny_qwen3_moe", metavar="DIR",
-                        help="directory to make; one that holds anything else is never overwritten (default: %(default)s)")
+                        help="directory to make; one that holds anything else is never overwritten (default: "
+                             "%(default)s)")
     parser.add_argument("--seed", type=int, default=0,
                         help="decides the held-out pairs, the problems and the weights (default: %(default)s)")
     parser.add_argument("--large", action="store_true",
-                        help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for benchmarks")
+                        help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for "
+                             "benchmarks")
     arguments = parser.parse_args()
     recipe = Recipe(seed=arguments.seed, shape="large", steps=0) if arguments.large else Recipe(seed=arguments.seed)
     try:

@@ -1,7 +1,8 @@
 """Which parallel layouts exist for a model on a number of NPUs, or whether one that you have in mind does.
 
-Asks every rule of MindSpeed-RL, Megatron, MindSpeed and vLLM about training, rollout and batch together, and adds up what the fullest
-NPU must hold. Nothing is started, no NPU and no model weights are needed. Memory is an estimate from sizes, never measured on an NPU.
+Asks every rule of MindSpeed-RL, Megatron, MindSpeed and vLLM about training, rollout and batch together, and adds up
+what the fullest NPU must hold. Nothing is started, no NPU and no model weights are needed. Memory is an estimate from
+sizes, never measured on an NPU.
 """
 
 import argparse
@@ -44,13 +45,16 @@ examples:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help=f"{', '.join(NAMED_SHAPES)}; or the directory of a Hugging Face model")
     parser.add_argument("--ranks", type=int, help="NPUs: dies, a 910C has two")
     parser.add_argument("--ranks-per-node", type=int, help=f"NPUs of one node (default: {NODE})")
-    parser.add_argument("--check", metavar="KEY=SIZE,...", help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
+    parser.add_argument("--check", metavar="KEY=SIZE,...",
+                        help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
                         "out are 1, inference sizes left out are chosen, and so is the batch")
-    parser.add_argument("--config-name", metavar="NAME", help="judge a config of configs/, with the overrides that follow")
+    parser.add_argument("--config-name", metavar="NAME",
+                        help="judge a config of configs/, with the overrides that follow")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the config")
     parser.add_argument("--top", type=int, default=10, help="how many layouts to list (default: 10)")
     parser.add_argument("--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)")
@@ -67,7 +71,8 @@ def main() -> int:
         width = args.ranks_per_node or NODE
         if args.config_name:
             recipe = recipe_of(args.config_name, args.overrides)
-            return judge(args, plan_of(recipe, ranks_per_node=width), settings_of(recipe, args.memory_gb), planner.CHANGEABLE)
+            return judge(args, plan_of(recipe, ranks_per_node=width), settings_of(recipe, args.memory_gb),
+                         planner.CHANGEABLE)
         shape = read_shape(args.model)
         if args.check is not None:
             sizes = checked_sizes(args)
@@ -85,7 +90,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, most in (("ranks", MAX_RANKS), ("ranks_per_node", None), ("top", None)):
         given = getattr(args, name)
         if given is not None and (given < 1 or most and given > most):
-            raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1" + (f" and at most {most:,}" if most else ""))
+            raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1"
+                              + (f" and at most {most:,}" if most else ""))
     if not 0 < args.memory_gb <= MOST_GB:
         raise ConfigError(f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}")
     if args.config_name and (args.model is not None or args.ranks is not None or args.check is not None):
@@ -95,12 +101,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.overrides[0]!r} is an override of a config: give --config-name" if args.overrides
                           else "--model and --ranks are needed, or --config-name; see --help")
     if args.plot and (args.plot.suffix.lower() not in PICTURES or not args.plot.parent.is_dir() or args.plot.is_dir()):
-        raise ConfigError(f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end in {', '.join(PICTURES)}")
+        raise ConfigError(f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end in "
+                          f"{', '.join(PICTURES)}")
 
 
 def recipe_of(name: str, overrides: list[str]) -> Recipe:
-    """The recipe of a config; ConfigError for an engine, a model, a section or a key that nobody knows, and for values of the wrong kind: it
-    would be left out of the judgement without a word."""
+    """The recipe of a config; ConfigError for an engine, a model, a section or a key that nobody knows, and for values
+    of the wrong kind: it would be left out of the judgement without a word."""
     recipe, found = read(compose(name, overrides))
     try:
         engine_of(recipe)
@@ -120,13 +127,15 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
         if key in sizes:
             raise ConfigError(f"--check {args.check}: {key} is given twice, leave one out")
         if not size.isdecimal() or len(size) > 9 or not 1 <= int(size) <= MAX_RANKS:
-            raise ConfigError(f"--check {key}={size}: the size must be a whole number of at least 1 and at most {MAX_RANKS:,}")
+            raise ConfigError(
+                f"--check {key}={size}: the size must be a whole number of at least 1 and at most {MAX_RANKS:,}")
         sizes[key] = int(size)
     return sizes
 
 
 def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: list[str]) -> int:
-    """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were typed."""
+    """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were
+    typed."""
     faults = broken(plan)
     asked = plan if args.config_name else replace(plan, batch=Batch())  # --check has no batch of its own
     near = planner.nearest(asked, settings=settings, names=typed) if faults else []
@@ -136,9 +145,11 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
     draw(args, {} if faults else {show.label(plan): memory}, f"{plan.shape.name} on {plan.layout.world} ranks")
     if args.json:
         print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
-                          "broken": [vars(fault) for fault in faults], "memory": None if faults else show.memory_dict(memory),
+                          "broken": [vars(fault) for fault in faults],
+                          "memory": None if faults else show.memory_dict(memory),
                           "gpu_memory_utilization": None if faults else settings.gpu_memory_utilization,
-                          "nearest": [{**show.plan_dict(other), "changes": change} for other, change in zip(near, changes)]}, indent=1))
+                          "nearest": [{**show.plan_dict(other), "changes": change}
+                                      for other, change in zip(near, changes)]}, indent=1))
     else:
         console = show.console()
         console.print(show.model_line(plan.shape), highlight=False)
@@ -146,9 +157,11 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
         if faults:
             console.print(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken", highlight=False)
             console.print(show.faults_table(faults))
-            console.print("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.", highlight=False)
+            console.print("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.",
+                          highlight=False)
             for other, change in zip(near, changes):
-                console.print(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}", highlight=False)
+                console.print(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}",
+                              highlight=False)
         else:
             chosen = "" if args.config_name else " (the number of prompts nearest to 64 that divides)"
             console.print(show.batch_line(plan) + chosen, highlight=False)
@@ -160,7 +173,8 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
 
 
 def draw(args: argparse.Namespace, bars: Mapping[str, Memory], title: str) -> None:
-    """The picture that --plot asks for; without a legal layout a sentence that there is none. ConfigError if it cannot be written."""
+    """The picture that --plot asks for; without a legal layout a sentence that there is none. ConfigError if it cannot
+    be written."""
     if args.plot and not bars:
         print(f"--plot {args.plot}: no picture was written, for want of a legal layout", file=sys.stderr)
     elif args.plot:
@@ -176,19 +190,24 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int
     best = ranked[:args.top]
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
     others = [] if ranked else planner.other_worlds(shape, args.ranks, width)
-    fitting, where = sum(entry.memory.fits for entry in ranked), show.nodes(args.ranks, width, args.ranks_per_node is None)
-    draw(args, {show.label(entry.plan): entry.memory for entry in best[:PLOTTED]}, f"{shape.name} on {args.ranks} ranks")
+    fitting, where = sum(entry.memory.fits for entry in ranked), show.nodes(
+        args.ranks, width, args.ranks_per_node is None)
+    draw(args, {show.label(entry.plan): entry.memory for entry in best[:PLOTTED]},
+         f"{shape.name} on {args.ranks} ranks")
     if args.json:
-        print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked), "fitting": fitting,
+        print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked),
+                          "fitting": fitting,
                           "layouts": [show.ranked_dict(entry) for entry in best],
-                          "refused": [{"message": message, "candidates": number} for message, number in why], "other_ranks": others}, indent=1))
+                          "refused": [{"message": message, "candidates": number} for message, number in why],
+                          "other_ranks": others}, indent=1))
     else:
         console = show.console()
         console.print(show.model_line(shape), highlight=False)
         if ranked:
             order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
-            console.print(f"{args.ranks} ranks, {where}. {len(ranked)} training layouts are legal, {fitting or '[bold red]none[/]'} "
-                          f"fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} GB. {order}, each with its best inference layout.", highlight=False)
+            console.print(f"{args.ranks} ranks, {where}. {len(ranked)} training layouts are legal, "
+                          f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} "
+                          f"GB. {order}, each with its best inference layout.", highlight=False)
             show.print_layouts(console, best)
         else:
             console.print(f"[bold red]No layout exists[/] for {args.ranks} ranks, {where}. What refuses every "

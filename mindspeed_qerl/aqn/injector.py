@@ -25,9 +25,10 @@ class NoiseReport:
         sigma: the nominal standard deviation, 0.0 in stage 0.
         layers: number of norms that get noise, in stage 0 too.
         names: their module names.
-        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's multiplier over all weights of these norms.
-        measured_std: standard deviation in float64 of (noisy - clean) over all weights of these norms, as they lie in the
-            model, i.e. after rounding to its dtype. Far below expected_std when BF16 swallows the noise.
+        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's multiplier over all
+            weights of these norms.
+        measured_std: standard deviation in float64 of (noisy - clean) over all weights of these norms, as they lie in
+            the model, i.e. after rounding to its dtype. Far below expected_std when BF16 swallows the noise.
         changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
     """
 
@@ -54,26 +55,28 @@ class NoiseReport:
 def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
     """N(0, 1) noise, float32 on the CPU, that depends on its arguments only.
 
-    A private generator is keyed by SHA-256 of (seed, step, parameter name), so every rank that holds the parameter draws the
-    same noise, whatever else it holds, and the global generator is not touched.
+    A private generator is keyed by SHA-256 of (seed, step, parameter name), so every rank that holds the parameter
+    draws the same noise, whatever else it holds, and the global generator is not touched.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))  # it keeps 32 bits of a seed
+    # it keeps 32 bits of a seed
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 class NoiseInjector:
     """Gaussian noise on the norm weights of `model`, in place, on and off.
 
-    While noise is on, the weights belong to the injector: call `remove()` before anything syncs, offloads, saves or compares
-    them, and `apply(step)` after. If they were overwritten with the noise on, `remove()` raises instead of putting stale
-    values back.
+    While noise is on, the weights belong to the injector: call `remove()` before anything syncs, offloads, saves or
+    compares them, and `apply(step)` after. If they were overwritten with the noise on, `remove()` raises instead of
+    putting stale values back.
 
     Args:
         model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
         schedule: sigma by step.
         targets, exclude: see `select_targets`, whose ValueErrors this raises.
-        multipliers: (selector, factor) pairs, see `multipliers_of`, whose ValueErrors this raises; norms with factor 0 get no noise.
+        multipliers: (selector, factor) pairs, see `multipliers_of`, whose ValueErrors this raises; norms with factor 0
+            get no noise.
         seed: the run's seed; another seed draws another noise.
     """
 
@@ -89,7 +92,8 @@ class NoiseInjector:
     ):
         self.schedule = schedule
         selected = select_targets(model, targets, exclude)
-        scaled = [(target, factor) for target, factor in zip(selected, multipliers_of(selected, multipliers)) if factor]
+        scaled = [(target, factor)
+                  for target, factor in zip(selected, multipliers_of(selected, multipliers)) if factor]
         if not scaled:
             raise ValueError(f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use aqn=off")
         self.targets, self.multipliers = zip(*scaled)
@@ -97,7 +101,8 @@ class NoiseInjector:
         self.scale = math.sqrt(sum(size * factor**2 for size, factor in zip(sizes, self.multipliers)) / sum(sizes))
         self.seed = seed
         self._step: int | None = None  # of the last apply(), None after remove()
-        self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []  # (target, clean, noisy), copies on the CPU
+        # (target, clean, noisy), copies on the CPU
+        self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
         roles = ", ".join(f"{count} {role}" for role, count in Counter(target.role for target in self.targets).items())
         names = ", ".join(target.name if factor == 1 else f"{target.name} (x {factor:g})"
                           for target, factor in zip(self.targets, self.multipliers))
@@ -111,7 +116,8 @@ class NoiseInjector:
     def apply(self, step: int) -> NoiseReport:
         """Adds the noise of `step` to the clean weights (what was on before is removed first) and reports it.
 
-        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in float32, rounded once to the weight's dtype.
+        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in float32, rounded once
+        to the weight's dtype.
 
         Raises:
             ValueError: step is no integer >= 0.
@@ -139,8 +145,8 @@ class NoiseInjector:
         else:
             logger.log(
                 logging.WARNING if measured_std < report.expected_std / 2 else logging.INFO,
-                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g%s, %.4g%% changed",
-                step, report.stage, report.layers, sigma, measured_std,
+                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g%s, %.4g%% "
+                "changed", step, report.stage, report.layers, sigma, measured_std,
                 f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else "", 100 * changed_fraction,
             )
         return report
@@ -152,12 +158,14 @@ class NoiseInjector:
         Raises:
             RuntimeError: some weights are not what `apply` left. Nothing is put back then.
         """
-        overwritten = [target.name for target, _, noisy in self._applied if not _same_bits(target.module.weight, noisy)]
+        overwritten = [target.name
+                       for target, _, noisy in self._applied if not _same_bits(target.module.weight, noisy)]
         if overwritten:
             raise RuntimeError(
-                f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights were overwritten, first "
-                f"{overwritten[0]}.weight. Restoring would put stale values back. Call remove() before syncing weights into the "
-                "model and apply() after; to go on now, sync all weights and build a new NoiseInjector."
+                f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights were overwritten, "
+                f"first {overwritten[0]}.weight. Restoring would put stale values back. Call remove() before syncing "
+                "weights into the model and apply() after; to go on now, sync all weights and build a new "
+                "NoiseInjector."
             )
         for target, clean, _ in self._applied:
             target.module.weight.copy_(clean)
@@ -166,7 +174,8 @@ class NoiseInjector:
 
     @contextmanager
     def clean(self) -> Iterator[None]:
-        """Noise off inside the `with`, for evaluation, checkpoints and exports; then the same noise on again, if it was on."""
+        """Noise off inside the `with`, for evaluation, checkpoints and exports; then the same noise on again, if it
+        was on."""
         step = self._step
         self.remove()
         try:

@@ -1,7 +1,8 @@
 """Which RMSNorm weights get the noise.
 
-A norm is found by what it is, not by which library's class it is: any module with a class named `...RMSNorm...` among its
-bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never matches in vLLM, whose class is its own `RMSNorm`.
+A norm is found by what it is, not by which library's class it is: any module with a class named `...RMSNorm...` among
+its bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never matches in vLLM, whose class is its own
+`RMSNorm`.
 """
 
 import math
@@ -32,7 +33,8 @@ FINAL_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
 
 @dataclass(frozen=True)
 class NormTarget:
-    """A norm that gets noise: `name` is its path in the model, `role` one of input, post_attention, block, final, qk, other."""
+    """A norm that gets noise: `name` is its path in the model, `role` one of input, post_attention, block, final, qk,
+    other."""
 
     name: str
     module: "Module"
@@ -61,8 +63,8 @@ def check_targets(spec: str | Sequence[str]) -> list[str]:
 def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float]]:
     """The multipliers of sigma as (selector, factor); needs no model and no torch.
 
-    A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target ("input", or a pattern on module names), or a
-    target in layers ("post_attention@0-11"). Factors are 0 or more.
+    A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target ("input", or a pattern on
+    module names), or a target in layers ("post_attention@0-11"). Factors are 0 or more.
 
     Raises:
         ValueError: a selector or a factor that is none of these.
@@ -71,9 +73,11 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
     for selector, factor in given.items():
         target, layers = _parse_selector(str(selector))
         if target is not None and check_targets(target) == ["auto"]:
-            raise ValueError(f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale aqn.sigma_start and sigma_end instead")
+            raise ValueError(f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
+                             "aqn.sigma_start and sigma_end instead")
         if layers is not None and not layers:
-            raise ValueError(f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, such as 0-11")
+            raise ValueError(
+                f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, such as 0-11")
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
             raise ValueError(f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}")
         checked.append((str(selector), float(factor)))
@@ -91,18 +95,21 @@ def multipliers_of(norms: Sequence[NormTarget], multipliers: Iterable[tuple[str,
         target, layers = _parse_selector(selector)
         selected = [i for i, norm in enumerate(norms)
                     if (layers is None or layer_of(norm.name) in layers)
-                    and (target is None or norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target))]
+                    and (target is None or norm.role in ROLES_OF_TARGET.get(target, ())
+                         or fnmatchcase(norm.name, target))]
         if not selected:
             names = ", ".join(norm.name for norm in norms[:4])
-            raise ValueError(f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get noise: {names}, ... Write a layer "
-                             f"('3'), a range ('0-11'), a target ({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS")
+            raise ValueError(f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get noise: "
+                             f"{names}, ... Write a layer ('3'), a range ('0-11'), a target "
+                             f"({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS")
         for i in selected:
             factors[i] *= factor
     return factors
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` -> 3; None for the final norm."""
+    """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` -> 3; None for the
+    final norm."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
@@ -114,20 +121,24 @@ def _parse_selector(selector: str) -> tuple[str | None, range | None]:
     return target, range(int(first), int(last or first) + 1)
 
 
-def select_targets(model: "Module", targets: str | Sequence[str] = "auto", exclude: str | Sequence[str] = ()) -> list[NormTarget]:
+def select_targets(model: "Module", targets: str | Sequence[str] = "auto",
+                   exclude: str | Sequence[str] = ()) -> list[NormTarget]:
     """Finds the RMSNorms of `model` that get noise, in the order of `model.named_modules()`.
 
     Args:
         targets: one or several of
             `auto`: on a dense model the same as `all`, on a mixture of experts the same as `post_attention`;
-            `block`: every norm that is a direct child of a decoder block; `input`, `post_attention`: those of that name;
-            `final`: the norm after the last block; `all`: `block` and `final`; `qk`: q_norm and k_norm, which nothing else
+            `block`: every norm that is a direct child of a decoder block; `input`, `post_attention`: those of that
+                name;
+            `final`: the norm after the last block; `all`: `block` and `final`; `qk`: q_norm and k_norm, which nothing
+                else
             but a pattern selects; or fnmatch patterns on module names.
         exclude: names and patterns of the same kind, taken out of the selection.
 
     Raises:
-        ValueError: an unknown target name; a target or exclude that no norm of the model answers to (the message lists the
-            norm classes that were seen); nothing left after `exclude`; a selected norm without a 1-D float weight parameter.
+        ValueError: an unknown target name; a target or exclude that no norm of the model answers to (the message lists
+            the norm classes that were seen); nothing left after `exclude`; a selected norm without a 1-D float weight
+            parameter.
     """
     targets, exclude = check_targets(targets), check_targets(exclude)
     norms = [NormTarget(name, module, role_of(name)) for name, module in model.named_modules() if is_rms_norm(module)]
@@ -142,19 +153,21 @@ def select_targets(model: "Module", targets: str | Sequence[str] = "auto", exclu
 
 
 def is_rms_norm(module: "Module") -> bool:
-    """True for vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, and their heirs (AscendRMSNorm)."""
+    """True for vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses (AscendRMSNorm)."""
     return any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__)
 
 
 def is_mixture_of_experts(model: "Module") -> bool:
-    """True if some module holds experts. Judged by modules, never by names like `gate_proj`, which dense MLPs have too."""
+    """True if some module holds experts. Judged by modules, never by names like `gate_proj`, which dense MLPs have
+    too."""
     return any(_holds_experts(name, module) for name, module in model.named_modules())
 
 
 def role_of(name: str) -> str:
     """Role of the norm at path `name`: `model.layers.3.input_layernorm` -> input, `model.norm` -> final, and so on.
 
-    A block norm is a direct child of a numbered module; norms deeper in a block (inside attention or an MLP) are qk or other.
+    A block norm is a direct child of a numbered module; norms deeper in a block (inside attention or an MLP) are qk or
+    other.
     """
     *parents, leaf = name.split(".")
     if leaf in QK_NAMES:
@@ -172,7 +185,8 @@ def _holds_experts(name: str, module: "Module") -> bool:
     class_names = [cls.__name__ for cls in type(module).__mro__]
     if any("FusedMoE" in class_name for class_name in class_names):  # vLLM until 0.11, AscendFusedMoE
         return True
-    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":  # transformers 4: a list of MLPs
+    # transformers 4: a list of MLPs
+    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":
         return len(module) > 0
     # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights [num_experts, out, in].
     is_stack = any(class_name.endswith("Experts") for class_name in class_names)
@@ -180,7 +194,8 @@ def _holds_experts(name: str, module: "Module") -> bool:
 
 
 def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
-    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it is a typo or a wrong model."""
+    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it is a typo or a
+    wrong model."""
     names = set()
     for item in items:
         if item == "auto":
@@ -220,4 +235,5 @@ def _check_weight(norm: NormTarget) -> None:
         problem = f"has a weight of shape {tuple(weight.shape)} and dtype {weight.dtype}, not a 1-D float one"
     else:
         return
-    raise ValueError(f"AQN target {norm.name} ({type(norm.module).__name__}) {problem}; add {norm.name!r} to aqn.exclude")
+    raise ValueError(
+        f"AQN target {norm.name} ({type(norm.module).__name__}) {problem}; add {norm.name!r} to aqn.exclude")

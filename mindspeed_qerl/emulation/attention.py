@@ -1,4 +1,5 @@
-"""npu_fusion_attention, CANN's flash attention, as an explicit softmax in float32: its layouts, its masks, its formula."""
+"""npu_fusion_attention, CANN's flash attention, as an explicit softmax in float32: its layouts, its masks, its
+formula."""
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,8 @@ def npu_fusion_attention(
     gen_mask_parallel: bool = True,
     sync: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """softmax(scale * Q K^T) V for each head over the keys that a query may see; equal groups of query heads share a key head.
+    """softmax(scale * Q K^T) V for each head over the keys that a query may see; equal groups of query heads share a
+    key head.
 
     Query i of S1 sees key j of S2 (in layout TND: of its own sequence) if
 
@@ -44,26 +46,32 @@ def npu_fusion_attention(
     | 3 | compressed | j <= i + S2 - S1 |
     | 4 | compressed | -pre_tockens <= j - (i + S2 - S1) <= next_tockens |
 
-    A full mask can be broadcast to (B, N, S1, S2); True hides. The compressed mask is (2048, 2048) and its values are not read. A
-    query that sees no key gets the mean of all values. The masks are those of CANN's aclnnFlashAttentionScore; inner_precise,
-    gen_mask_parallel and sync choose between implementations and mean nothing here.
-    Callers (use_flash_attn; TND with reset_attention_mask): LLM core/context_parallel/dot_product_attention.py:315,
-    LLM core/transformer/custom_dot_product_attention.py:341, MS core/transformer/flash_attention/flash_attention/adaptor.py:68.
+    A full mask can be broadcast to (B, N, S1, S2); True hides. The compressed mask is (2048, 2048) and its values are
+    not read. A query that sees no key gets the mean of all values. The masks are those of CANN's
+    aclnnFlashAttentionScore; inner_precise, gen_mask_parallel and sync choose between implementations and mean nothing
+    here. Callers (use_flash_attn; TND with reset_attention_mask): LLM
+    core/context_parallel/dot_product_attention.py:315, LLM core/transformer/custom_dot_product_attention.py:341, MS
+    core/transformer/flash_attention/flash_attention/adaptor.py:68.
 
     Args:
-        query, key, value: "SBH" (S, B, N*D), "BSH", "BSND", "BNSD" or "TND" (T, N, D), T being all sequences one after the other.
+        query, key, value: "SBH" (S, B, N*D), "BSH", "BSND", "BNSD" or "TND" (T, N, D), T being all sequences one after
+            the other.
         head_num: N of the query.
-        actual_seq_qlen, actual_seq_kvlen: for TND, where each sequence ends: [3, 7] is a sequence of 3 tokens and one of 4.
+        actual_seq_qlen, actual_seq_kvlen: for TND, where each sequence ends: [3, 7] is a sequence of 3 tokens and one
+            of 4.
 
     Returns:
-        The attention, in the query's layout and dtype; the softmax's maximum and sum, float32 (B, N, S1, 8) or (T, N, 8) for
-        TND: eight times the same number, as on an NPU; an empty tensor; and seed, offset and size of the dropout mask: 0, 0, 0.
+        The attention, in the query's layout and dtype; the softmax's maximum and sum, float32 (B, N, S1, 8) or (T, N,
+        8) for
+        TND: eight times the same number, as on an NPU; an empty tensor; and seed, offset and size of the dropout mask:
+            0, 0, 0.
 
     Raises:
         NotImplementedError: dropout, pse, padding_mask, prefix, another layout or mode, or a full mask with TND.
         ValueError: a mask that does not fit the mode, or sequences that do not fill T.
     """
-    unknown = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "keep_prob": None if keep_prob == 1 else keep_prob}
+    unknown = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix,
+               "keep_prob": None if keep_prob == 1 else keep_prob}
     for name, given in unknown.items():
         if given is not None:
             raise NotImplementedError(f"npu_fusion_attention: {name} is not emulated, it was {given!r}")
@@ -71,7 +79,8 @@ def npu_fusion_attention(
         raise NotImplementedError(f"npu_fusion_attention: sparse_mode {sparse_mode} is not emulated, 0 to 4 are")
     if sparse_mode >= 2 and (atten_mask is None or tuple(atten_mask.shape) != (2048, 2048)):
         shape = None if atten_mask is None else tuple(atten_mask.shape)
-        raise ValueError(f"npu_fusion_attention: sparse_mode {sparse_mode} takes a compressed mask (2048, 2048), not {shape}")
+        raise ValueError(
+            f"npu_fusion_attention: sparse_mode {sparse_mode} takes a compressed mask (2048, 2048), not {shape}")
     if sparse_mode == 1 and atten_mask is None:
         raise ValueError("npu_fusion_attention: sparse_mode 1 takes a full atten_mask, not None")
 
@@ -86,7 +95,8 @@ def npu_fusion_attention(
         sequences = zip(*map(_sequences, (query, key, value), ends), strict=True)
         # An empty sequence computes nothing: upstream's lists of ends may begin with 0 (cu_seqlens).
         results = [attend(*(rearrange(x, "s n d -> 1 n s d") for x in qkv)) for qkv in sequences if len(qkv[0])]
-        out, maximum, total = (torch.cat([rearrange(x, "1 n s d -> s n d") for x in column]) for column in zip(*results))
+        out, maximum, total = (torch.cat([rearrange(x, "1 n s d -> s n d") for x in column])
+                               for column in zip(*results))
     elif input_layout in _LAYOUTS:
         pattern = _LAYOUTS[input_layout]
         q = rearrange(query, f"{pattern} -> b n s d", n=head_num)
@@ -121,8 +131,10 @@ def _hidden(s1: int, s2: int, mask: Tensor | None, sparse_mode: int, before: int
     return {0: mask.bool() | outside, 1: mask.bool()}[sparse_mode] if sparse_mode < 2 else outside
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of (B, N, S, D) tensors, computed in float32 (float64 for float64); with the softmax's maximum and sum."""
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor,
+                       Tensor]:
+    """Attention of (B, N, S, D) tensors, computed in float32 (float64 for float64); with the softmax's maximum and
+    sum."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q.to(wide) @ k.transpose(-1, -2) * scale

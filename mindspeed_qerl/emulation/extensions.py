@@ -1,6 +1,8 @@
-"""MindSpeed's C++ extensions for CANN: what `torch.utils.cpp_extension.load` would compile is answered from operators.py.
+"""MindSpeed's C++ extensions for CANN: what `torch.utils.cpp_extension.load` would compile is answered from
+operators.py.
 
-MindSpeed registers its operators for the dispatch key of NPU tensors, PrivateUse1; tensors of the emulated NPU are CPU tensors.
+MindSpeed registers its operators for the dispatch key of NPU tensors, PrivateUse1; tensors of the emulated NPU are CPU
+tensors.
 """
 
 from types import SimpleNamespace
@@ -29,10 +31,12 @@ _GMM = SimpleNamespace(
 EXTENSIONS = {
     "grouped_matmul": _GMM,
     "grouped_matmul_v2": _GMM,
-    "npu_rotary_position_embedding": SimpleNamespace(npu_rotary_position_embedding=operators.npu_rotary_position_embedding),
+    "npu_rotary_position_embedding": SimpleNamespace(
+        npu_rotary_position_embedding=operators.npu_rotary_position_embedding),
     "npu_groupmatmul_add_fp32": SimpleNamespace(npu_groupmatmul_add_fp32=operators.npu_groupmatmul_add_fp32),
     "npu_matmul_add_fp32": SimpleNamespace(npu_matmul_add_fp32=operators.npu_matmul_add_fp32),
-    # MindSpeed-RL's offloader fetches it when it is made (megatron_off_loader.py:42) and calls it with reuse_fp32_param only.
+    # MindSpeed-RL's offloader fetches it when it is made (megatron_off_loader.py:42) and calls it with
+    # reuse_fp32_param only.
     "algorithm": SimpleNamespace(reuse_data_ptr=not_emulated("reuse_data_ptr (reuse_fp32_param)")),
 }
 
@@ -50,7 +54,8 @@ def load(name, *args, **kwargs):
 
 
 def install() -> None:
-    """Answer cpp_extension.load, and register the kernels of library "mindspeed" for CPU tensors. A second call does nothing."""
+    """Answer cpp_extension.load, and register the kernels of library "mindspeed" for CPU tensors. A second call does
+    nothing."""
     if torch.utils.cpp_extension.load is load:
         return
     real_impl = torch.library.impl

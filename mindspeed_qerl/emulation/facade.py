@@ -1,7 +1,7 @@
 """torch.cuda and torch.npu on a CPU: what code written for an accelerator asks of torch, answered by the CPU.
 
-The idea: a tensor of the emulated NPU *is* a CPU tensor. So every request for a device is turned into the CPU, moving a tensor is
-doing nothing, and work is finished when the call returns.
+The idea: a tensor of the emulated NPU *is* a CPU tensor. So every request for a device is turned into the CPU, moving
+a tensor is doing nothing, and work is finished when the call returns.
 
 | asked of torch | answer |
 |---|---|
@@ -17,7 +17,8 @@ doing nothing, and work is finished when the call returns.
 | anything else of torch.cuda | torch's own answer, usually an error that says CUDA is missing |
 
 `Tensor.device` stays "cpu". `torch.device("npu")` is torch's own error: renaming
-torch's spare backend would make the name legal, and torch would then take it for the machine's accelerator and ask it for hooks.
+torch's spare backend would make the name legal, and torch would then take it for the machine's accelerator and ask it
+for hooks.
 """
 
 import contextlib
@@ -33,8 +34,9 @@ CPU = torch.device("cpu")
 TOTAL_MEMORY = 64 << 30  # bytes: one die of an Ascend 910C
 
 _FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand "
-    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros zeros_like"
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace normal ones "
+    "ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices "
+    "triu_indices zeros zeros_like"
 ).split()
 _TENSOR_TYPES = "BFloat16Tensor BoolTensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor".split()
 
@@ -174,7 +176,8 @@ def _install_devices() -> None:
         kind.cuda = kind.npu = _itself
     torch.Tensor.pin_memory = _itself
     torch.Tensor.record_stream = _nothing
-    torch.Tensor.is_npu = torch.Tensor.is_cuda = property(lambda self: True)  # as torch_npu.contrib.transfer_to_npu has it
+    # as torch_npu.contrib.transfer_to_npu has it
+    torch.Tensor.is_npu = torch.Tensor.is_cuda = property(lambda self: True)
     torch.Generator = _Generator
 
     real_type, real_load = torch.Tensor.type, torch.load
@@ -196,7 +199,8 @@ def _install_devices() -> None:
 
 
 def _install_cuda() -> None:
-    properties = types.SimpleNamespace(name="emulated NPU", total_memory=TOTAL_MEMORY, major=9, minor=0, multi_processor_count=1)
+    properties = types.SimpleNamespace(name="emulated NPU", total_memory=TOTAL_MEMORY, major=9, minor=0,
+                                       multi_processor_count=1)
     current = [0]
 
     def set_device(device):
@@ -204,15 +208,18 @@ def _install_cuda() -> None:
 
     answers = {
         "Stream": Stream, "Event": Event, "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": lambda device=None: Stream(), "default_stream": lambda device=None: Stream(), "set_stream": _nothing,
+        "current_stream": lambda device=None: Stream(), "default_stream": lambda device=None: Stream(),
+        "set_stream": _nothing,
         "synchronize": _nothing, "is_current_stream_capturing": lambda: False,
         "is_available": lambda: True, "is_initialized": lambda: True, "init": _nothing, "_lazy_init": _nothing,
         "_lazy_call": lambda function, **kwargs: function(),
         "device_count": device_count, "current_device": lambda: current[0], "set_device": set_device,
         "device": lambda device: contextlib.nullcontext(),
-        "get_device_properties": lambda device=None: properties, "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *args, **kwargs: True,
-        "default_generators": _DefaultGenerators(), "initial_seed": torch.default_generator.initial_seed, "seed": torch.seed,
+        "default_generators": _DefaultGenerators(), "initial_seed": torch.default_generator.initial_seed,
+        "seed": torch.seed,
         "manual_seed": torch.default_generator.manual_seed, "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -260,7 +267,8 @@ def _install_distributed() -> None:
         return real_batch(others) if others else []
 
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group, module.new_group, module.batch_isend_irecv = init_process_group, new_group, batch_isend_irecv
+        module.init_process_group, module.new_group = init_process_group, new_group
+        module.batch_isend_irecv = batch_isend_irecv
 
 
 _installed = False

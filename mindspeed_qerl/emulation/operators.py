@@ -1,9 +1,10 @@
 """NPU operators as plain torch functions: CANN's formulas, not its rounding.
 
-Half precision inputs are computed in float32 and rounded once at the end, unless a docstring says otherwise, because that is what
-CANN documents for its vector operators; the order of additions inside a reduction is torch's. Every function is differentiable by
-autograd where the real operator is. Names, argument order and defaults are torch_npu's (2.7.1), so that callers cannot tell.
-`RL`, `LLM`, `MS` and `VA` in docstrings are MindSpeed-RL, MindSpeed-LLM, MindSpeed and vllm-ascend.
+Half precision inputs are computed in float32 and rounded once at the end, unless a docstring says otherwise, because
+that is what CANN documents for its vector operators; the order of additions inside a reduction is torch's. Every
+function is differentiable by autograd where the real operator is. Names, argument order and defaults are torch_npu's
+(2.7.1), so that callers cannot tell. `RL`, `LLM`, `MS` and `VA` in docstrings are MindSpeed-RL, MindSpeed-LLM,
+MindSpeed and vllm-ascend.
 """
 
 import torch
@@ -48,7 +49,8 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 
 
 def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
-    """silu(a) * b with a, b the halves of x along dim. Caller: MS core/fusions/fused_bias_swiglu.py:5 (use_fused_swiglu)."""
+    """silu(a) * b with a, b the halves of x along dim. Caller: MS core/fusions/fused_bias_swiglu.py:5
+    (use_fused_swiglu)."""
     a, b = _wide(x).chunk(2, dim)
     return (F.silu(a) * b).to(x.dtype)
 
@@ -69,7 +71,8 @@ def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half")
     elif rotary_mode == "interleave":
         rotated = torch.stack((-wide[..., 1::2], wide[..., 0::2]), -1).flatten(-2)
     else:
-        raise NotImplementedError(f"npu_rotary_mul: rotary_mode {rotary_mode!r} is not emulated, 'half' and 'interleave' are")
+        raise NotImplementedError(
+            f"npu_rotary_mul: rotary_mode {rotary_mode!r} is not emulated, 'half' and 'interleave' are")
     return (wide * r1 + rotated * r2).to(x.dtype)
 
 
@@ -84,8 +87,8 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
     """
     if (x.dim(), cos.dim(), sin.dim()) != (4, 4, 4) or cos.shape != sin.shape or mode not in (0, 1):
         raise ValueError(
-            f"npu_rotary_position_embedding wants 4-dimensional x, cos and sin, cos and sin of one shape, and mode 0 or 1, "
-            f"not {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}, mode {mode}"
+            "npu_rotary_position_embedding wants 4-dimensional x, cos and sin, cos and sin of one shape, and mode 0 "
+            f"or 1, not {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}, mode {mode}"
         )
     return npu_rotary_mul(x, cos, sin, ("half", "interleave")[mode])
 
@@ -96,19 +99,23 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
 def _group_bounds(group_list: Tensor | list[int], group_list_type: int) -> list[tuple[int, int]]:
     """First and last row + 1 of every group; group_list holds ends (type 0) or sizes (type 1)."""
     if group_list_type not in (0, 1):
-        raise NotImplementedError(f"group_list_type {group_list_type} is not emulated: 0 (cumulative) and 1 (counts) are")
+        raise NotImplementedError(
+            f"group_list_type {group_list_type} is not emulated: 0 (cumulative) and 1 (counts) are")
     values = torch.as_tensor(group_list)
     ends = (values if group_list_type == 0 else values.cumsum(0)).tolist()
     return list(zip([0, *ends], ends))
 
 
-def _grouped_matmul(x: Tensor, weight: Tensor | list[Tensor], group_list, group_type: int, group_list_type: int) -> Tensor:
+def _grouped_matmul(x: Tensor, weight: Tensor | list[Tensor], group_list, group_type: int,
+                    group_list_type: int) -> Tensor:
     if group_type not in (0, 2):
-        raise NotImplementedError(f"group_type {group_type} is not emulated: 0 (rows of x) and 2 (the summed dimension) are")
+        raise NotImplementedError(
+            f"group_type {group_type} is not emulated: 0 (rows of x) and 2 (the summed dimension) are")
     bounds = _group_bounds(group_list, group_list_type)
     rows = x.shape[0] if group_type == 0 else x.shape[1]
     if bounds[-1][1] > rows:
-        raise ValueError(f"the groups end at row {bounds[-1][1]} of {rows}: group_list {group_list}, type {group_list_type}")
+        raise ValueError(
+            f"the groups end at row {bounds[-1][1]} of {rows}: group_list {group_list}, type {group_list_type}")
     if group_type == 0:
         parts = [x[start:end] @ w for (start, end), w in zip(bounds, weight, strict=True)]
         rest = x.new_zeros(rows - bounds[-1][1], parts[0].shape[-1])  # rows that belong to no group
@@ -131,7 +138,8 @@ def npu_grouped_matmul(
 
     group_type 0: x (T, K), weight (G, K, N) or G tensors (K, N), y[rows of g] = x[rows of g] @ weight[g], (T, N).
     group_type 2: x (M, T), weight (T, N), y[g] = x[:, rows of g] @ weight[rows of g], (G, M, N).
-    Caller: RL models/rollout/vllm_adapter/fused_moe.py:149, VA ops/moe/moe_mlp.py, MS te/pytorch/module/grouped_linear.py:45.
+    Caller: RL models/rollout/vllm_adapter/fused_moe.py:149, VA ops/moe/moe_mlp.py, MS
+    te/pytorch/module/grouped_linear.py:45.
 
     Args:
         group_list: ends of the groups (group_list_type 0) or their sizes (1); a group may be empty.
@@ -141,22 +149,25 @@ def npu_grouped_matmul(
     """
     given = sorted(name for name, value in {"bias": bias, **unused}.items() if value is not None)
     if given or len(x) != 1:
-        raise NotImplementedError(f"npu_grouped_matmul is emulated for one x, without {', '.join(given) or 'more of them'}")
+        raise NotImplementedError(
+            f"npu_grouped_matmul is emulated for one x, without {', '.join(given) or 'more of them'}")
     return [_grouped_matmul(x[0], weight[0] if len(weight) == 1 else weight, group_list, group_type, group_list_type)]
 
 
 def npu_gmm(x, weight, bias, group_list, group_type=0, group_list_type=0) -> list[Tensor]:
-    """The forward of MindSpeed's compiled extension grouped_matmul(_v2): lists of one tensor in and out, see npu_grouped_matmul.
+    """The forward of MindSpeed's compiled extension grouped_matmul(_v2): lists of one tensor in and out, see
+    npu_grouped_matmul.
 
-    Caller: MS ops/gmm.py:33,35; source: MS ops/csrc/cann/gmm.cpp. Its backward is npu_gmm_backward, called by MindSpeed's own
-    autograd function.
+    Caller: MS ops/gmm.py:33,35; source: MS ops/csrc/cann/gmm.cpp. Its backward is npu_gmm_backward, called by
+    MindSpeed's own autograd function.
     """
     return npu_grouped_matmul(
         x, weight, bias=bias or None, group_list=group_list, group_type=group_type, group_list_type=group_list_type
     )
 
 
-def npu_gmm_backward(grad, x, weight, group_list, group_list_type=0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def npu_gmm_backward(grad, x, weight, group_list, group_list_type=0) -> tuple[list[Tensor], list[Tensor],
+                     list[Tensor]]:
     """Gradients of npu_gmm (group_type 0): dx[g] = grad[g] @ weight[g]^T, dweight[g] = x[g]^T @ grad[g].
 
     Caller: MS ops/gmm.py:92,95.
@@ -169,19 +180,23 @@ def npu_gmm_backward(grad, x, weight, group_list, group_list_type=0) -> tuple[li
     return [dx], [dweight.reshape(weight[0].shape)], []
 
 
-def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type=0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """dx of npu_gmm_backward alone; npu_groupmatmul_add_fp32 adds the weight's gradient in place. Caller: MS ops/gmm.py:58,63."""
+def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type=0) -> tuple[list[Tensor], list[Tensor],
+                            list[Tensor]]:
+    """dx of npu_gmm_backward alone; npu_groupmatmul_add_fp32 adds the weight's gradient in place. Caller: MS
+    ops/gmm.py:58,63."""
     return [_grouped_matmul(grad[0], weight[0].transpose(-1, -2), group_list, 0, group_list_type)], [], []
 
 
 def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, group_list: Tensor, grad: Tensor) -> None:
-    """grad[g] += x[g]^T @ dy[g] in place, in float32; group_list is cumulative. Caller: MS ops/npu_groupmatmul_add.py:14."""
+    """grad[g] += x[g]^T @ dy[g] in place, in float32; group_list is cumulative. Caller: MS
+    ops/npu_groupmatmul_add.py:14."""
     product = _grouped_matmul(x.float().t(), dy.float(), group_list, 2, 0)
     grad.add_(product.reshape(grad.shape))
 
 
 def npu_matmul_add_fp32(dy: Tensor, x: Tensor, grad: Tensor) -> None:
-    """grad += dy^T @ x in place, summed in float32. Caller: MS ops/npu_matmul_add.py:24 (gradient accumulation fusion)."""
+    """grad += dy^T @ x in place, summed in float32. Caller: MS ops/npu_matmul_add.py:24 (gradient accumulation
+    fusion)."""
     grad.add_((dy.float().t() @ x.float()).reshape(grad.shape))
 
 
@@ -192,7 +207,8 @@ def npu_moe_gating_top_k_softmax(x: Tensor, finished=None, k: int = 1) -> tuple[
     """The k largest softmax probabilities of router logits x (T, E). Caller: VA ops/moe/experts_selector.py.
 
     Returns:
-        probabilities (T, k), rounded to x's dtype; experts (T, k), int32; row_idx (T, k), int32: column-major numbering.
+        probabilities (T, k), rounded to x's dtype; experts (T, k), int32; row_idx (T, k), int32: column-major
+        numbering.
     """
     if finished is not None:
         raise NotImplementedError("npu_moe_gating_top_k_softmax is emulated for finished=None")
@@ -217,7 +233,8 @@ def npu_moe_token_permute_with_routing_map(
         tokens: (T, H). routing_map: (T, E), True where a token goes to an expert. probs: (T, E).
 
     Returns:
-        (T', H); the probabilities (T',) or None; for each of the T' rows its token, int64. On an NPU the third has another
+        (T', H); the probabilities (T',) or None; for each of the T' rows its token, int64. On an NPU the third has
+        another
         meaning: it is only for the functions below.
 
     Raises:
@@ -237,7 +254,8 @@ def npu_moe_token_permute_with_routing_map_grad(
     num_tokens: int,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of npu_moe_token_permute_with_routing_map for tokens and probs. Caller: MS te/pytorch/permutation.py:53."""
+    """Gradients of npu_moe_token_permute_with_routing_map for tokens and probs. Caller: MS
+    te/pytorch/permutation.py:53."""
     _refuse_drop_and_pad(drop_and_pad)
     tokens_grad = _sum_rows(grad, sorted_indices, num_tokens)
     if probs_grad is None or probs_grad.numel() == 0:
@@ -255,7 +273,8 @@ def _npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The sum of each token's permuted rows, weighted by probs (T, E) if given. Caller: MS te/pytorch/permutation.py:85.
+    """The sum of each token's permuted rows, weighted by probs (T, E) if given. Caller: MS
+    te/pytorch/permutation.py:85.
 
     Returns:
         restore_shape (T, H); sorted_indices twice, for the gradient; the permuted probabilities or None.
@@ -263,7 +282,8 @@ def _npu_moe_token_unpermute_with_routing_map(
     _refuse_drop_and_pad(drop_and_pad)
     weights = None if probs is None else probs.t()[routing_map.bool().t()]
     rows = permuted_tokens if weights is None else permuted_tokens.float() * weights.float()[:, None]
-    return _sum_rows(rows, sorted_indices, restore_shape[0]).to(permuted_tokens.dtype), sorted_indices, sorted_indices, weights
+    return _sum_rows(rows, sorted_indices,
+                     restore_shape[0]).to(permuted_tokens.dtype), sorted_indices, sorted_indices, weights
 
 
 def npu_moe_token_unpermute_with_routing_map_grad(

@@ -1,7 +1,9 @@
-"""What the fullest rank must hold, in bytes, at the four moments of an iteration. An estimate from sizes; never measured on an NPU.
+"""What the fullest rank must hold, in bytes, at the four moments of an iteration. An estimate from sizes; never
+measured on an NPU.
 
-Moments: `rollout` (vLLM generates), `weight sync` (training weights on their way to vLLM), `log-probs` (forward passes of policy and
-reference), `update` (forward, backward, optimizer). Weights and activations are bfloat16, gradients, optimizer state and logits float32.
+Moments: `rollout` (vLLM generates), `weight sync` (training weights on their way to vLLM), `log-probs` (forward passes
+of policy and reference), `update` (forward, backward, optimizer). Weights and activations are bfloat16, gradients,
+optimizer state and logits float32.
 """
 
 from collections.abc import Mapping
@@ -16,12 +18,14 @@ GB = 10 ** 9
 BF16, FP32 = 2, 4
 ADAMW = 3 * FP32  # master weight and two moments
 MOMENTS = ("rollout", "weight sync", "log-probs", "update")
-KINDS = ("runtime", "training weights", "adapters and optimizer", "activations and logits", "vLLM's weights", "sync buffers", "KV cache")
+KINDS = ("runtime", "training weights", "adapters and optimizer", "activations and logits", "vLLM's weights",
+         "sync buffers", "KV cache")
 # Assumptions, not counts:
 RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
 TIGHT = 0.9  # of a rank's memory
 EXPERT_LOAD = 2  # the busiest rank gets this many times the average tokens in the layer that is computed
-LOGITS_UPDATE, LOGITS_FORWARD = 4, 3  # copies in float32: logits, their clone (RL utils/compute.py:45), softmax; and the gradient
+# copies in float32: logits, their clone (RL utils/compute.py:45), softmax; and the gradient
+LOGITS_UPDATE, LOGITS_FORWARD = 4, 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Memory:
-    """The fullest rank's memory. `moments` maps each of MOMENTS to its parts; `kv_cache` is what vLLM can have for keys and values."""
+    """The fullest rank's memory. `moments` maps each of MOMENTS to its parts; `kv_cache` is what vLLM can have for
+    keys and values."""
 
     moments: Mapping[str, tuple[Part, ...]]
     capacity: int  # bytes of a rank
@@ -71,7 +76,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest of the moments that are fixed by the layout; vLLM's KV cache fills the rollout up to its own limit."""
+        """Bytes at the fullest of the moments that are fixed by the layout; vLLM's KV cache fills the rollout up to
+        its own limit."""
         return max(self.total(moment) for moment in MOMENTS if moment != "rollout")
 
     @property
@@ -95,7 +101,8 @@ class Memory:
         over = [f"{moment} needs {self.total(moment) / GB:.1f} GB of {self.capacity / GB:.0f} GB" for moment in MOMENTS
                 if self.total(moment) > self.capacity]
         if self.answers_at_once < 1:
-            over.append(f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache, not enough for one answer of full length")
+            over.append(f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache, not enough for one answer of "
+                        "full length")
         return tuple(over)
 
 
@@ -144,7 +151,8 @@ def training_weights(plan: Plan, stage: int) -> Weights:
     rows = (plan.padded_vocab_size or vllm_vocabulary(plan)) // it.tp
     first, last = stage == 0, stage == it.pp - 1
     tables = first + last - (first and last and plan.shape.tie_word_embeddings)
-    return Weights(dense * layers + (plan.shape.hidden_size if last else 0), tables * rows * plan.shape.hidden_size, experts * layers)
+    return Weights(dense * layers + (plan.shape.hidden_size if last else 0), tables * rows * plan.shape.hidden_size,
+                   experts * layers)
 
 
 def rollout_weights(plan: Plan) -> Weights:
@@ -152,7 +160,8 @@ def rollout_weights(plan: Plan) -> Weights:
     it, shape = plan.layout, plan.shape
     dense, experts = layer_weights(shape, it.infer_tp, it.infer_tp * it.infer_ep)
     tables = 1 if shape.tie_word_embeddings else 2
-    return Weights(dense * shape.num_hidden_layers + shape.hidden_size, tables * vllm_vocabulary(plan) // it.infer_tp * shape.hidden_size,
+    return Weights(dense * shape.num_hidden_layers + shape.hidden_size,
+                   tables * vllm_vocabulary(plan) // it.infer_tp * shape.hidden_size,
                    experts * shape.num_hidden_layers)
 
 
@@ -160,12 +169,14 @@ def model_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model."""
     dense, experts = layer_weights(shape, 1, 1)
     tables = 1 if shape.tie_word_embeddings else 2
-    return (dense + experts) * shape.num_hidden_layers + shape.hidden_size + tables * shape.vocab_size * shape.hidden_size
+    return ((dense + experts) * shape.num_hidden_layers + shape.hidden_size
+            + tables * shape.vocab_size * shape.hidden_size)
 
 
 def adapter_weights(plan: Plan, settings: Settings, stage: int) -> Weights:
-    """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A
-    (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM tasks/posttrain/lora/moe/experts.py:437)."""
+    """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a
+    row-parallel A (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM
+    tasks/posttrain/lora/moe/experts.py:437)."""
     it, r, dense, experts = plan.layout, settings.lora_r, 0, 0
     for linear in family_of(plan.shape).linears(plan.shape):
         if linear.target not in settings.lora_targets:
@@ -184,21 +195,25 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> Weights:
 def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
     shape, tp = plan.shape, plan.layout.tp
-    h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    h, head = shape.hidden_size, shape.head_dim
+    q, kv = shape.num_attention_heads * head, shape.num_key_value_heads * head
     spread = tp if plan.layout.sequence_parallel else 1
     numbers = 4 * h / spread  # two residuals, two normed inputs
     numbers += (q + 2 * kv) * 2 / tp + q / tp  # q, k, v before and after rotation and norm, attention's output
     numbers += 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size) / tp  # gate and up, their product
     statistics = shape.num_attention_heads / tp * 2 * 8 * FP32  # npu_fusion_attention keeps maximum and sum eightfold
-    experts = expert_load * shape.num_experts_per_tok / spread * (4 * h + 3 * shape.moe_intermediate_size)  # of each copy of a token
+    # of each copy of a token
+    experts = expert_load * shape.num_experts_per_tok / spread * (4 * h + 3 * shape.moe_intermediate_size)
     return int(tokens * ((numbers + experts) * BF16 + statistics))
 
 
 def communicators(plan: Plan) -> tuple[str, ...]:
-    """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of HCCL_BUFFSIZE for each (CANN, HCCL_BUFFSIZE)."""
+    """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of HCCL_BUFFSIZE for each
+    (CANN, HCCL_BUFFSIZE)."""
     it, moe = plan.layout, plan.shape.moe
     sizes = {"world": it.world, "TP": it.tp, "PP": it.pp, "DP": it.dp * it.cp, "EP": it.tp * it.ep if moe else 1,
-             "expert DP": it.expert_dp if moe else 1, "vLLM TP": it.infer_tp, "vLLM EP": it.infer_tp * it.infer_ep if moe else 1,
+             "expert DP": it.expert_dp if moe else 1, "vLLM TP": it.infer_tp,
+             "vLLM EP": it.infer_tp * it.infer_ep if moe else 1,
              "vLLM MC2": it.infer_tp * it.infer_ep if moe else 1}
     return tuple(name for name, size in sizes.items() if size > 1)
 
@@ -206,9 +221,11 @@ def communicators(plan: Plan) -> tuple[str, ...]:
 # ---- the sums ----
 
 def estimate(plan: Plan, settings: Settings) -> Memory:
-    """The memory of the fullest rank. The plan must be legal (`rules.broken` empty): shares are divided without a remainder."""
+    """The memory of the fullest rank. The plan must be legal (`rules.broken` empty): shares are divided without a
+    remainder."""
     pp = plan.layout.pp
-    stages = [_stage(plan, settings, stage) for stage in (range(pp) if plan.layout.num_layer_list else {0, pp - 1})]  # the others hold less
+    # the others hold less
+    stages = [_stage(plan, settings, stage) for stage in (range(pp) if plan.layout.num_layer_list else {0, pp - 1})]
     return max(stages, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
 
 
@@ -216,32 +233,39 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
     """The memory of a rank of one pipeline stage."""
     runtime, weights, vllm = _runtime(plan, settings), _weights(plan, stage), _vllm_weights(plan)
     adapters, gradients, optimizer = _trained(plan, settings, stage)
-    awake = (*([] if settings.offload_train_grad else gradients), *([] if settings.offload_train_optimizer else optimizer))
-    # Upstream offloads what is trained, never the frozen base (megatron_off_loader.py:224: the buffers of parameters with a gradient).
+    awake = (*([] if settings.offload_train_grad else gradients),
+             *([] if settings.offload_train_optimizer else optimizer))
+    # Upstream offloads what is trained, never the frozen base (megatron_off_loader.py:224: the buffers of parameters
+    # with a gradient).
     frozen, trained = (weights, adapters) if plan.lora else ((), weights)
     asleep = (*frozen, *(() if settings.offload_train_param else trained), *awake)
 
     used = (*runtime, *asleep, *vllm, _profiled(plan, settings))
     left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - sum(part.bytes for part in used)
     kv_cache = max(0, left)
-    kv_token = 2 * plan.shape.num_hidden_layers * plan.shape.num_key_value_heads * plan.shape.head_dim * BF16 // plan.layout.infer_tp
+    kv_numbers = 2 * plan.shape.num_hidden_layers * plan.shape.num_key_value_heads * plan.shape.head_dim
+    kv_token = kv_numbers * BF16 // plan.layout.infer_tp
     at_once, needed = kv_cache // (kv_token * plan.batch.max_model_len), plan.batch.answers // plan.layout.infer_dp
-    cache = Part("KV cache", kv_cache, f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: {at_once} answers of "
-                 f"{plan.batch.max_model_len} tokens at once, {needed} needed; {kv_token / 1000:.0f} KB a token", "KV cache")
+    cache = Part("KV cache", kv_cache, f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the "
+                                       f"rest: {at_once} answers of "
+                 f"{plan.batch.max_model_len} tokens at once, {needed} needed; {kv_token / 1000:.0f} KB a token",
+                 "KV cache")
     return Memory(
         moments={"rollout": (*used, cache),
                  "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan)),
                  "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
                  "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
-        capacity=int(settings.memory_gb * GB), kv_cache=kv_cache, kv_token=kv_token, kv_missing=max(0, kv_token * plan.batch.max_model_len - left),
-        answers_at_once=at_once, answers_needed=needed, stage=stage)
+        capacity=int(settings.memory_gb * GB), kv_cache=kv_cache, kv_token=kv_token,
+        kv_missing=max(0, kv_token * plan.batch.max_model_len - left), answers_at_once=at_once, answers_needed=needed,
+        stage=stage)
 
 
 def _runtime(plan: Plan, settings: Settings) -> tuple[Part, ...]:
     groups = communicators(plan)
     return (Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu", "runtime"),
             Part("HCCL buffers", len(groups) * 2 * settings.hccl_buffer_mib * 2 ** 20,
-                 f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {', '.join(groups)}", "runtime"))
+                 f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {', '.join(groups)}",
+                 "runtime"))
 
 
 def _weights(plan: Plan, stage: int) -> tuple[Part, ...]:
@@ -251,22 +275,28 @@ def _weights(plan: Plan, stage: int) -> tuple[Part, ...]:
     dense = weights.dense + weights.vocabulary
     parts = [Part(f"{what}, dense part", dense * BF16, f"{dense / GB:.2f} x 10^9 parameters ({split}) x 2", kind)]
     if shape.moe:
-        parts.append(Part(f"{what}, experts", weights.experts * BF16, f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = "
-                          f"{shape.num_experts // (it.tp * it.ep)} of each of {plan.layers[stage]} layers: {weights.experts / GB:.2f} x 10^9 x 2",
-                          kind))
+        parts.append(Part(f"{what}, experts", weights.experts * BF16,
+                          f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = "
+                          f"{shape.num_experts // (it.tp * it.ep)} of each of {plan.layers[stage]} layers: "
+                          f"{weights.experts / GB:.2f} x 10^9 x 2", kind))
     return tuple(parts)
 
 
-def _trained(plan: Plan, settings: Settings, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]]:
+def _trained(plan: Plan, settings: Settings, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...],
+             tuple[Part, ...]]:
     """Adapters (none without LoRA: the weights themselves are trained), gradients, optimizer."""
-    weights, kind = adapter_weights(plan, settings, stage) if plan.lora else training_weights(plan, stage), "adapters and optimizer"
+    weights, kind = (adapter_weights(plan, settings, stage)
+                     if plan.lora else training_weights(plan, stage), "adapters and optimizer")
     shared, experts = weights.dense + weights.vocabulary, weights.experts
-    dp, expert_dp = (plan.layout.dp * plan.layout.cp, plan.layout.expert_dp) if settings.distributed_optimizer else (1, 1)
+    dp, expert_dp = ((plan.layout.dp * plan.layout.cp, plan.layout.expert_dp)
+                     if settings.distributed_optimizer else (1, 1))
     numbers = f"{weights.total / 1e6:.1f} x 10^6"
-    adapters = (Part("adapters", weights.total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind),) if plan.lora else ()
+    adapters = ((Part("adapters", weights.total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind),)
+                if plan.lora else ())
     return (adapters, (Part("gradients", weights.total * FP32, f"{numbers} x 4", kind),),
             (Part("AdamW", shared * ADAMW // dp + experts * ADAMW // expert_dp,
-                  f"12 bytes (master weight, two moments): {shared / 1e6:.1f} x 10^6 over {dp} ranks" + (f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}" if experts else ""), kind),))
+                  f"12 bytes (master weight, two moments): {shared / 1e6:.1f} x 10^6 over {dp} ranks"
+                  + (f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}" if experts else ""), kind),))
 
 
 def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
@@ -279,7 +309,8 @@ def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
     spread = it.tp if it.sequence_parallel else 1
     parts = []
     if recomputed:
-        parts.append(Part("layer inputs kept", in_flight * recomputed * tokens * plan.shape.hidden_size * BF16 // spread,
+        parts.append(Part("layer inputs kept",
+                          in_flight * recomputed * tokens * plan.shape.hidden_size * BF16 // spread,
                           f"{recomputed} layers x {tokens} tokens x {plan.shape.hidden_size} x 2"
                           + (f" / TP {spread}" if spread > 1 else "") + times, kind))
     if layers > recomputed:
@@ -294,41 +325,51 @@ def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
 
 def _forward(plan: Plan, stage: int) -> tuple[Part, ...]:
     tokens = (max(plan.batch.actor_forward, plan.batch.ref_forward)) * plan.batch.seq_length // plan.layout.cp
-    return (Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens", "activations and logits"),
+    return (Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens",
+                 "activations and logits"),
             *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"))
 
 
 def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> tuple[Part, ...]:
     rows = (plan.padded_vocab_size or vllm_vocabulary(plan)) // plan.layout.tp
-    part = Part("logits", copies * tokens * rows * FP32, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4", "activations and logits")
+    part = Part("logits", copies * tokens * rows * FP32, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4",
+                "activations and logits")
     return (part,) if stage == plan.layout.pp - 1 else ()
 
 
 def _vllm_weights(plan: Plan) -> tuple[Part, ...]:
     it, shape, weights, kind = plan.layout, plan.shape, rollout_weights(plan), "vLLM's weights"
     dense = weights.dense + weights.vocabulary
-    parts = [Part("vLLM's weights, dense part", dense * BF16, f"{dense / GB:.2f} x 10^9 parameters (infer TP {it.infer_tp}) x 2", kind)]
+    parts = [Part("vLLM's weights, dense part", dense * BF16,
+                  f"{dense / GB:.2f} x 10^9 parameters (infer TP {it.infer_tp}) x 2", kind)]
     if shape.moe:
-        parts.append(Part("vLLM's weights, experts", weights.experts * BF16, f"{shape.num_experts} / (infer TP {it.infer_tp} x EP {it.infer_ep}) = "
-                          f"{shape.num_experts // (it.infer_tp * it.infer_ep)} of each layer: {weights.experts / GB:.2f} x 10^9 x 2", kind))
+        parts.append(Part("vLLM's weights, experts", weights.experts * BF16,
+                          f"{shape.num_experts} / (infer TP {it.infer_tp} x EP {it.infer_ep}) = "
+                          f"{shape.num_experts // (it.infer_tp * it.infer_ep)} of each layer: "
+                          f"{weights.experts / GB:.2f} x 10^9 x 2", kind))
     return tuple(parts)
 
 
 def _sync(plan: Plan) -> tuple[Part, ...]:
-    """The container gathers the experts of one pipeline stage after the other in a buffer of their own (vllm_weight_container.py:490-546),
-    N times a vLLM rank's share, which is a training rank's; and our adaptor merges one tensor after the other."""
+    """The container gathers the experts of one pipeline stage after the other in a buffer of their own
+    (vllm_weight_container.py:490-546), N times a vLLM rank's share, which is a training rank's; and our adaptor merges
+    one tensor after the other."""
     if not plan.shape.moe:
         return ()
     layer, layers = layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)[1], max(plan.layers)
-    return (Part("experts on their way", layer * layers * BF16, f"a second copy of a stage's experts, {layers} layers", "sync buffers"),
-            *((Part("merging", 2 * layer * 2 // 3 * FP32, "W and W + BA of one layer's fc1, float32", "sync buffers"),) if plan.lora else ()))
+    return (Part("experts on their way", layer * layers * BF16, f"a second copy of a stage's experts, {layers} layers",
+                 "sync buffers"),
+            *((Part("merging", 2 * layer * 2 // 3 * FP32, "W and W + BA of one layer's fc1, float32", "sync buffers"),
+               ) if plan.lora else ()))
 
 
 def _profiled(plan: Plan, settings: Settings) -> Part:
-    """What vLLM's profiling run leaves aside: the widest point of one layer for max_num_batched_tokens, and the logits of max_num_seqs."""
+    """What vLLM's profiling run leaves aside: the widest point of one layer for max_num_batched_tokens, and the logits
+    of max_num_seqs."""
     shape, it, tokens = plan.shape, plan.layout, plan.batch.max_num_batched_tokens
     width = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size) / it.infer_tp + 2 * shape.hidden_size
     width += shape.num_experts_per_tok * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
     logits = 2 * settings.max_num_seqs * vllm_vocabulary(plan) * FP32
     return Part("vLLM's activations", int(tokens * width * BF16) + logits,
-                f"one layer for {tokens} tokens, and 2 x {settings.max_num_seqs} sequences x {vllm_vocabulary(plan):,} logits x 4", "activations and logits")
+                f"one layer for {tokens} tokens, and 2 x {settings.max_num_seqs} sequences x "
+                f"{vllm_vocabulary(plan):,} logits x 4", "activations and logits")

@@ -35,10 +35,13 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
         ConfigError: the model's config.json, or what Megatron is told of it, makes no shape.
     """
     return Plan(shape or shape_of_model(recipe), replace(recipe.layout, ranks_per_node=ranks_per_node), recipe.batch,
-                lora=bool(recipe.lora.targets), share_backbone=recipe.npu.share_backbone, padded_vocab_size=recipe.npu.padded_vocab_size)
+                lora=bool(recipe.lora.targets), share_backbone=recipe.npu.share_backbone,
+                padded_vocab_size=recipe.npu.padded_vocab_size)
 
 
 def shape_of_model(recipe: Recipe) -> ModelShape:
-    """The shape in the model's own config.json, which vLLM goes by; while the model is not there, what Megatron is told."""
+    """The shape in the model's own config.json, which vLLM goes by; while the model is not there, what Megatron is
+    told."""
     directory = Path(recipe.model.path)
-    return read_shape(directory) if (directory / "config.json").is_file() else shape_of_arguments(recipe.model.arguments)
+    return (read_shape(directory)
+            if (directory / "config.json").is_file() else shape_of_arguments(recipe.model.arguments))

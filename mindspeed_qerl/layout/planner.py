@@ -1,6 +1,7 @@
 """Which layouts exist for a model on a number of ranks, which to take, and what is near a layout that does not exist.
 
-Candidates are every division of the ranks by TP, PP, EP and infer TP, EP (CP 1: no config here needs it); `rules` decides which exist.
+Candidates are every division of the ranks by TP, PP, EP and infer TP, EP (CP 1: no config here needs it); `rules`
+decides which exist.
 """
 
 from collections import Counter
@@ -29,33 +30,36 @@ class Ranked:
 
 
 def new_plan(shape: ModelShape, layout: Layout, batch: Batch | None = None, lora: bool = True) -> Plan:
-    """A plan with the switches that the layout asks for (sequence parallelism with TP, whole experts, vLLM's expert parallelism) and, unless
-    a batch is given, the global batch nearest to 64 prompts that divides."""
+    """A plan with the switches that the layout asks for (sequence parallelism with TP, whole experts, vLLM's expert
+    parallelism) and, unless a batch is given, the global batch nearest to 64 prompts that divides."""
     layout = replace(layout, sequence_parallel=layout.tp > 1, tp_extend_ep=shape.moe, enable_expert_parallel=shape.moe)
     plan = Plan(shape, layout, batch or Batch(), lora=lora, share_backbone=lora)
     return plan if batch else fit_batch(plan)
 
 
 def fit_batch(plan: Plan) -> Plan:
-    """The plan with the nearest global batch that its layout can divide; a mini-batch that was smaller stays a fraction that divides; sizes of
-    dispatch that no longer divide are left to upstream."""
+    """The plan with the nearest global batch that its layout can divide; a mini-batch that was smaller stays a
+    fraction that divides; sizes of dispatch that no longer divide are left to upstream."""
     it, batch = plan.layout, plan.batch
     step = lcm(max(it.dp, 1), max(it.infer_dp, 1), it.nodes)
     prompts = _nearest_multiple(batch.global_batch_size, step)
     minis = [step * divisor for divisor in _divisors(prompts // step)]
-    fitted = replace(batch, global_batch_size=prompts, mini_batch_size=min(minis, key=lambda size: (abs(size - batch.mini_batch_size), size)))
+    fitted = replace(batch, global_batch_size=prompts,
+                     mini_batch_size=min(minis, key=lambda size: (abs(size - batch.mini_batch_size), size)))
     fitted = replace(plan, batch=fitted)
-    return fitted if not broken(fitted) else replace(fitted, batch=replace(fitted.batch, dispatch={}, micro_batch_size=1))
+    return (fitted
+            if not broken(fitted) else replace(fitted, batch=replace(fitted.batch, dispatch={}, micro_batch_size=1)))
 
 
 def default_settings(shape: ModelShape) -> Settings:
-    """Those of this project's configs: everything offloaded, all layers recomputed; a larger HCCL buffer where experts are dispatched."""
+    """Those of this project's configs: everything offloaded, all layers recomputed; a larger HCCL buffer where experts
+    are dispatched."""
     return Settings(hccl_buffer_mib=640 if shape.moe else 256)
 
 
 def with_memory(plan: Plan, settings: Settings | None, memory_gb: float = 64.0) -> tuple[Plan, Settings, Memory]:
-    """The plan's memory; without given settings with the project's on ranks of `memory_gb` 10^9 bytes, at the least gpu_memory_utilization
-    whose KV cache holds all answers at once, or the highest."""
+    """The plan's memory; without given settings with the project's on ranks of `memory_gb` 10^9 bytes, at the least
+    gpu_memory_utilization whose KV cache holds all answers at once, or the highest."""
     if settings:
         return plan, settings, estimate(plan, settings)
     for utilisation in UTILISATIONS:
@@ -67,10 +71,11 @@ def with_memory(plan: Plan, settings: Settings | None, memory_gb: float = 64.0) 
 
 
 def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
-    """The layout with the inference sizes that are not among the `given` names chosen: a legal and the best choice if there is one, else one
-    that breaks the fewest rules; and with the nearest batch to 64 prompts."""
+    """The layout with the inference sizes that are not among the `given` names chosen: a legal and the best choice if
+    there is one, else one that breaks the fewest rules; and with the nearest batch to 64 prompts."""
     def choices(name: str) -> list[int]:
-        return [getattr(layout, name)] if name in given else _divisors(layout.world) if shape.moe or name == "infer_tp" else [1]
+        return ([getattr(layout, name)]
+                if name in given else _divisors(layout.world) if shape.moe or name == "infer_tp" else [1])
 
     plans = [new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep)) for infer_tp in choices("infer_tp")
              for infer_ep in choices("infer_ep")]
@@ -78,7 +83,8 @@ def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
     if legal:
         return min(legal, key=lambda choice: rollout_key(*choice))[0]
     training = layout.tp * layout.ep
-    return min(plans, key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep - training)))
+    return min(plans,
+               key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep - training)))
 
 
 def _nearest_multiple(number: int, step: int) -> int:
@@ -102,7 +108,8 @@ def training_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, lo
         for pp in divisors:
             for ep in divisors if shape.moe else (1,):
                 if tp * pp * ep <= world:
-                    plan = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, ranks_per_node=ranks_per_node), batch, lora)
+                    plan = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, ranks_per_node=ranks_per_node), batch,
+                                    lora)
                     if _keeps(plan, TRAINING):
                         yield plan
 
@@ -118,8 +125,8 @@ def rollout_layouts(plan: Plan) -> Iterator[Plan]:
                     yield candidate
 
 
-def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, batch: Batch | None = None, settings: Settings | None = None,
-                  lora: bool = True, memory_gb: float = 64.0) -> list[Ranked]:
+def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, batch: Batch | None = None,
+                  settings: Settings | None = None, lora: bool = True, memory_gb: float = 64.0) -> list[Ranked]:
     """Every legal training layout, each with its best inference layout, the best first.
 
     Args:
@@ -127,13 +134,14 @@ def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, batch
         settings: of the memory estimate; None = the project's, with the gpu_memory_utilization that each layout needs,
             on ranks of `memory_gb`.
 
-    Order: what fits into memory, else what is least over; groups inside a node; the share of an update that a rank waits for its pipeline (in steps of 5 %);
-    fewest collectives that a layer waits for (TP: 2 all-gathers and 2 reduce-scatters, experts: 2 all-to-alls); the least memory on the
-    fullest rank.
+    Order: what fits into memory, else what is least over; groups inside a node; the share of an update that a rank
+    waits for its pipeline (in steps of 5 %); fewest collectives that a layer waits for (TP: 2 all-gathers and 2
+    reduce-scatters, experts: 2 all-to-alls); the least memory on the fullest rank.
     """
     ranked = []
     for training in training_layouts(shape, world, ranks_per_node, lora):
-        plans = [plan if batch else fit_batch(plan) for plan in rollout_layouts(replace(training, batch=batch or Batch()))]
+        plans = [plan if batch else fit_batch(plan)
+                 for plan in rollout_layouts(replace(training, batch=batch or Batch()))]
         choices = [with_memory(plan, settings, memory_gb) for plan in plans if not broken(plan)]
         if choices:
             ranked.append(min(choices, key=lambda choice: rollout_key(*choice)))
@@ -152,16 +160,19 @@ def layer_collectives(plan: Plan) -> tuple[int, int]:
 
 
 def stage_work(plan: Plan) -> list[float]:
-    """Multiplications a token of each pipeline stage: the weights that it meets, attention over half the sequence, and the output layer."""
+    """Multiplications a token of each pipeline stage: the weights that it meets, attention over half the sequence, and
+    the output layer."""
     shape = plan.shape
     h, attention = shape.hidden_size, plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
     linears = sum(linear.inputs * linear.outputs * linear.active for linear in family_of(shape).linears(shape))
     layer = linears + attention + h * shape.num_experts
-    return [layers * layer + (shape.vocab_size * h if stage == plan.layout.pp - 1 else 0) for stage, layers in enumerate(plan.layers)]
+    return [layers * layer + (shape.vocab_size * h if stage == plan.layout.pp - 1 else 0)
+            for stage, layers in enumerate(plan.layers)]
 
 
 def idle_share(plan: Plan) -> float:
-    """Share of an update that the average rank waits for its pipeline: its first and last micro-batches, and its slowest stage."""
+    """Share of an update that the average rank waits for its pipeline: its first and last micro-batches, and its
+    slowest stage."""
     work, pp = stage_work(plan), plan.layout.pp
     micro_batches = min(plan.batch.mini_answers, plan.batch.answers) // plan.layout.dp // plan.batch.micro_batch_size
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
@@ -177,22 +188,25 @@ def groups_across_nodes(plan: Plan) -> tuple[list[str], list[str]]:
     training = [f"TP {it.tp}"] if spans(it.tp) else []
     training += [f"experts over {it.tp * it.ep} ranks"] if experts and spans(it.tp * it.ep) else []
     rollout = [f"infer TP {it.infer_tp}"] if spans(it.infer_tp) else []
-    rollout += [f"vLLM's experts over {it.infer_tp * it.infer_ep} ranks"] if experts and spans(it.infer_tp * it.infer_ep) else []
+    rollout += ([f"vLLM's experts over {it.infer_tp * it.infer_ep} ranks"]
+                if experts and spans(it.infer_tp * it.infer_ep) else [])
     return training, rollout
 
 
 def rollout_key(plan: Plan, settings: Settings, memory: Memory) -> tuple:
-    """Order of the inference layouts of one training layout. Groups as large as training's leave every expert on its rank."""
+    """Order of the inference layouts of one training layout. Groups as large as training's leave every expert on its
+    rank."""
     it = plan.layout
     moves = it.infer_tp * it.infer_ep // (it.tp * it.ep) if plan.shape.moe else 1
     short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
-    return (memory.excess, len(groups_across_nodes(plan)[1]), layer_collectives(plan)[1], round(short, 1), moves, settings.gpu_memory_utilization,
-            it.infer_tp * it.infer_ep)
+    return (memory.excess, len(groups_across_nodes(plan)[1]), layer_collectives(plan)[1], round(short, 1), moves,
+            settings.gpu_memory_utilization, it.infer_tp * it.infer_ep)
 
 
 def training_key(plan: Plan, memory: Memory) -> tuple:
     """Order of the layouts."""
-    return (memory.excess, sum(map(len, groups_across_nodes(plan))), int(idle_share(plan) / 0.05), layer_collectives(plan)[0], memory.peak)
+    return (memory.excess, sum(map(len, groups_across_nodes(plan))), int(idle_share(plan) / 0.05),
+            layer_collectives(plan)[0], memory.peak)
 
 
 def reasons(plan: Plan, memory: Memory) -> tuple[str, ...]:
@@ -214,11 +228,14 @@ def reasons(plan: Plan, memory: Memory) -> tuple[str, ...]:
 
 # ---- what is near, and why there is nothing ----
 
-def nearest(plan: Plan, k: int = 3, settings: Settings | None = None, names: Collection[str] = CHANGEABLE) -> list[Plan]:
-    """The legal plans nearest to one that is not: the same ranks, the fewest and smallest changes of the sizes in `names`, then of the batch.
+def nearest(plan: Plan, k: int = 3, settings: Settings | None = None,
+            names: Collection[str] = CHANGEABLE) -> list[Plan]:
+    """The legal plans nearest to one that is not: the same ranks, the fewest and smallest changes of the sizes in
+    `names`, then of the batch.
 
-    A size's change counts |log2(new / old)|, and every changed size 1 more: one number to retype is better than two. Switches
-    (sequence_parallel, enable_expert_parallel and so on) are set as the layout needs them. Among equals, what fits into memory comes first.
+    A size's change counts |log2(new / old)|, and every changed size 1 more: one number to retype is better than two.
+    Switches (sequence_parallel, enable_expert_parallel and so on) are set as the layout needs them. Among equals, what
+    fits into memory comes first.
     """
     wanted, groups = plan.layout, {}  # sizes in names -> (distance, plan) of each candidate
     for training in training_layouts(plan.shape, wanted.world, wanted.ranks_per_node, plan.lora):
@@ -232,7 +249,8 @@ def nearest(plan: Plan, k: int = 3, settings: Settings | None = None, names: Col
     close = []
     for group in groups.values():
         if min(distance for distance, _ in group) <= limit:
-            choices = [(round(distance, 6), with_memory(kept, settings)) for distance, kept in group if distance <= limit]
+            choices = [(round(distance, 6), with_memory(kept, settings))
+                       for distance, kept in group if distance <= limit]
             close.append(min(choices, key=lambda choice: (choice[0], rollout_key(*choice[1]))))
     close.sort(key=lambda choice: (choice[0], training_key(choice[1][0], choice[1][2]), rollout_key(*choice[1])))
     return [kept for _, (kept, _, _) in close[:k]]
@@ -246,30 +264,34 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
 
 
 def changes(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE, batch: bool = True) -> list[str]:
-    """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, the switches and the batch as well."""
+    """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, switches and batch as well."""
     said = [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}" for name in names
             if getattr(plan.layout, name) != getattr(other.layout, name)]
     if not batch:
         return said
     said += [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}".lower()
-             for name in ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel") if getattr(plan.layout, name) != getattr(other.layout, name)]
+             for name in ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel")
+             if getattr(plan.layout, name) != getattr(other.layout, name)]
     said += ["num_layer_list left out"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
     said += [f"{name} {getattr(plan.batch, name)} -> {getattr(other.batch, name)}"
              for name in ("global_batch_size", "mini_batch_size", "micro_batch_size")
              if getattr(plan.batch, name) != getattr(other.batch, name)]
-    said += [f"{name} left out" for name, size in plan.batch.dispatch.items() if size and not other.batch.dispatch.get(name)]
+    said += [f"{name} left out" for name, size in plan.batch.dispatch.items() if size
+             and not other.batch.dispatch.get(name)]
     return said
 
 
 def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> list[tuple[str, int]]:
-    """For a number of ranks without a layout: the sentences that refuse its candidates, and how many each refuses alone or with others."""
+    """For a number of ranks without a layout: the sentences that refuse its candidates, and how many each refuses
+    alone or with others."""
     sentences: Counter[str] = Counter()
     divisors = _divisors(world)
     for tp in divisors:
         for pp in divisors:
             for ep in divisors if shape.moe else (1,):
                 if world % (tp * pp * ep) == 0:
-                    plan = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node), lora=lora)
+                    plan = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep,
+                                                  ranks_per_node=ranks_per_node), lora=lora)
                     sentences.update(fault.message for fault in broken(plan))
     return sentences.most_common()
 
@@ -277,7 +299,8 @@ def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool
 def other_worlds(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> list[int]:
     """The nearest smaller and larger numbers of ranks for which a layout exists."""
     def exists(size: int) -> bool:
-        return any(True for training in training_layouts(shape, size, ranks_per_node, lora) for _ in rollout_layouts(training))
+        return any(True for training in training_layouts(shape, size, ranks_per_node, lora)
+                   for _ in rollout_layouts(training))
 
     smaller = next((size for size in range(world - 1, 0, -1) if exists(size)), None)
     larger = next((size for size in range(world + 1, 2 * world + 2 * ranks_per_node) if exists(size)), None)

@@ -9,20 +9,21 @@ from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import Ranked, idle_share, layer_collectives
-from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Broken, citation, statement
+from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Violation
 from mindspeed_qerl.recipe.types import Layout
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-COLORS = ("#999999", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00", "#009E73")  # Okabe and Ito's, one for each of KINDS
+# Okabe and Ito's, one for each of KINDS
+COLORS = ("#999999", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00", "#009E73")
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
 COLLECTIVES = "colls: collectives that a layer waits for. "
-LEGEND = ("vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that divides. train, sync, rollout: GB of the fullest rank in the forward "
-          "and backward passes, in the weight sync, and in the rollout with its KV cache. util: gpu_memory_utilization. waits: share of an update "
-          f"lost to the pipeline. {COLLECTIVES}KV for n of m: full-length answers at once that the KV cache holds, of those "
-          f"that are needed. {DISCLAIMER}")
+LEGEND = ("vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that divides. train, sync, rollout: GB of "
+          "the fullest rank in the forward and backward passes, in the weight sync, and in the rollout with its KV "
+          f"cache. util: gpu_memory_utilization. waits: share of an update lost to the pipeline. {COLLECTIVES}KV for "
+          f"n of m: full-length answers at once that the KV cache holds, of those that are needed. {DISCLAIMER}")
 WIDE = 100  # columns; below, sums and notes stand under their table
 
 
@@ -37,30 +38,35 @@ def label(plan: Plan) -> str:
     """A layout in two short lines."""
     it = plan.layout
     sizes = {"TP": it.tp, "PP": it.pp, "EP": it.ep}
-    return (" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP only") + f"\nvLLM {it.infer_tp}x{it.infer_ep}"
+    return ((" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP only")
+            + f"\nvLLM {it.infer_tp}x{it.infer_ep}")
 
 
 def model_line(shape: ModelShape) -> str:
     """The model in one line."""
     experts = f", {shape.num_experts} experts of which {shape.num_experts_per_tok} answer a token" if shape.moe else ""
-    return (f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, {shape.num_hidden_layers} layers, {shape.num_attention_heads} heads, "
-            f"{shape.num_key_value_heads} KV heads{experts}")
+    return (f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, {shape.num_hidden_layers} layers, "
+            f"{shape.num_attention_heads} heads, {shape.num_key_value_heads} KV heads{experts}")
 
 
 def sizes_line(plan: Plan) -> str:
     """The sizes of the layout."""
     it, moe = plan.layout, plan.shape.moe
-    sizes = [("TP", it.tp), ("PP", it.pp), *([("CP", it.cp)] if it.cp > 1 else []), *([("EP", it.ep)] if moe else []), ("DP", it.dp)]
-    return f"{', '.join(f'{name} {size}' for name, size in sizes)}; vLLM TP {it.infer_tp}" + (f" x EP {it.infer_ep}" if moe else "")
+    sizes = [("TP", it.tp), ("PP", it.pp), *([("CP", it.cp)] if it.cp > 1 else []), *([("EP", it.ep)] if moe else []),
+             ("DP", it.dp)]
+    return (f"{', '.join(f'{name} {size}' for name, size in sizes)}; vLLM TP {it.infer_tp}"
+            + (f" x EP {it.infer_ep}" if moe else ""))
 
 
 def layout_line(plan: Plan, assumed: bool = False) -> str:
-    """The layout and its nodes in one line; with `assumed`, nobody said how wide a node is, and the line says how to."""
-    return f"{plan.layout.world} ranks: {sizes_line(plan)}; {nodes(plan.layout.world, plan.layout.ranks_per_node, assumed)}"
+    """The layout and its nodes in one line; with `assumed`, the width of a node was not given: how to give it."""
+    return (f"{plan.layout.world} ranks: {sizes_line(plan)}; "
+            f"{nodes(plan.layout.world, plan.layout.ranks_per_node, assumed)}")
 
 
 def nodes(world: int, ranks_per_node: int, assumed: bool = False) -> str:
-    """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the option that says so."""
+    """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the option that says
+    so."""
     it = Layout(world, ranks_per_node=ranks_per_node)
     two = f"; for two: --ranks-per-node {world // 2}" if assumed and it.nodes == 1 and world % 2 == 0 else ""
     return f"{it.nodes} node{'s' if it.nodes > 1 else ''} of {it.node_width}{two}"
@@ -69,12 +75,13 @@ def nodes(world: int, ranks_per_node: int, assumed: bool = False) -> str:
 def batch_line(plan: Plan) -> str:
     """The batch in one line."""
     batch = plan.batch
-    return (f"{batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step: {batch.answers // plan.layout.dp} answers a training "
-            "rank")
+    return (f"{batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step: "
+            f"{batch.answers // plan.layout.dp} answers a training rank")
 
 
 def print_layouts(console: "Console", ranked: Sequence[Ranked]) -> None:
-    """The ranked layouts and what the columns are; where the terminal is narrow, without the collectives and with the notes under the table."""
+    """The ranked layouts and what the columns are; where the terminal is narrow, without the collectives and with the
+    notes under the table."""
     wide = console.width >= WIDE
     console.print(layouts_table(ranked, wide))
     places: dict[str, list[str]] = {}
@@ -93,17 +100,21 @@ def layouts_table(ranked: Sequence[Ranked], wide: bool) -> "Table":
 
     moe = ranked[0].plan.shape.moe
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for name in ("#", "TP", "PP", *(["EP"] if moe else []), "DP", "vLLM", "batch", "train", "sync", "rollout", "util", "waits", *(["colls"] if wide else [])):
+    for name in ("#", "TP", "PP", *(["EP"] if moe else []), "DP", "vLLM", "batch", "train", "sync", "rollout", "util",
+                 "waits", *(["colls"] if wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
         table.add_column("note", overflow="fold")
     for number, entry in enumerate(ranked, 1):
         it, memory = entry.plan.layout, entry.memory
-        gigabytes = [f"{size / GB:.0f}" for size in (max(memory.total("update"), memory.total("log-probs")), memory.total("weight sync"),
-                                                     memory.total("rollout"))]
+        gigabytes = [f"{size / GB:.0f}"
+                     for size in (max(memory.total("update"), memory.total("log-probs")), memory.total("weight sync"),
+                                  memory.total("rollout"))]
         table.add_row(str(number), *map(str, [it.tp, it.pp, *([it.ep] if moe else []), it.dp]),
-                      f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp), str(entry.plan.batch.global_batch_size), *gigabytes,
-                      f"{entry.settings.gpu_memory_utilization:g}", f"{idle_share(entry.plan):.0%}" if it.pp > 1 else "",
+                      f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp),
+                      str(entry.plan.batch.global_batch_size), *gigabytes,
+                      f"{entry.settings.gpu_memory_utilization:g}",
+                      f"{idle_share(entry.plan):.0%}" if it.pp > 1 else "",
                       *([str(layer_collectives(entry.plan)[0]), "; ".join(_note(entry))] if wide else []),
                       style="red" if not memory.fits else "yellow" if memory.tight else None)
     return table
@@ -114,12 +125,15 @@ def _note(entry: Ranked) -> list[str]:
     memory = entry.memory
     if not memory.fits:
         return [f"does not fit: {memory.excess / GB:.1f} GB over"]
-    short = [f"KV for {memory.answers_at_once} of {memory.answers_needed}"] if memory.answers_at_once < memory.answers_needed else []
-    return [*(["tight"] if memory.tight else []), *short, *(reason for reason in entry.reasons if reason.startswith("across nodes"))]
+    short = ([f"KV for {memory.answers_at_once} of {memory.answers_needed}"]
+             if memory.answers_at_once < memory.answers_needed else [])
+    return [*(["tight"] if memory.tight else []), *short,
+            *(reason for reason in entry.reasons if reason.startswith("across nodes"))]
 
 
 def print_memory(console: "Console", memory: Memory) -> None:
-    """Each part of the fullest rank's memory at each moment, GB, and how it comes about: beside it, or below it where the terminal is narrow."""
+    """Each part of the fullest rank's memory at each moment, GB, and how it comes about: beside it, or below it where
+    the terminal is narrow."""
     from rich import box
     from rich.table import Table
 
@@ -142,11 +156,13 @@ def print_memory(console: "Console", memory: Memory) -> None:
 
 def parts_by_moment(memory: Memory) -> dict[str, dict[str, Part]]:
     """name of a part -> moment -> the part, in the order in which they are added up."""
-    names = dict.fromkeys(part.name for kind in KINDS for parts in memory.moments.values() for part in parts if part.kind == kind)
-    return {name: {moment: part for moment, parts in memory.moments.items() for part in parts if part.name == name} for name in names}
+    names = dict.fromkeys(part.name for kind in KINDS for parts in memory.moments.values()
+                          for part in parts if part.kind == kind)
+    return {name: {moment: part for moment, parts in memory.moments.items() for part in parts if part.name == name}
+            for name in names}
 
 
-def faults_table(faults: Iterable[Broken]) -> "Table":
+def faults_table(faults: Iterable[Violation]) -> "Table":
     """Each broken rule with its numbers and its source."""
     from rich import box
     from rich.table import Table
@@ -165,24 +181,29 @@ def faults_table(faults: Iterable[Broken]) -> "Table":
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
     it = plan.layout
-    return {**{name: getattr(it, name) for name in ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp", "infer_tp", "infer_ep", "infer_dp", "nodes",
-                                                    "sequence_parallel", "enable_expert_parallel")},
-            "num_layer_list": list(it.num_layer_list), "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"}}
+    return {**{name: getattr(it, name) for name in ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp",
+                                                    "infer_tp", "infer_ep", "infer_dp", "nodes", "sequence_parallel",
+                                                    "enable_expert_parallel")},
+            "num_layer_list": list(it.num_layer_list),
+            "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"}}
 
 
 def memory_dict(memory: Memory) -> dict[str, Any]:
     """The memory of the fullest rank, bytes."""
-    return {"capacity": memory.capacity, "fits": memory.fits, "faults": list(memory.faults), "pipeline_stage": memory.stage,
+    return {"capacity": memory.capacity, "fits": memory.fits, "faults": list(memory.faults),
+            "pipeline_stage": memory.stage,
             "totals": {moment: memory.total(moment) for moment in MOMENTS},
             "parts": {moment: [asdict(part) for part in parts] for moment, parts in memory.moments.items()},
-            "kv_cache": {"bytes": memory.kv_cache, "bytes_a_token": memory.kv_token, "answers_at_once": memory.answers_at_once,
+            "kv_cache": {"bytes": memory.kv_cache, "bytes_a_token": memory.kv_token,
+                         "answers_at_once": memory.answers_at_once,
                          "answers_needed": memory.answers_needed}}
 
 
 def ranked_dict(entry: Ranked) -> dict[str, Any]:
     """One line of the ranking."""
     return {**plan_dict(entry.plan), "gpu_memory_utilization": entry.settings.gpu_memory_utilization,
-            "pipeline_idle": round(idle_share(entry.plan), 4), "memory": {**memory_dict(entry.memory), "parts": None}, "reasons": list(entry.reasons)}
+            "pipeline_idle": round(idle_share(entry.plan), 4), "memory": {**memory_dict(entry.memory), "parts": None},
+            "reasons": list(entry.reasons)}
 
 
 # ---- picture ----
@@ -228,8 +249,7 @@ def rules_markdown() -> str:
     for title, rules in (("Training", TRAINING), ("Rollout", ROLLOUT), ("Batch", BATCH)):
         lines += [f"| {title} | source |", "|---|---|"]
         for rule in rules:
-            repository, path, line, _ = citation(rule)
-            lines.append(f"| {statement(rule)} | {repository} `{path.rsplit('/', 1)[-1]}:{line}` |")
+            lines.append(f"| {rule.statement} | {rule.repository} `{rule.path.rsplit('/', 1)[-1]}:{rule.line}` |")
         lines.append("")
     return "\n".join(lines)
 
@@ -244,9 +264,12 @@ def memory_markdown(memories: Mapping[str, Memory]) -> str:
         return [f"{row.bytes / GB:.1f}" if row else "–" for row in rows]
 
     for moment in reversed(MOMENTS):
-        names = dict.fromkeys(part.name for memory in memories.values() for kind in KINDS for part in memory.moments[moment] if part.kind == kind)
+        names = dict.fromkeys(part.name for memory in memories.values() for kind in KINDS
+                              for part in memory.moments[moment] if part.kind == kind)
         lines += [f"| {moment}: {name} | " + " | ".join(cells(moment, name)) + " |" for name in names]
-        lines.append(f"| **{moment}** | " + " | ".join(f"**{memory.total(moment) / GB:.1f}**" for memory in memories.values()) + " |")
+        lines.append(f"| **{moment}** | "
+                     + " | ".join(f"**{memory.total(moment) / GB:.1f}**" for memory in memories.values()) + " |")
     lines.append("| answers of full length that the KV cache holds, needed | "
-                 + " | ".join(f"{memory.answers_at_once}, {memory.answers_needed}" for memory in memories.values()) + " |")
+                 + " | ".join(f"{memory.answers_at_once}, {memory.answers_needed}" for memory in memories.values())
+                 + " |")
     return "\n".join(lines)

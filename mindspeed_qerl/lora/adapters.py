@@ -22,22 +22,25 @@ from mindspeed_qerl.recipe.types import LORA_TARGETS
 class LoRALinear(nn.Module):
     """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update, kept in float32.
 
-    Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a row-parallel one as they share W; the
-    other factor is whole on each rank. Under sequence parallelism each rank computes the gradient of that one from its part of the
-    sequence, so it is marked `sequence_parallel`, as Megatron marks norms: their gradients are summed over the group.
+    Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a row-parallel one as they
+    share W; the other factor is whole on each rank. Under sequence parallelism each rank computes the gradient of that
+    one from its part of the sequence, so it is marked `sequence_parallel`, as Megatron marks norms: their gradients
+    are summed over the group.
 
     Args:
         base: ColumnParallelLinear or RowParallelLinear.
         r: rank. alpha: the update is (alpha / r) B A.
-        seed: A comes from a private generator and is drawn whole, so it depends on neither the global generator nor the layout.
+        seed: A comes from a private generator and is drawn whole, so it depends on neither the global generator nor
+            the layout.
         is_expert: the layer belongs to one expert, so its gradients are reduced over the expert-data-parallel group
-            (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py), and no tensor parallel rank shares it.
+            (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py), and no tensor
+            parallel rank shares it.
         tp_rank, tp_size: place in the tensor parallel group of attention.
         name: of the layer in the model as one rank would hold it, which checkpoints know it by.
     """
 
-    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0, tp_size: int = 1,
-                 name: str = ""):
+    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0,
+                 tp_size: int = 1, name: str = ""):
         super().__init__()
         self.name = name
         out_features, in_features = base.weight.shape
@@ -64,17 +67,20 @@ class LoRALinear(nn.Module):
         if self.enabled:
             a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
             low = nn.functional.linear(x, a)
-            output = output + nn.functional.linear(self.scaling * (self._communicate(low) if self.tp_size > 1 else low), b)
+            output = (output
+                      + nn.functional.linear(self.scaling * (self._communicate(low) if self.tp_size > 1 else low), b))
         return output, bias
 
     def _communicate(self, low: torch.Tensor) -> torch.Tensor:
-        """A x, from where A left it to where B needs it: what the base layer does with its input (column) or its output (row)."""
+        """A x, from where A left it to where B needs it: what the base layer does with its input (column) or its
+        output (row)."""
         from megatron.core.tensor_parallel import mappings
 
         if self.row_parallel:  # each rank has a part of the sum
             return (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel
                     else mappings.reduce_from_tensor_model_parallel_region)(low)
-        return (mappings.gather_from_sequence_parallel_region if self.sequence_parallel  # each rank has a part of the sequence
+        # Under sequence parallelism each rank has a part of the sequence.
+        return (mappings.gather_from_sequence_parallel_region if self.sequence_parallel
                 else mappings.copy_to_tensor_model_parallel_region)(low)
 
     @torch.no_grad()
@@ -89,13 +95,14 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
-def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, seed: int, layer_offset: int = 0, expert_offset: int = 0,
-               tp_rank: int = 0, tp_size: int = 1) -> dict[str, dict[str, int]]:
+def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, seed: int, layer_offset: int = 0,
+               expert_offset: int = 0, tp_rank: int = 0, tp_size: int = 1) -> dict[str, dict[str, int]]:
     """Freeze `model` and put a LoRALinear in the place of every layer named by `targets`.
 
     Args:
         model: a megatron-core GPTModel.
-        layer_offset, expert_offset: global numbers of this rank's first layer and expert; an adapter starts the same wherever it lives.
+        layer_offset, expert_offset: global numbers of this rank's first layer and expert; an adapter starts the same
+            wherever it lives.
 
     Returns:
         per target: {"modules": count, "parameters": trained parameters}, on this rank.
@@ -106,7 +113,8 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
     targets = tuple(targets)
     if not targets or set(targets) - set(LORA_TARGETS):
         wrong = next((target for target in targets if target not in LORA_TARGETS), None)
-        raise ConfigError(unknown("LoRA target", wrong, LORA_TARGETS) if targets else f"no LoRA target. Known: {', '.join(LORA_TARGETS)}")
+        raise ConfigError(unknown("LoRA target", wrong, LORA_TARGETS) if targets
+                          else f"no LoRA target. Known: {', '.join(LORA_TARGETS)}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     found = {target: {"modules": 0, "parameters": 0} for target in targets}
@@ -115,7 +123,8 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
         if target not in found:
             continue
         global_name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name)
-        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + expert_offset}", global_name)
+        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + expert_offset}",
+                             global_name)
         drawn_for = f"{seed}/{global_name.replace('local_experts', 'experts')}"
         name_seed = int.from_bytes(hashlib.sha256(drawn_for.encode()).digest()[:8], "little") >> 1
         adapter = LoRALinear(module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size, global_name)
@@ -125,7 +134,8 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
         found[target]["parameters"] += adapter.lora_A.numel() + adapter.lora_B.numel()
     empty = [target for target, count in found.items() if not count["modules"]]
     if empty:
-        linears = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "weight") and m.weight is not None})
+        linears = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "weight")
+                          and m.weight is not None})
         raise ConfigError(f"lora_target_modules: {', '.join(empty)} matches no layer of this model; "
                           f"its layers with weights are: {', '.join(linears)}")
     return found
@@ -133,7 +143,8 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what the base model computes, experts included (the reference policy of a shared backbone)."""
+    """Inside, `model` computes what the base model computes, experts included (the reference policy of a shared
+    backbone)."""
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
         layer.enabled = False

@@ -1,8 +1,9 @@
 """LoRA adapters out of Megatron checkpoints: whole tensors under Hugging Face's names, whatever layout trained them.
 
-MindSpeed-LLM writes one file per (tensor, pipeline, expert) rank, `iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`
-(training/checkpointing.py; named by megatron/training/checkpointing.py:get_checkpoint_name). They are read here in a plain Python
-with torch: neither Megatron nor MindSpeed is imported, and nothing that a file names is executed.
+MindSpeed-LLM writes one file per (tensor, pipeline, expert) rank,
+`iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` (training/checkpointing.py; named by
+megatron/training/checkpointing.py:get_checkpoint_name). They are read here in a plain Python with torch: neither
+Megatron nor MindSpeed is imported, and nothing that a file names is executed.
 """
 
 import pickle
@@ -22,7 +23,8 @@ from mindspeed_qerl.families.tensors import ROW, Mapping
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
-EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}  # and the targets that they stand for
+# and the targets that they stand for
+EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,8 +34,8 @@ class Adapters:
     """What a run has trained: W of every module here becomes W + (alpha / rank) B A.
 
     Attributes:
-        weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in the
-            checkpoint's dtype. Modules that Megatron fuses share one A.
+        weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj",
+            in the checkpoint's dtype. Modules that Megatron fuses share one A.
         rank, alpha: LoRA's r and alpha.
         iteration: of the training run.
     """
@@ -61,19 +63,21 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     """The adapters in a Megatron checkpoint of a model of a known family.
 
     Args:
-        checkpoint_dir: `checkpoints` in the run directory. Base weights and optimizer states in its files are not read.
+        checkpoint_dir: `checkpoints` in the run directory. Base weights and optimizer states in its files are not
+            read.
         iteration: which one; None is the one in latest_checkpointed_iteration.txt.
 
     Raises:
         FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing.
-        ValueError: the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have no name in
-            a Hugging Face model.
+        ValueError: the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have
+            no name in a Hugging Face model.
     """
     directory, iteration = _find_iteration(Path(checkpoint_dir), iteration)
     args, ranks = _read_ranks(directory)
     shape = shape_of_arguments(vars(args))
     one_layer = family_of(shape).tensors(shape, range(1), range(shape.num_experts), first=False, last=False)
-    table = {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping for mapping in one_layer}
+    table = {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
+             for mapping in one_layer}
     weights: dict[str, Pair] = {}
     layers_before = 0
     for stage in range(args.pipeline_model_parallel_size):
@@ -86,8 +90,8 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     if not weights:
         raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
     if layers_before != args.num_layers:
-        raise ValueError(f"{directory} holds adapters of {layers_before} layers, and the model has {args.num_layers}: every "
-                         "layer must have some")
+        raise ValueError(f"{directory} holds adapters of {layers_before} layers, and the model has {args.num_layers}: "
+                         "every layer must have some")
     return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
 
 
@@ -111,8 +115,9 @@ def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, to
             for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
     mapping = table.get(module)
     if mapping is None or mapping.shared is None:
-        raise ValueError(f"an adapter of {module} has no name in a Hugging Face model; known are linear_qkv, linear_proj, "
-                         "linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped experts (moe_grouped_gemm)")
+        raise ValueError(f"an adapter of {module} has no name in a Hugging Face model; known are linear_qkv, "
+                         "linear_proj, linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped "
+                         "experts (moe_grouped_gemm)")
     if mapping.shared == ROW:  # tensor ranks share A by input
         return _parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
     return _parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
@@ -124,7 +129,8 @@ def _parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair
     return {name: (a, part) for name, part in zip(names, mapping.split(b), strict=True)}
 
 
-def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace, table: dict[str, Mapping]) -> dict[str, Pair]:
+def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace,
+                   table: dict[str, Mapping]) -> dict[str, Pair]:
     """Grouped experts, one by one.
 
     Args:
@@ -133,7 +139,8 @@ def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Ten
             (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538).
     """
     target = EXPERTS[module]
-    if target not in args.lora_target_modules:  # upstream adds adapters to experts whatever the targets; these were not trained
+    # upstream adds adapters to experts whatever the targets; these were not trained
+    if target not in args.lora_target_modules:
         return {}
     local, r = args.num_experts // len(a), args.lora_r
     pairs = [(one_a.T, one_b.T)  # from x A B to B A x
@@ -148,8 +155,8 @@ def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Ten
 def _replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """The tensor that several ranks hold."""
     if not all(torch.equal(copy, copies[0]) for copy in copies[1:]):
-        raise ValueError(f"{name}: ranks that should hold the same tensor do not. Either the files are of several runs, or the "
-                         "run did not keep its ranks in step; there is no telling which one is right")
+        raise ValueError(f"{name}: ranks that should hold the same tensor do not. Either the files are of several "
+                         "runs, or the run did not keep its ranks in step; there is no telling which one is right")
     return copies[0]
 
 
@@ -162,7 +169,8 @@ def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, 
     if iteration is None:
         tracker = checkpoint_dir / "latest_checkpointed_iteration.txt"
         if not tracker.is_file():
-            raise FileNotFoundError(f"{tracker}, which names the latest iteration, is missing; say which you want, {way_out}")
+            raise FileNotFoundError(
+                f"{tracker}, which names the latest iteration, is missing; say which you want, {way_out}")
         iteration = int(tracker.read_text())
     if iteration not in there:
         raise FileNotFoundError(f"{checkpoint_dir} has no iteration {iteration}; {way_out}")
@@ -173,15 +181,18 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
     """The run's arguments, and each rank's adapters."""
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
-        raise FileNotFoundError(f"{directory} has no mp_rank_*/{FILE}: it is not a Megatron checkpoint in torch format")
+        raise FileNotFoundError(
+            f"{directory} has no mp_rank_*/{FILE}: it is not a Megatron checkpoint in torch format")
     args = _read(directory / there[0] / FILE)["args"]
     sizes = _sizes(args)
     says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
     if args.num_experts and sizes.tensor > 1 and not args.moe_tp_extend_ep:
-        raise ValueError(f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
+        raise ValueError(
+            f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
     folders = {rank: _folder(rank, sizes) for rank in map(Rank._make, product(*map(range, sizes)))}
     if left_over := sorted(set(there) - set(folders.values())):
-        raise ValueError(f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
+        raise ValueError(
+            f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
     if missing := sorted(set(folders.values()) - set(there)):
         raise FileNotFoundError(f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
                                 "bring the files of all nodes together")
@@ -192,9 +203,10 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
             raise ValueError(f"{directory} mixes runs: {says}, and {folder} of one with "
                              f"{', '.join(map(str, _sizes(checkpoint['args'])))}; remove one run's files")
         if "model" not in checkpoint:
-            raise ValueError(f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: checkpoints of virtual "
-                             "pipeline stages cannot be read")
-        ranks[rank] = {name: value for name, value in checkpoint["model"].items() if "lora_" in name and torch.is_tensor(value)}
+            raise ValueError(f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: checkpoints "
+                             "of virtual pipeline stages cannot be read")
+        ranks[rank] = {name: value for name, value in checkpoint["model"].items() if "lora_" in name
+                       and torch.is_tensor(value)}
         if strange := [name for name in ranks[rank] if not ADAPTER.match(name)]:
             raise ValueError(f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer")
     return args, ranks
@@ -239,7 +251,8 @@ class _Opaque:
 class _Unpickler(pickle.Unpickler):
     """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of Megatron, random states)."""
 
-    known: ClassVar = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2")}
+    known: ClassVar = {("argparse", "Namespace"), ("collections", "OrderedDict"),
+                       ("torch._utils", "_rebuild_tensor_v2")}
 
     def find_class(self, module: str, name: str):
         if (module, name) in self.known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):

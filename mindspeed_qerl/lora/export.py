@@ -1,4 +1,5 @@
-"""Adapters as a PEFT adapter, or merged into a Hugging Face model: with the base model's tensor names, which every tool knows."""
+"""Adapters as a PEFT adapter, or merged into a Hugging Face model: with the base model's tensor names, which every
+tool knows."""
 
 import json
 import re
@@ -18,10 +19,11 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
     """Write adapter_model.safetensors and adapter_config.json.
 
-    Experts are written one by one (`mlp.experts.3.gate_proj`), as in the checkpoints of Qwen. PEFT with transformers 4 has a
-    module for each; with transformers 5 PEFT stacks them on loading; vLLM packs them (lora/lora_weights.py:pack_moe), except in
-    versions without LoRA for fused experts, such as 0.11. For the adapter of a Qwen2-MoE vLLM's max_lora_rank must be 2 r, and
-    PEFT older than 0.17 refuses it, because of `target_parameters`: a merged model is of more use there.
+    Experts are written one by one (`mlp.experts.3.gate_proj`), as in the checkpoints of Qwen. PEFT with transformers 4
+    has a module for each; with transformers 5 PEFT stacks them on loading; vLLM packs them
+    (lora/lora_weights.py:pack_moe), except in versions without LoRA for fused experts, such as 0.11. For the adapter
+    of a Qwen2-MoE vLLM's max_lora_rank must be 2 r, and PEFT older than 0.17 refuses it, because of
+    `target_parameters`: a merged model is of more use there.
 
     Args:
         base_model_dir: the Hugging Face model that was trained, in safetensors.
@@ -46,8 +48,9 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
         "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
     }
     if any(".shared_expert." in module for module in adapters.weights):
-        # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and drops them without a word.
-        # For Qwen3-MoE it adds these itself (peft/utils/transformers_weight_conversion.py:_convert_peft_config_moe):
+        # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and drops them without
+        # a word. For Qwen3-MoE it adds these itself
+        # (peft/utils/transformers_weight_conversion.py:_convert_peft_config_moe):
         config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         config["rank_pattern"] = {r".*\.gate_up_proj": 2 * adapters.rank}
         config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * adapters.alpha}
@@ -72,46 +75,54 @@ def load_peft(directory: str | Path) -> Adapters:
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
     if not isinstance(config, dict) or not tensors:
-        raise ValueError(f"{directory} is no PEFT adapter in safetensors: {'it holds no tensor' if not tensors else 'its config is no mapping'}")
-    more = [key for key in ("use_dora", "use_rslora", "use_qalora", "alora_invocation_tokens", "layer_replication", "fan_in_fan_out",
-                            "modules_to_save") if config.get(key)]
+        raise ValueError(f"{directory} is no PEFT adapter in safetensors: "
+                         f"{'it holds no tensor' if not tensors else 'its config is no mapping'}")
+    more = [key for key in ("use_dora", "use_rslora", "use_qalora", "alora_invocation_tokens", "layer_replication",
+                            "fan_in_fan_out", "modules_to_save") if config.get(key)]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
-        more.append(f"init_lora_weights = {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ and the like change the base model
+        # PiSSA, OLoRA, LoftQ and the like change the base model
+        more.append(f"init_lora_weights = {config['init_lora_weights']}")
     for key, plain in (("peft_type", "LORA"), ("bias", "none")):
         if config.get(key, plain) != plain:
             more.append(f"{key} = {config[key]}")
     if more:
-        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): merge it with PEFT (merge_and_unload), and give "
-                         "the merged model")
+        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): merge it with PEFT "
+                         "(merge_and_unload), and give the merged model")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be numbers, r at least 1")
+        raise ValueError(
+            f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be numbers, r at least 1")
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}") from error
+            raise ValueError(f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is no "
+                             f"regular expression: {error}") from error
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         if not found or tensor.ndim != 2 or tensor.shape["AB".index(found[2])] != rank:
-            raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a linear layer with r = {rank}: "
-                             "merge it with PEFT (merge_and_unload), and give the merged model")
-        if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:  # as PEFT's get_pattern_key
-            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): merge it with PEFT (merge_and_unload), and give "
-                             "the merged model")
+            raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
+                             f"linear layer with r = {rank}: merge it with PEFT (merge_and_unload), and give the "
+                             "merged model")
+        # as PEFT's get_pattern_key
+        if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:
+            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): merge it with PEFT "
+                             "(merge_and_unload), and give the merged model")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
         raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
     return Adapters({module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, rank, alpha, 0)
 
 
-def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path, *, all_layers: bool = True) -> None:
+def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path, *,
+                all_layers: bool = True) -> None:
     """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to W's dtype.
 
-    Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters and three times the largest
-    file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where others have one, is an error.
+    Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters and three times the
+    largest file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where
+    others have one, is an error.
     """
     base_model_dir = Path(base_model_dir)
     _check_fit(adapters, base_model_dir, all_layers)
@@ -138,13 +149,14 @@ def _weight_files(model_dir: Path) -> list[Path]:
     if index.is_file():
         return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     if not single.is_file():
-        raise FileNotFoundError(f"{model_dir} has neither {index.name} nor {single.name}: give the directory of the Hugging Face "
-                                "model that was trained, in safetensors")
+        raise FileNotFoundError(f"{model_dir} has neither {index.name} nor {single.name}: give the directory of the "
+                                "Hugging Face model that was trained, in safetensors")
     return [single]
 
 
 def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True) -> None:
-    """ValueError unless each adapter has its weight in the base model, and, with `all_layers`, each like weight its adapter."""
+    """ValueError unless each adapter has its weight in the base model, and, with `all_layers`, each like weight its
+    adapter."""
     shapes, dtypes = {}, {}
     for file in _weight_files(base_model_dir):
         try:
@@ -162,12 +174,14 @@ def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True
         if shapes[name] != shape:
             raise ValueError(f"{wrong_base}: {name} is {shapes[name]} there, and the adapter is for {shape}")
         if dtypes[name] not in ("F32", "BF16", "F16"):
-            raise ValueError(f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or float32")
+            raise ValueError(
+                f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or float32")
     kinds = {_kind(module) for module in adapters.weights}
     for name in shapes if all_layers else ():
         module = name.removesuffix(".weight")
         if module != name and _kind(module) in kinds and module not in adapters.weights:
-            raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, or experts?)")
+            raise ValueError(
+                f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, or experts?)")
 
 
 def _kind(module: str) -> str:

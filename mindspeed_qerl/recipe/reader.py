@@ -1,4 +1,5 @@
-"""The one reader: a resolved config, as YAML gives it, to a Recipe. Every fault at once; nothing but YAML values is looked at.
+"""The one reader: a resolved config, as YAML gives it, to a Recipe. Every fault at once; nothing but YAML values is
+looked at.
 
     recipe, found = read(raw)        # found.faults, found.warnings: one sentence each
     recipe = read_recipe(raw)        # raises ConfigError with all faults
@@ -24,8 +25,10 @@ UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
 RENAMED = {"gsm8k": "task"}
-NOT_KEYS = {"noise": {"factors"}, "layout": {"ranks_per_node"}, "model": {"arguments"}, "batch": {"dispatch"}, "task": {"verifiers"}}
-TYPES = {"int_type": "int", "float_type": "float", "bool_type": "bool", "string_type": "str", "tuple_type": "list", "dict_type": "dict",
+NOT_KEYS = {"noise": {"factors"}, "layout": {"ranks_per_node"}, "model": {"arguments"}, "batch": {"dispatch"},
+            "task": {"verifiers"}}
+TYPES = {"int_type": "int", "float_type": "float", "bool_type": "bool", "string_type": "str", "tuple_type": "list",
+         "dict_type": "dict",
          "mapping_type": "dict"}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Below it bfloat16 keeps less than half of the noise on weights of 1 (tests/aqn/test_aqn_injector.py).
@@ -38,7 +41,8 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing on the engine (keys.yaml says why)
+    # keys that are set and change nothing on the engine (keys.yaml says why)
+    unused: list[str] = field(default_factory=list)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
@@ -54,7 +58,8 @@ def read_recipe(raw: Mapping[str, Any]) -> Recipe:
 
 
 def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
-    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field at fault has its default."""
+    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field at fault has its
+    default."""
     found = Found()
     sections = _sections(raw, found)
     values = Values(sections)
@@ -69,7 +74,8 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     if not isinstance(emulate, bool):
         found.faults.append(f"emulate_npu = {emulate!r} must be true or false")
     engine = sections.get("engine")
-    return Recipe(engine=engine if isinstance(engine, str) else str(engine), emulate_npu=emulate is True, **parts, sections=sections), found
+    return Recipe(engine=engine if isinstance(engine, str) else str(engine), emulate_npu=emulate is True, **parts,
+                  sections=sections), found
 
 
 # ---- names ----
@@ -81,7 +87,8 @@ def known_keys() -> dict[str, list[str]]:
            for section, part in OWN_SECTIONS.items()}
     megatron = keys.known("megatron")
     return {"megatron_training": megatron, "actor_config": megatron, "rl_config": keys.known("rl_config"),
-            "generate_config": keys.known("generate_config"), "generate_config.sampling_config": keys.known("sampling_config"),
+            "generate_config": keys.known("generate_config"),
+            "generate_config.sampling_config": keys.known("sampling_config"),
             "rl_config.actor_resource": ["num_npus"], **own}
 
 
@@ -102,7 +109,8 @@ def key_of(part: type, name: str) -> str | None:
 
 def _unknown_key(key: Any, section: str) -> str:
     """The sentence for an unknown key, with the nearest known ones of its section and of all."""
-    near = [name.removeprefix(f"{section}.") for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})]
+    near = [name.removeprefix(f"{section}.")
+            for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})]
     return f"unknown key in {section}: {key!r}" + (f", did you mean {' or '.join(map(repr, near))}?" if near else "")
 
 
@@ -110,7 +118,8 @@ def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
     """`raw` with an empty mapping for every section that is missing or none; faults for unknown sections and keys."""
     sections = {str(name): value for name, value in raw.items()}
     for name in sorted(sections.keys() - set(TOP_LEVEL)):
-        found.faults.append(f"section {name!r} is called {RENAMED[name]!r} now" if name in RENAMED else unknown("section", name, TOP_LEVEL))
+        found.faults.append(f"section {name!r} is called {RENAMED[name]!r} now" if name in RENAMED
+                            else unknown("section", name, TOP_LEVEL))
         if name in RENAMED:  # the config of an earlier run can still be read
             sections.setdefault(RENAMED[name], sections.pop(name))
     for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
@@ -153,14 +162,16 @@ class Values:
         training, actor, models = sections["megatron_training"], sections["actor_config"], sections["model"]
         name = actor.get("model", training.get("model"))
         model = models.get(name) if isinstance(name, str) else None
-        self.merged = {"model": model if isinstance(model, Mapping) else {}, "megatron_training": training, "actor_config": actor}
+        self.merged = {"model": model if isinstance(model, Mapping) else {}, "megatron_training": training,
+                       "actor_config": actor}
         self.megatron = {key: value for part in self.merged.values() for key, value in part.items()}
 
     def get(self, key: str) -> tuple[str, Any]:
         """(the key as it stands in the config, its value or None)."""
         section, name = key.split(".", 1)
         if section == "megatron":
-            place = next((place for place in reversed(self.merged) if self.merged[place].get(name) is not None), "megatron_training")
+            place = next((place for place in reversed(self.merged) if self.merged[place].get(name) is not None),
+                         "megatron_training")
             return f"{place}.{name}", self.merged[place].get(name)
         if section == "sampling_config":
             section, name = "generate_config", key
@@ -178,7 +189,8 @@ def _part(name: str, kind: type, values: Values, found: Found) -> Any:
             continue
         places[field_name], value = values.get(key)
         extra = info.json_schema_extra or {}
-        explicit = key.startswith(f"{getattr(kind, 'section', None)}.") and key.split(".", 1)[1] in values.sections[kind.section]
+        explicit = (key.startswith(f"{getattr(kind, 'section', None)}.")
+                    and key.split(".", 1)[1] in values.sections[kind.section])
         if value is not None or (explicit and info.default is not None):
             given[field_name] = value
         elif extra.get("required"):
@@ -215,7 +227,8 @@ def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> An
     batch, sampling = parts["batch"], parts["sampling"]
     longest = sampling.max_prompt_length + sampling.max_tokens
     follows = {"mini_batch_size": ("rl_config.mini_batch_size", batch.global_batch_size),
-               "seq_length": ("megatron.seq_length", longest), "max_model_len": ("generate_config.max_model_len", longest)}
+               "seq_length": ("megatron.seq_length", longest),
+               "max_model_len": ("generate_config.max_model_len", longest)}
     derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
     dispatch = {}
     for name in DISPATCH:
@@ -241,7 +254,8 @@ def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
     for i, name in enumerate(names if isinstance(names, list) else ()):
         weight = weights[i] if isinstance(weights, list) and i < len(weights) else 1.0
         if not isinstance(name, str):
-            found.faults.append(f"rl_config.verifier_function[{i}]: unknown verifier {name!r}: give a name, or module:function")
+            found.faults.append(
+                f"rl_config.verifier_function[{i}]: unknown verifier {name!r}: give a name, or module:function")
         elif isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             found.faults.append(f"rl_config.verifier_weight[{i}] = {weight!r} must be float")
         else:
@@ -255,16 +269,17 @@ def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     """Faults of values that do not go together."""
     batch, sampling, evaluation, optimizer = parts["batch"], parts["sampling"], parts["evaluation"], parts["optimizer"]
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
-        found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = {sampling.max_tokens} "
-                            f"exceeds generate_config.max_model_len = {batch.max_model_len}")
+        found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = "
+                            f"{sampling.max_tokens} exceeds generate_config.max_model_len = {batch.max_model_len}")
     if batch.samples_per_prompt < 2:
-        found.faults.append(f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO compares the answers to one "
-                            "prompt")
+        found.faults.append(f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
+                            "compares the answers to one prompt")
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
-        found.faults.append(f"eval.temperature = 0 with eval.samples_per_problem = {evaluation.samples_per_problem}: it must be above 0, or 0 "
-                            "(greedy) with 1 sample")
+        found.faults.append(f"eval.temperature = 0 with eval.samples_per_problem = {evaluation.samples_per_problem}: "
+                            "it must be above 0, or 0 (greedy) with 1 sample")
     if optimizer.min_lr > optimizer.lr:
-        found.faults.append(f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = {optimizer.min_lr}")
+        found.faults.append(
+            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = {optimizer.min_lr}")
 
 
 def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:
@@ -278,15 +293,17 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError, OSError) as error:
-        found.faults.append(f"aqn: {unknown('noise schedule', noise.schedule, KINDS) if noise.schedule not in KINDS else error}")
+        found.faults.append(
+            f"aqn: {unknown('noise schedule', noise.schedule, KINDS) if noise.schedule not in KINDS else error}")
         return noise
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")
     small = [step for step, sigma in enumerate(schedule.sigmas(), 1) if 0 < sigma < BF16_LEAST_SIGMA]
     if small and dtype == "bfloat16":
-        found.warnings.append(f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps (first in step {small[0]}), "
-                              "where bfloat16 rounds most of it away on norm weights near 1; aqn/measured_std will say what is left "
-                              "(docs/aqn.md). Raise aqn.sigma_end to keep it")
+        found.warnings.append(f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps "
+                              f"(first in step {small[0]}), where bfloat16 rounds most of it away on norm weights "
+                              "near 1; aqn/measured_std will say what is left (docs/aqn.md). Raise aqn.sigma_end to "
+                              "keep it")
     return replace(noise, factors=tuple(factors))
 
 
@@ -302,6 +319,7 @@ def _multipliers(noise: Noise) -> list[tuple[str, float]]:
             raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} is neither YAML nor JSON: "
                               f"{' '.join(str(error).split())}") from error
         if not isinstance(profile, Mapping):
-            raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to numbers, such as 0: 1.5")
+            raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to "
+                              "numbers, such as 0: 1.5")
         factors += check_multipliers(profile)
     return factors

@@ -1,9 +1,10 @@
 """The Recipe: everything that a run is configured with, typed, in the field's terms.
 
-Each part is a frozen dataclass that pydantic validates. A field says by `key(...)` which YAML key it is read from; fields of a part with a
-`section` are keys of that section. `megatron.X` stands for the key X of actor_config, else of megatron_training, else of the named model in
-section model, as MindSpeed-RL merges them (config_cls/base_config.py:14). What is not on disk is checked here and in reader.py; files,
-shapes and layouts are the engines' to check.
+Each part is a frozen dataclass that pydantic validates. A field says by `key(...)` which YAML key it is read from;
+fields of a part with a `section` are keys of that section. `megatron.X` stands for the key X of actor_config, else of
+megatron_training, else of the named model in section model, as MindSpeed-RL merges them
+(config_cls/base_config.py:14). What is not on disk is checked here and in reader.py; files, shapes and layouts are the
+engines' to check.
 """
 
 import math
@@ -26,7 +27,8 @@ part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", all
 
 
 def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
-    """A field that is read from the YAML key `name`; `default` where it is left out; `limits` are pydantic's (ge, le, ...)."""
+    """A field that is read from the YAML key `name`; `default` where it is left out; `limits` are pydantic's (ge, le,
+    ...)."""
     return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
 
 
@@ -50,8 +52,10 @@ def _kinds(value: Any) -> Any:
 
 def _layer_list(value: Any) -> Any:
     """num_layer_list, "14,14", as numbers."""
-    parts = str(value).split(",") if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "" else value or ()
-    if isinstance(parts, (list, tuple)) and all(isinstance(item, int) or str(item).strip().isdecimal() for item in parts):
+    parts = (str(value).split(",")
+             if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "" else value or ())
+    if isinstance(parts, (list, tuple)) and all(isinstance(item, int) or str(item).strip().isdecimal()
+                                                for item in parts):
         return tuple(map(int, parts))
     raise ValueError("must be whole numbers with commas between them, such as 14,14")
 
@@ -64,18 +68,20 @@ Size = Annotated[int, Field(ge=1)]
 
 @part
 class Model:
-    """The Hugging Face directory that vLLM loads, and what Megatron is told of the model (`arguments`, Megatron's names)."""
+    """The Hugging Face directory that vLLM loads, and what Megatron is told of the model (`arguments`, Megatron's
+    names)."""
 
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
-    load: str | None = key("megatron.load")  # the base weights in Megatron's format; the local engine reads the Hugging Face files
+    # the base weights in Megatron's format; the local engine reads the Hugging Face files
+    load: str | None = key("megatron.load")
     arguments: Mapping[str, Any] = Field(default_factory=dict)
 
 
 @part
 class Layout:
-    """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep). Rollout: vLLM
-    instances of infer TP x EP ranks."""
+    """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep).
+    Rollout: vLLM instances of infer TP x EP ranks."""
 
     world: int = key("rl_config.actor_resource.num_npus", 1, required=True, ge=1, le=MAX_RANKS)
     tp: Size = key("megatron.tensor_model_parallel_size", 1)
@@ -86,8 +92,10 @@ class Layout:
     infer_pp: Size = key("generate_config.infer_pipeline_parallel_size", 1)
     infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
     ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
-    num_layer_list: Annotated[tuple[int, ...], BeforeValidator(_layer_list)] = key("megatron.num_layer_list", ())  # of each stage; (): equal
-    layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")  # None: no virtual pipeline
+    # of each stage; (): equal
+    num_layer_list: Annotated[tuple[int, ...], BeforeValidator(_layer_list)] = key("megatron.num_layer_list", ())
+    # None: no virtual pipeline
+    layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")
     cp_algorithm: str = key("megatron.context_parallel_algo", "ulysses_cp_algo")
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
     tp_extend_ep: bool = key("megatron.moe_tp_extend_ep", False)
@@ -105,7 +113,8 @@ class Layout:
 
     @property
     def infer_dp(self) -> int:
-        """Rollout replicas of the prompts, as upstream counts them: world // infer TP; expert parallel ranks serve their own prompts."""
+        """Rollout replicas of the prompts, as upstream counts them: world // infer TP; expert parallel ranks serve
+        their own prompts."""
         return self.world // (self.infer_tp * self.infer_pp)
 
     @property
@@ -120,16 +129,19 @@ class Layout:
 
 @part
 class Batch:
-    """Batch arithmetic. Sizes count prompts, except micro-batch and dispatch sizes, which count answers; None follows from the others."""
+    """Batch arithmetic. Sizes count prompts, except micro-batch and dispatch sizes, which count answers; None follows
+    from the others."""
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
     samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=1)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
-    actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")  # None: micro_batch_size
+    # None: micro_batch_size
+    actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
-    dispatch: Mapping[str, int | None] = Field(default_factory=dict)  # actor_rollout_dispatch_size and so on; None: upstream's default
+    # actor_rollout_dispatch_size and so on; None: upstream's default
+    dispatch: Mapping[str, int | None] = Field(default_factory=dict)
     guarantee_order: bool = key("rl_config.guarantee_order", True)
     seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
     max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
@@ -165,7 +177,8 @@ class Algorithm:
 
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
     clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
-    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)  # DAPO's clip-higher: the ratio stays in [1 - low, 1 + high]
+    # DAPO's clip-higher: the ratio stays in [1 - low, 1 + high]
+    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
 
@@ -198,7 +211,8 @@ class Optimizer:
 
 @part
 class Sampling:
-    """How training answers are sampled. The policy that is trained is the whole distribution, so top_p, top_k and min_p stay off."""
+    """How training answers are sampled. The policy that is trained is the whole distribution, so top_p, top_k and
+    min_p stay off."""
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
     temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
@@ -222,7 +236,8 @@ class LoRA:
 
     r: Size = key("megatron.lora_r", 8)
     alpha: Float = key("megatron.lora_alpha", 16, gt=0)
-    targets: Annotated[tuple[Literal[LORA_TARGETS], ...], BeforeValidator(_names)] = key("megatron.lora_target_modules", ())
+    targets: Annotated[tuple[Literal[LORA_TARGETS], ...], BeforeValidator(_names)] = key(
+        "megatron.lora_target_modules", ())
 
 
 @part
@@ -241,7 +256,8 @@ class Noise:
     multipliers: Mapping[Any, Any] | None = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
     seed: int | None = None  # None: the run's
-    factors: tuple[tuple[str, float], ...] = ()  # the multipliers of both, as `NoiseInjector` takes them; the reader fills it in
+    # the multipliers of both, as `NoiseInjector` takes them; the reader fills it in
+    factors: tuple[tuple[str, float], ...] = ()
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range.
@@ -250,14 +266,14 @@ class Noise:
             epoch: steps of one pass over the training rows; None: not known yet, the whole run counts as one.
         """
         restart = epoch or total_steps if self.restart_every == "epoch" else self.restart_every
-        return NoiseSchedule(kind=self.schedule, sigma_start=self.sigma_start, sigma_end=self.sigma_end, num_stages=self.num_stages,
-                             total_steps=total_steps, restart_every=restart)
+        return NoiseSchedule(kind=self.schedule, sigma_start=self.sigma_start, sigma_end=self.sigma_end,
+                             num_stages=self.num_stages, total_steps=total_steps, restart_every=restart)
 
 
 @part
 class Correction:
-    """What is done about answers that another policy sampled than the one that is trained: "none", or "token_tis", each token's loss
-    times min(p_trained / p_sampled, cap)."""
+    """What is done about answers that another policy sampled than the one that is trained: "none", or "token_tis",
+    each token's loss times min(p_trained / p_sampled, cap)."""
 
     section: ClassVar[str] = "rollout_correction"
     method: Literal["none", "token_tis"] = "none"
@@ -288,7 +304,8 @@ class HardwareError:
 
 @part
 class Task:
-    """Rows with prompts and gold answers, and the rewards of an answer: `verifiers` are (name or module:function, weight)."""
+    """Rows with prompts and gold answers, and the rewards of an answer: `verifiers` are (name or module:function,
+    weight)."""
 
     section: ClassVar[str] = "task"
     train_file: str = ""
@@ -301,7 +318,7 @@ class Task:
 
 @part
 class Evaluation:
-    """Noise off, before the first step, every `every` steps and after the last; n_problems None: the whole test file."""
+    """Noise off, before the first step, every `every` steps and after the last; n_problems None: the whole file."""
 
     section: ClassVar[str] = "eval"
     every: Size = 10
@@ -312,12 +329,13 @@ class Evaluation:
 
 @part
 class Run:
-    """How long a run is, where it is kept and what is written beside metrics.jsonl; `resume` is the directory of a run that stopped, or
-    "auto": the newest one of this config, if there is one."""
+    """How long a run is, where it is kept and what is written beside metrics.jsonl; `resume` is the directory of a run
+    that stopped, or "auto": the newest one of this config, if there is one."""
 
     section: ClassVar[str] = "run"
     train_iters: Size = key("megatron.train_iters", 1, required=True)
-    save_interval: Size | None = key("megatron.save_interval")  # iterations; there is a checkpoint after the last one in any case
+    # iterations; there is a checkpoint after the last one in any case
+    save_interval: Size | None = key("megatron.save_interval")
     seed: int = key("megatron.seed", 1, ge=0)
     root: str = "runs"
     name: str | None = None
@@ -329,8 +347,8 @@ class Run:
 
 @part
 class Local:
-    """The local engine's own needs: vLLM's memory for keys and values, GiB; how many checkpoints are kept; how much of its merged weights a
-    rank hands over at once, MiB."""
+    """The local engine's own needs: vLLM's memory for keys and values, GiB; how many checkpoints are kept; how much of
+    its merged weights a rank hands over at once, MiB."""
 
     section: ClassVar[str] = "local"
     kv_cache_gib: Size = 1
@@ -353,8 +371,8 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`, for `steps` steps, answers of at most `max_tokens`
-    tokens; `layers` None: as many as the model has."""
+    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`, for `steps` steps, answers
+    of at most `max_tokens` tokens; `layers` None: as many as the model has."""
 
     section: ClassVar[str] = "rehearsal"
     enabled: bool = False
@@ -401,4 +419,5 @@ class Recipe:
         return {"test": self.task.test_file, **({"aqn_multipliers": profile} if profile else {})}
 
 
-PARTS: dict[str, type] = {field.name: field.type for field in fields(Recipe) if isinstance(field.type, type) and hasattr(field.type, "__pydantic_fields__")}
+PARTS: dict[str, type] = {field.name: field.type for field in fields(Recipe) if isinstance(field.type, type)
+                          and hasattr(field.type, "__pydantic_fields__")}

@@ -1,4 +1,5 @@
-"""A Recipe back as a config: what upstream is given, and what a run directory keeps. `read(to_config(recipe))` is the recipe."""
+"""A Recipe back as a config: what upstream is given, and what a run directory keeps. `read(to_config(recipe))` is the
+recipe."""
 
 import copy
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ LORA_ONLY = ("lora",)  # parts that a recipe without adapters leaves out
 
 
 def to_config(recipe: Recipe) -> dict[str, Any]:
-    """The sections of `recipe`: as they were read, with every value that the recipe holds, also where a key was left out. So no engine's
-    own default comes between."""
+    """The sections of `recipe`: as they were read, with every value that the recipe holds, also where a key was left
+    out. So no engine's own default comes between."""
     sections = copy.deepcopy(dict(recipe.sections))
     values = Values(sections)
     for name, kind in PARTS.items():

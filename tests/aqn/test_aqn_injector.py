@@ -128,7 +128,8 @@ def test_same_noise_on_every_holder_and_another_for_another_key():
 
 
 def test_key_is_stable_across_processes_and_versions():
-    """`printf 0/1/model.norm.weight | sha256sum` starts with e49c4449; Python's hash() would be salted by each process."""
+    """`printf 0/1/model.norm.weight | sha256sum` starts with e49c4449; Python's hash() would be salted by each
+    process."""
     generator = torch.Generator().manual_seed(0xE49C4449)
     assert torch.equal(standard_normal(0, 1, "model.norm.weight", [32]), torch.randn(32, generator=generator))
 
@@ -151,7 +152,8 @@ def test_stage_zero_leaves_weights_alone_and_says_so():
     report = injector.apply(0)
     assert torch.equal(bits(weights(model)), clean)
     assert report.to_metrics() == {
-        "aqn/sigma": 0.0, "aqn/stage": 0, "aqn/layers": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0, "aqn/changed_fraction": 0.0
+        "aqn/sigma": 0.0, "aqn/stage": 0, "aqn/layers": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0,
+        "aqn/changed_fraction": 0.0
     }
 
 
@@ -180,7 +182,8 @@ def test_multipliers_of_nothing_are_refused():
 
 
 def test_the_sigma_of_the_config_check_is_where_bf16_keeps_half():
-    """Measured on weights of 1: below config.BF16_LEAST_SIGMA less than half of the nominal std is left, 5% above it more."""
+    """Measured on weights of 1: below config.BF16_LEAST_SIGMA less than half of the nominal std is left, 5% above it
+    more."""
     for factor, kept in ((0.95, False), (1.05, True)):
         sigma = factor * BF16_LEAST_SIGMA
         report = NoiseInjector(norms(256, dtype=torch.bfloat16, value=1.0), always(sigma), "*", seed=0).apply(ON)
@@ -212,7 +215,8 @@ def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
         model[2].weight[5] = 7.0
     synced = weights(model)
     for use in (injector.remove, lambda: injector.apply(2), lambda: injector.clean().__enter__()):
-        with pytest.raises(RuntimeError, match=r"1 of 4 noisy weights were overwritten, first 2\.weight.*remove\(\) before"):
+        with pytest.raises(RuntimeError,
+                           match=r"1 of 4 noisy weights were overwritten, first 2\.weight.*remove\(\) before"):
             use()
     assert torch.equal(weights(model), synced)
     model[2].weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))  # replaced altogether, as a loader may do
@@ -248,7 +252,8 @@ def test_a_schedule_that_is_never_on_is_a_warning(caplog):
     assert "never" not in caplog.text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere")
+@pytest.mark.skipif(not torch.cuda.is_available(),
+                    reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere")
 def test_weights_on_another_device_get_the_cpus_noise():
     model, reference = norms(dtype=torch.bfloat16).cuda(), norms(dtype=torch.bfloat16)
     clean = weights(model)

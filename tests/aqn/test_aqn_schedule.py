@@ -15,7 +15,8 @@ def qerl_sigmas(num_stages, start, end):
 
 
 def qerl_stage(step, total_steps, num_stages):
-    """QeRL e8c6e79, noise_scheduler.py:5-20: the division is a float64 one. Stage num_stages is held to the last sigma there."""
+    """QeRL e8c6e79, noise_scheduler.py:5-20: the division is a float64 one. Stage num_stages is held to the last sigma
+    there."""
     return min(int(min(step, total_steps) // (total_steps / num_stages)), num_stages - 1)
 
 
@@ -110,11 +111,12 @@ def test_bad_step(step):
 def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, end, restart_every):
     for num_stages in range(1, 13):
         for total_steps in range(1, 27):
-            schedule = NoiseSchedule(kind=kind, sigma_start=start, sigma_end=end, num_stages=num_stages, total_steps=total_steps,
-                                     restart_every=restart_every)
+            schedule = NoiseSchedule(kind=kind, sigma_start=start, sigma_end=end, num_stages=num_stages,
+                                     total_steps=total_steps, restart_every=restart_every)
             period = restart_every or total_steps
             hit = {step % period * num_stages // period for step in range(total_steps)} - {0}
-            of_stages = {"constant": set(range(1, num_stages))}.get(kind, {1 if start > end or num_stages == 2 else num_stages - 1})
+            of_stages = {"constant": set(range(1, num_stages))}.get(
+                kind, {1 if start > end or num_stages == 2 else num_stages - 1})
             warned = skipped_strongest_noise(schedule)
             assert (warned is None) == (num_stages == 1 or bool(hit & of_stages))
             if restart_every is None and kind != "constant" and num_stages > 2:

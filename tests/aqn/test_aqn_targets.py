@@ -62,7 +62,8 @@ def engine_model(norm, make_mlp, layers=2):
 
 
 def dense_mlp():
-    return nn.ModuleDict({"gate_up_proj": nn.Linear(8, 16), "gate_proj": nn.Linear(8, 8), "down_proj": nn.Linear(8, 8)})
+    return nn.ModuleDict({"gate_up_proj": nn.Linear(8, 16), "gate_proj": nn.Linear(8, 8),
+                          "down_proj": nn.Linear(8, 8)})
 
 
 class AscendFusedMoE(nn.Module):
@@ -99,12 +100,14 @@ def test_dense_models_with_gate_proj_are_no_mixture_of_experts(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"), [("Qwen3Moe", {}), ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2})]
+    ("name", "extra"),
+    [("Qwen3Moe", {}), ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2})]
 )
 def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
     model = hf_model(name, **MOE_SIZES, **extra)
     assert is_mixture_of_experts(model)
-    assert [target.name for target in select_targets(model)] == [f"model.layers.{i}.post_attention_layernorm" for i in range(3)]
+    assert [target.name for target in select_targets(model)] == [
+        f"model.layers.{i}.post_attention_layernorm" for i in range(3)]
     assert len(select_targets(model, "all")) == 7
     assert not is_mixture_of_experts(hf_model(name, **{**MOE_SIZES, **extra, "mlp_only_layers": [0, 1, 2]}))
 
@@ -117,7 +120,8 @@ def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
         (lambda: nn.ModuleDict({"shared": SharedExperts()}), ["input_layernorm", "post_attention_layernorm"]),
         (lambda: nn.ModuleDict({"experts": nn.ModuleList([dense_mlp(), dense_mlp()])}), ["post_attention_layernorm"]),
         (lambda: nn.ModuleDict({"experts": AscendFusedMoE()}), ["post_attention_layernorm"]),
-        (lambda: nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": RoutedExperts()})}), ["post_attention_layernorm"]),
+        (lambda: nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": RoutedExperts()})}),
+         ["post_attention_layernorm"]),
     ],
 )
 def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
@@ -152,14 +156,16 @@ def test_names_patterns_and_excludes(targets, exclude, count):
 def test_other_block_norms_count_as_block_but_norms_inside_attention_do_not():
     model = hf_model("Gemma2", num_hidden_layers=2, **SIZES)  # four norms in a block
     assert len(select_targets(model, "block")) == 8 and len(select_targets(model, "post_attention")) == 2
-    block = nn.ModuleDict({"self_attn": nn.ModuleDict({"kv_a_layernorm": RMSNorm()}), "post_attention_layernorm": RMSNorm()})
+    block = nn.ModuleDict({"self_attn": nn.ModuleDict({"kv_a_layernorm": RMSNorm()}),
+                           "post_attention_layernorm": RMSNorm()})
     selected = select_targets(nn.ModuleDict({"layers": nn.ModuleList([block])}))
     assert [target.name for target in selected] == ["layers.0.post_attention_layernorm"]
 
 
 @pytest.mark.parametrize("bad", ["blok", ["all", "q_norm"], None, False])
 def test_unknown_target_lists_the_known_ones(bad):
-    with pytest.raises(ValueError, match="unknown AQN target .*known: auto, block, input, post_attention, final, all, qk"):
+    with pytest.raises(ValueError,
+                       match="unknown AQN target .*known: auto, block, input, post_attention, final, all, qk"):
         check_targets(bad)
     with pytest.raises(ValueError, match="unknown AQN target"):
         select_targets(engine_model(RMSNorm, dense_mlp), "all", exclude=bad)
@@ -167,10 +173,12 @@ def test_unknown_target_lists_the_known_ones(bad):
 
 def test_nothing_matches_lists_the_norm_classes_seen():
     neox = hf_model("GPTNeoX", num_hidden_layers=2, **SIZES)  # the right names, but not RMSNorms
-    with pytest.raises(ValueError, match=r"'auto' matches no norm .*5 x LayerNorm \(not an RMSNorm, e.g. gpt_neox.layers.0.inp"):
+    with pytest.raises(ValueError,
+                       match=r"'auto' matches no norm .*5 x LayerNorm \(not an RMSNorm, e.g. gpt_neox.layers.0.inp"):
         select_targets(neox)
     dense = hf_model("Qwen2", num_hidden_layers=2, **SIZES)
-    with pytest.raises(ValueError, match=r"'qk' matches no norm .*2 x Qwen2RMSNorm \(input, e.g. model.layers.0.input_"):
+    with pytest.raises(ValueError,
+                       match=r"'qk' matches no norm .*2 x Qwen2RMSNorm \(input, e.g. model.layers.0.input_"):
         select_targets(dense, "qk")
     with pytest.raises(ValueError, match=r"AQN exclude '\*.layers.7.\*' matches no norm"):
         select_targets(dense, "all", ["*.layers.7.*"])
@@ -220,8 +228,10 @@ def test_multipliers_by_layer_target_and_both():
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"postattention": 2}, "unknown AQN target 'postattention'"), ({"inputs@0-3": 2}, "unknown AQN target 'inputs'"),
-    ({"auto": 2}, "scale aqn.sigma_start"), ({"3-1": 2}, "the range of layers is empty"), ({"0": -1}, "'0' must be a finite number >= 0, not -1"),
-    ({"0": "2"}, "must be a finite number"), ({"0": True}, "must be a finite number"), ({"0": float("nan")}, "must be a finite number")])
+    ({"auto": 2}, "scale aqn.sigma_start"), ({"3-1": 2}, "the range of layers is empty"),
+    ({"0": -1}, "'0' must be a finite number >= 0, not -1"),
+    ({"0": "2"}, "must be a finite number"), ({"0": True}, "must be a finite number"),
+    ({"0": float("nan")}, "must be a finite number")])
 def test_multipliers_that_cannot_be_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         check_multipliers(given)
@@ -230,13 +240,15 @@ def test_multipliers_that_cannot_be_are_refused(given, message):
 @pytest.mark.parametrize("selector", ["3", "3-9", "input@3", "qk", "*.q_norm", "final@0"])
 def test_a_multiplier_of_nothing_lists_what_there_is(selector):
     norms = select_targets(engine_model(RMSNorm, dense_mlp, layers=3))
-    with pytest.raises(ValueError, match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm"):
+    with pytest.raises(ValueError,
+                       match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm"):
         multipliers_of(norms, check_multipliers({selector: 2.0}))
 
 
 def test_vllms_own_rms_norm_is_found_and_noised(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    pytest.importorskip("vllm", reason="vLLM is not installed; its RMSNorm is only tested by the class of the same name above")
+    pytest.importorskip("vllm",
+                        reason="vLLM is not installed; its RMSNorm is only tested by the class of the same name above")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm as VllmRMSNorm
 

@@ -1,4 +1,4 @@
-"""torch as the stand-ins make it, each test in a process of its own: what a process once patched cannot be unpatched."""
+"""torch as the stand-ins make it, each test in a process of its own: what was patched cannot be unpatched."""
 
 import os
 import subprocess
@@ -33,11 +33,14 @@ def test_every_way_to_name_a_device_means_the_cpu():
             import io
             cpu = torch.device("cpu")
             for name in ("npu", "npu:1", "cuda:0", 0, torch.device("cuda", 1), "cpu", None):
-                made = [torch.zeros(2, device=name), torch.tensor([1.0], device=name), torch.ones(1).new_zeros(2, device=name)]
-                made += [torch.empty_like(made[0], device=name), torch.arange(3, device=name), torch.randn(2, device=name)]
+                made = [torch.zeros(2, device=name), torch.tensor([1.0], device=name)]
+                made.append(torch.ones(1).new_zeros(2, device=name))
+                made += [torch.empty_like(made[0], device=name), torch.arange(3, device=name)]
+                made.append(torch.randn(2, device=name))
                 if name is not None:
                     made += [torch.ones(2).to(name), torch.ones(2).to(device=name, dtype=torch.bfloat16)]
-                    made += [*torch.nn.Linear(2, 2).to(name).parameters(), *torch.nn.Linear(2, 2, device=name).parameters()]
+                    made += torch.nn.Linear(2, 2).to(name).parameters()
+                    made += torch.nn.Linear(2, 2, device=name).parameters()
                 assert all(tensor.device == cpu for tensor in made), name
             x = torch.ones(2, requires_grad=True)
             assert x.npu() is x and x.cuda(1) is x and x.pin_memory() is x and x.is_npu and x.is_cuda
@@ -53,7 +56,8 @@ def test_every_way_to_name_a_device_means_the_cpu():
                 assert torch.load(file, location)["weight"].device == cpu
 
             assert x.type() == "torch.npu.FloatTensor" and x.bfloat16().type() == "torch.npu.BFloat16Tensor"
-            assert x.type("torch.npu.HalfTensor").dtype == torch.float16 and x.type(torch.float64).dtype == torch.float64
+            assert x.type("torch.npu.HalfTensor").dtype == torch.float16
+            assert x.type(torch.float64).dtype == torch.float64
             assert torch.cuda.LongTensor([1]).dtype == torch.int64
             """
         )
@@ -102,7 +106,8 @@ def test_random_numbers_come_from_one_generator():
             before = torch.cuda.get_rng_state()
             torch.cuda.manual_seed(2); inner = numbers()
             torch.cuda.default_generators[0].set_state(before)
-            assert torch.equal(first, outer[0]) and torch.equal(numbers(), outer[1]) and not torch.equal(inner, outer[1])
+            assert torch.equal(first, outer[0]) and torch.equal(numbers(), outer[1])
+            assert not torch.equal(inner, outer[1])
 
             generator = torch.Generator(device="npu").manual_seed(5)
             assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
@@ -224,7 +229,8 @@ def test_hccl_and_nccl_are_gloo_and_a_rank_can_send_to_itself(tmp_path):
 def test_the_device_count_is_known_without_torch():
     code = "import sys, acl; print(acl.rt.get_device_count(), 'torch' in sys.modules)"
     for env, expected in ((environment(12), 12), ({**environment(1), NUM_NPUS_VARIABLE: "16"}, 16)):
-        run = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+        run = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True,
+                             check=True)
         assert run.stdout.split() == [f"({expected},", "0)", "False"]
 
 

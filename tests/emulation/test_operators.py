@@ -1,7 +1,7 @@
 """The emulated operators against formulas written out in float64 numpy, and their gradients against torch.autograd.
 
-Tolerances: float64 results agree to 1e-10. bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-8 of itself; the
-operators compute in float32 and round once (RMSNorm twice), and 1% is added for float32's own error.
+Tolerances: float64 results agree to 1e-10. bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-8 of
+itself; the operators compute in float32 and round once (RMSNorm twice), and 1% is added for float32's own error.
 """
 
 import itertools
@@ -84,7 +84,8 @@ def test_rotary(dtype, tolerance, mode):
     expected = turned(wide(x), angle, mode)
     np.testing.assert_allclose(wide(operators.npu_rotary_mul(x, cos, sin, mode)), expected, **tolerance)
     number = ["half", "interleave"].index(mode)
-    np.testing.assert_allclose(wide(operators.npu_rotary_position_embedding(x, cos, sin, number)), expected, **tolerance)
+    np.testing.assert_allclose(wide(operators.npu_rotary_position_embedding(x, cos, sin, number)), expected,
+                               **tolerance)
 
 
 def test_rotary_rounds_once():
@@ -129,7 +130,8 @@ COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def attention(q, k, v, scale, sees):
-    """(B, N, S, D) float64 arrays, one query at a time; sees(i, j) or sees(b, n, i, j) says whether query i sees key j."""
+    """(B, N, S, D) float64 arrays, one query at a time; sees(i, j) or sees(b, n, i, j) says whether query i sees key
+    j."""
     out, logsumexp = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
     for b, n, i in itertools.product(*map(range, q.shape[:3])):
         head = n // (q.shape[1] // k.shape[1])
@@ -154,7 +156,8 @@ def masks(s1, s2):
             lambda b, n, i, j: not full[b, 0, i, j] and j <= i,
         ),
         "full, one for all": (dict(sparse_mode=0, atten_mask=full[0, 0]), lambda b, n, i, j: not full[0, 0, i, j]),
-        "all": (dict(sparse_mode=1, atten_mask=full.to(torch.uint8), next_tockens=0), lambda b, n, i, j: not full[b, 0, i, j]),
+        "all": (dict(sparse_mode=1, atten_mask=full.to(torch.uint8), next_tockens=0), lambda b, n, i,
+                j: not full[b, 0, i, j]),
         "left upper": (dict(sparse_mode=2, atten_mask=COMPRESSED, pre_tockens=1), lambda b, n, i, j: j <= i),
         "right lower": (dict(sparse_mode=3, atten_mask=COMPRESSED, pre_tockens=1), lambda b, n, i, j: j <= i + last),
         "band": (
@@ -174,7 +177,8 @@ def test_attention_in_every_layout_with_every_mask(layout, mask):
     tensors = [torch.from_numpy(np.ascontiguousarray(LAYOUTS[layout](x))) for x in (q, k, v)]
     out, maximum, total, *rest = npu_fusion_attention(*tensors, 4, layout, scale=0.3, **arguments)
     np.testing.assert_allclose(wide(out), LAYOUTS[layout](expected), **EXACT)
-    np.testing.assert_allclose(wide(maximum + total.log()), np.repeat(logsumexp[..., None], 8, -1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(wide(maximum + total.log()), np.repeat(logsumexp[..., None], 8, -1), rtol=1e-5,
+                               atol=1e-5)
     assert len(rest) == 4 and rest[1:] == [0, 0, 0]
 
 
@@ -192,7 +196,8 @@ def test_attention_over_sequences_one_after_the_other(arguments, sees):
     q, k, v = normal(9, 4, 8), normal(11, 2, 8, seed=1), normal(11, 2, 8, seed=2)
     mask = {"atten_mask": COMPRESSED} if arguments else {}
     out, maximum, *_ = npu_fusion_attention(
-        q, k, v, 4, "TND", scale=0.3, actual_seq_qlen=q_ends, actual_seq_kvlen=torch.tensor(k_ends), **arguments, **mask
+        q, k, v, 4, "TND", scale=0.3, actual_seq_qlen=q_ends, actual_seq_kvlen=torch.tensor(k_ends), **arguments,
+        **mask
     )
     assert maximum.shape == (9, 4, 8)
     for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 6)), ((4, 9), (6, 11))]:
@@ -228,7 +233,8 @@ def test_attention_gradients_with_shared_heads_and_sequences():
             actual_seq_kvlen=[1, 4],
         )[0]
 
-    assert gradcheck(packed, [normal(4, 2, 3, grad=True), normal(4, 1, 3, seed=1, grad=True), normal(4, 1, 3, seed=2, grad=True)])
+    assert gradcheck(packed, [normal(4, 2, 3, grad=True), normal(4, 1, 3, seed=1, grad=True),
+                              normal(4, 1, 3, seed=2, grad=True)])
 
 
 def test_attention_in_bfloat16_rounds_once():
@@ -283,7 +289,8 @@ def test_grouped_matmul(counts):
         (y,) = operators.npu_gmm([x], [weight], [], group_list, 0, kind)
         np.testing.assert_allclose(wide(y), expected, **EXACT)
         one_tensor_for_each_group = list(weight)
-        (y,) = operators.npu_grouped_matmul([x], one_tensor_for_each_group, group_list=group_list, group_list_type=kind)
+        (y,) = operators.npu_grouped_matmul([x], one_tensor_for_each_group, group_list=group_list,
+                                            group_list_type=kind)
         np.testing.assert_allclose(wide(y), expected, **EXACT)
 
 
@@ -348,7 +355,8 @@ def test_gating_takes_the_largest_probabilities():
     weights, experts, rows = operators.npu_moe_gating_top_k_softmax(logits, None, 3)
     probabilities = np.exp(wide(logits)) / np.exp(wide(logits)).sum(-1, keepdims=True)
     np.testing.assert_allclose(wide(weights), np.sort(probabilities, -1)[:, :-4:-1], **ONE_ROUNDING)
-    np.testing.assert_allclose(np.take_along_axis(probabilities, experts.long().numpy(), -1), wide(weights), **ONE_ROUNDING)
+    np.testing.assert_allclose(np.take_along_axis(probabilities, experts.long().numpy(), -1), wide(weights),
+                               **ONE_ROUNDING)
     assert (weights.dtype, experts.dtype, rows.dtype) == (torch.bfloat16, torch.int32, torch.int32)
     assert rows[:2].tolist() == [[0, 50, 100], [1, 51, 101]]
 
@@ -378,7 +386,8 @@ def test_unpermuting_sums_over_the_experts_of_a_token(with_probs):
     rows, probs = normal(10, 3), normal(5, 4) if with_probs else None
     routing_map, order = routing()
     _, _, index = operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing_map)
-    out, *_ = operators._npu_moe_token_unpermute_with_routing_map(rows, index, (5, 3), probs=probs, routing_map=routing_map)
+    out, *_ = operators._npu_moe_token_unpermute_with_routing_map(
+        rows, index, (5, 3), probs=probs, routing_map=routing_map)
     expected = np.zeros((5, 3))
     for row, (token, expert) in enumerate(order):
         expected[token] += wide(rows)[row] * (wide(probs)[token, expert] if with_probs else 1)
@@ -387,7 +396,8 @@ def test_unpermuting_sums_over_the_experts_of_a_token(with_probs):
 
 def test_gradients_of_permuting_are_those_of_autograd():
     tokens, probs, routing_map = normal(5, 3, grad=True), normal(5, 4, grad=True), routing()[0]
-    permuted, permuted_probs, index = operators.npu_moe_token_permute_with_routing_map(tokens, routing_map, probs=probs)
+    permuted, permuted_probs, index = operators.npu_moe_token_permute_with_routing_map(
+        tokens, routing_map, probs=probs)
     directions = normal(10, 3, seed=1), normal(10)
     expected = torch.autograd.grad([permuted, permuted_probs], [tokens, probs], directions)
     got = operators.npu_moe_token_permute_with_routing_map_grad(*directions, index, routing_map, 4, 5)

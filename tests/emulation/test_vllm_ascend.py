@@ -29,8 +29,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.platforms import current_platform
 assert type(current_platform).__name__ == "NPUPlatform", current_platform
 torch.distributed.init_process_group("hccl")  # Megatron has done so when MindSpeed-RL makes its engine
-engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4, seed=0, skip_tokenizer_init=True,
-             distributed_executor_backend="external_launcher", enable_expert_parallel=True,
+engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4, seed=0,
+             skip_tokenizer_init=True, distributed_executor_backend="external_launcher", enable_expert_parallel=True,
              tensor_parallel_size=int(os.environ["TP"]))
 model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
 classes = {type(module).__name__ for module in model.modules()}
@@ -42,7 +42,8 @@ assert shapes["model.layers.0.mlp.experts.w2_weight"] == (experts, 48, 64), shap
 assert len(shapes["model.layers.0.self_attn.qkv_proj.weight"]) == 2, shapes
 assert not engine.llm_engine.vllm_config.scheduler_config.chunked_prefill_enabled
 
-replica = int(os.environ["VLLM_DP_RANK"])  # the ranks of one engine are asked the same, the second engine less than the first
+# The ranks of one engine are asked the same, the second engine less than the first.
+replica = int(os.environ["VLLM_DP_RANK"])
 asked = torch.randint(1, 120, (3 - replica, 9), generator=torch.Generator().manual_seed(replica)).tolist()
 sampling = SamplingParams(max_tokens=4, temperature=1.0, seed=1, logprobs=0, detokenize=False, ignore_eos=True)
 got = engine.generate([TokensPrompt(prompt_token_ids=ids) for ids in asked], sampling, use_tqdm=False)
@@ -82,7 +83,9 @@ def test_logprobs_are_those_of_hugging_face(tiny_model, tmp_path, world, tensor_
     script.write_text(SCRIPT)
     variables = {"TP": str(tensor_parallel), "VLLM_DP_SIZE": str(world // tensor_parallel), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), script, tiny_model],
-        env={**os.environ, **environment(world), **variables}, capture_output=True, text=True, timeout=180, check=False,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), script,
+         tiny_model],
+        env={**os.environ, **environment(world), **variables}, capture_output=True, text=True, timeout=180,
+        check=False,
     )  # fmt: skip
     assert run.returncode == 0 and run.stdout.count("WORST") == world, run.stdout[-3000:] + run.stderr[-6000:]

@@ -31,7 +31,8 @@ def test_forward_merge_and_gradients_are_pefts():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     base = nn.Linear(6, 10, bias=False)
-    theirs = peft.get_peft_model(nn.Sequential(base), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"])).base_model.model[0]
+    theirs = peft.get_peft_model(nn.Sequential(base),
+                                 peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"])).base_model.model[0]
     tuple_base = TupleLinear(6, 10, bias=False)
     tuple_base.load_state_dict(base.state_dict())
     ours = LoRALinear(tuple_base, 4, 8, seed=1, is_expert=False)
@@ -86,7 +87,8 @@ def test_an_expert_starts_the_same_on_whichever_rank_it_lives():
 @pytest.mark.parametrize("targets, message", [
     (["linear_qvk"], "unknown LoRA target 'linear_qvk', did you mean 'linear_qkv'"),
     ([], "lora_target_modules is empty"),
-    (["linear_qkv", "linear_fc2"], "linear_fc2 matches no layer of this model; its layers with weights are: .*linear_fc1"),
+    (["linear_qkv", "linear_fc2"],
+     "linear_fc2 matches no layer of this model; its layers with weights are: .*linear_fc1"),
 ])
 def test_targets_that_cannot_be_are_refused(targets, message):
     with pytest.raises(ConfigError, match=message):

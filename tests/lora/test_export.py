@@ -1,4 +1,5 @@
-"""Adapters sharded here into any Megatron layout come back whole; and real PEFT and transformers read what is exported."""
+"""Adapters sharded here into any Megatron layout come back whole; and real PEFT and transformers read what is
+exported."""
 
 import enum
 import importlib
@@ -29,7 +30,8 @@ SHAPES = {
 
 
 def mlp_shapes(prefix, width):
-    return {f"{prefix}.gate_proj": (width, HIDDEN), f"{prefix}.up_proj": (width, HIDDEN), f"{prefix}.down_proj": (HIDDEN, width)}
+    return {f"{prefix}.gate_proj": (width, HIDDEN), f"{prefix}.up_proj": (width, HIDDEN),
+            f"{prefix}.down_proj": (HIDDEN, width)}
 
 
 MIXTURE = {name: shape for i in range(EXPERTS) for name, shape in mlp_shapes(f"mlp.experts.{i}", EXPERT_FFN).items()}
@@ -48,13 +50,15 @@ def make_adapters(family, layers, dtype=torch.float32):
     for layer in range(layers):
         for name, (out, into) in FAMILIES[family].items():
             parent, _, leaf = f"model.layers.{layer}.{name}".rpartition(".")
-            a = weights[f"{parent}.{FUSED[leaf]}"][0] if leaf in FUSED else torch.randn(R, into, generator=generator).to(dtype)
+            a = (weights[f"{parent}.{FUSED[leaf]}"][0]
+                 if leaf in FUSED else torch.randn(R, into, generator=generator).to(dtype))
             weights[f"{parent}.{leaf}"] = a, torch.randn(out, R, generator=generator).to(dtype)
     return Adapters(weights, R, ALPHA, 3)
 
 
 def shard(full, layer, t, tp, e, ep):
-    """One layer's tensors on tensor rank t of tp and expert rank e of ep, as Megatron and MindSpeed-LLM name and lay them out."""
+    """One layer's tensors on tensor rank t of tp and expert rank e of ep, as Megatron and MindSpeed-LLM name and lay
+    them out."""
     def a(name):
         return full[f"model.layers.{layer}.{name}"][0]
 
@@ -71,7 +75,8 @@ def shard(full, layer, t, tp, e, ep):
     interleaved = []
     for group in range(t * GROUPS // tp, (t + 1) * GROUPS // tp):
         interleaved.append(b("self_attn.q_proj")[group * queries:(group + 1) * queries])
-        interleaved += [b(f"self_attn.{name}")[group * HEAD_DIM:(group + 1) * HEAD_DIM] for name in ("k_proj", "v_proj")]
+        interleaved += [b(f"self_attn.{name}")[group * HEAD_DIM:(group + 1) * HEAD_DIM]
+                        for name in ("k_proj", "v_proj")]
     pairs = {"self_attention.linear_qkv": (a("self_attn.q_proj"), torch.cat(interleaved)),
              "self_attention.linear_proj": (columns(a("self_attn.o_proj")), b("self_attn.o_proj"))}
     for ours, theirs in (("mlp", "mlp"), ("mlp.shared_experts", "mlp.shared_expert")):
@@ -95,14 +100,17 @@ def shard(full, layer, t, tp, e, ep):
     return tensors
 
 
-def write_checkpoint(folder, adapters, family, tp=1, stages=(2,), ep=1, targets=ALL, change=lambda rank, state: None, **more):
+def write_checkpoint(folder, adapters, family, tp=1, stages=(2,), ep=1, targets=ALL, change=lambda rank, state: None,
+                     **more):
     """`stages`: layers of each pipeline stage. `change` may spoil a rank's state before it is written."""
-    args = Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=len(stages), expert_model_parallel_size=ep,
-                     num_layers=sum(stages), num_attention_heads=HEADS, group_query_attention=True, num_query_groups=GROUPS,
-                     kv_channels=HEAD_DIM, num_experts=EXPERTS if "moe" in family else None, moe_tp_extend_ep="moe" in family,
-                     hidden_size=HIDDEN, ffn_hidden_size=FFN, padded_vocab_size=64, moe_router_topk=2, moe_ffn_hidden_size=EXPERT_FFN,
-                     n_shared_experts=1 if family == "qwen2_moe" else None, qk_layernorm="qwen3" in family, add_qkv_bias="qwen2" in family,
-                     lora_r=R, lora_alpha=ALPHA, lora_target_modules=targets)
+    args = Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=len(stages),
+                     expert_model_parallel_size=ep, num_layers=sum(stages), num_attention_heads=HEADS,
+                     group_query_attention=True, num_query_groups=GROUPS, kv_channels=HEAD_DIM,
+                     num_experts=EXPERTS if "moe" in family else None, moe_tp_extend_ep="moe" in family,
+                     hidden_size=HIDDEN, ffn_hidden_size=FFN, padded_vocab_size=64, moe_router_topk=2,
+                     moe_ffn_hidden_size=EXPERT_FFN, n_shared_experts=1 if family == "qwen2_moe" else None,
+                     qk_layernorm="qwen3" in family, add_qkv_bias="qwen2" in family, lora_r=R, lora_alpha=ALPHA,
+                     lora_target_modules=targets)
     vars(args).update(more)
     for t, p, e in product(range(tp), range(len(stages)), range(ep)):
         model = {f"decoder.layers.{layer}.{name}": tensor for layer in range(stages[p])
@@ -137,7 +145,8 @@ def test_multi_head_attention_has_as_many_groups_as_heads(tmp_path):
     """Megatron's arguments say num_query_groups: 1 then, which means nothing."""
     def rows_in_order(rank, state):
         state["model"] = {"decoder.layers.0.self_attention.linear_qkv.lora_A.default.weight": torch.ones(R, HIDDEN),
-                          "decoder.layers.0.self_attention.linear_qkv.lora_B.default.weight": torch.arange(12.0).view(6, R)}
+                          "decoder.layers.0.self_attention.linear_qkv.lora_B.default.weight": torch.arange(12.0).view(
+                              6, R)}
 
     write_checkpoint(tmp_path, make_adapters("qwen2", 1), "qwen2", stages=(1,), change=rows_in_order,
                      group_query_attention=False, num_query_groups=1, num_attention_heads=2, kv_channels=1)
@@ -153,8 +162,10 @@ def test_only_trained_adapters_are_read(tmp_path):
         state["model"]["decoder.final_layernorm.weight"] = torch.ones(2)
 
     adapters = make_adapters("qwen3_moe", 2)
-    write_checkpoint(tmp_path, adapters, "qwen3_moe", targets=["linear_qkv", "linear_proj", "linear_fc2"], change=with_base)
-    trained = {module: pair for module, pair in adapters.weights.items() if not module.endswith(("gate_proj", "up_proj"))}
+    write_checkpoint(tmp_path, adapters, "qwen3_moe", targets=["linear_qkv", "linear_proj", "linear_fc2"],
+                     change=with_base)
+    trained = {module: pair
+               for module, pair in adapters.weights.items() if not module.endswith(("gate_proj", "up_proj"))}
     assert_same(load_adapters(tmp_path), Adapters(trained, R, ALPHA, 3))
 
 
@@ -248,12 +259,14 @@ def test_incomplete_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="mp_rank_01_001/model_optim_rng.pt cannot be read; it may be cut short"):
         load_adapters(save, 3)
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"mp_rank_01_001/model_optim_rng.pt missing: .* sizes 2, 1, 2; bring the files"):
+    with pytest.raises(FileNotFoundError,
+                       match=r"mp_rank_01_001/model_optim_rng.pt missing: .* sizes 2, 1, 2; bring the files"):
         load_adapters(save, 3)
     file.write_bytes(whole)
     write_checkpoint(save.parent / "other", adapters, "qwen3_moe")
     (save.parent / "other" / "iter_0000003" / "mp_rank_00").rename(save / "iter_0000003" / "mp_rank_00")
-    with pytest.raises(ValueError, match=r"mixes runs: mp_rank_00 is of .* 1, 1, 1, where mp_rank_00_000, .* has no place"):
+    with pytest.raises(ValueError,
+                       match=r"mixes runs: mp_rank_00 is of .* 1, 1, 1, where mp_rank_00_000, .* has no place"):
         load_adapters(save, 3)
     save = write_checkpoint(tmp_path / "split", adapters, "qwen3_moe", tp=2, moe_tp_extend_ep=False)
     with pytest.raises(ValueError, match="without moe_tp_extend_ep, which splits each expert"):
@@ -271,10 +284,11 @@ def base_model(tmp_path_factory):
             return made[family]
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(
-            family, vocab_size=64, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=2, num_attention_heads=HEADS,
-            num_key_value_heads=GROUPS, head_dim=HEAD_DIM, tie_word_embeddings=False, initializer_range=0.3, num_experts=EXPERTS,
-            num_experts_per_tok=3, moe_intermediate_size=EXPERT_FFN, shared_expert_intermediate_size=SHARED_FFN,
-            mlp_only_layers=[], decoder_sparse_step=1, bos_token_id=None, eos_token_id=1, max_position_embeddings=64)
+            family, vocab_size=64, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=2,
+            num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=HEAD_DIM, tie_word_embeddings=False,
+            initializer_range=0.3, num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=EXPERT_FFN,
+            shared_expert_intermediate_size=SHARED_FFN, mlp_only_layers=[], decoder_sparse_step=1, bos_token_id=None,
+            eos_token_id=1, max_position_embeddings=64)
         made[family] = tmp_path_factory.mktemp(family) / "base"
         model = transformers.AutoModelForCausalLM.from_config(config)
         model.save_pretrained(made[family], max_shard_size="20KB")
@@ -350,12 +364,15 @@ def test_an_adapter_of_some_layers_is_merged_too(tmp_path, base_model):
         save_merged(adapters, base, tmp_path / "merged")
     save_merged(adapters, base, tmp_path / "merged", all_layers=False)
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
-    assert {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])} == set(adapters.weights)
+    assert {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])} == set(
+        adapters.weights)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"use_dora": True}, "use_dora"), ({"use_rslora": True}, "use_rslora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"), ({"lora_bias": True}, "lora_B.bias .* is not the A"),
+    ({"use_dora": True}, "use_dora"), ({"use_rslora": True}, "use_rslora"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
+    ({"lora_bias": True}, "lora_B.bias .* is not the A"),
     ({"alpha_pattern": {"down_proj": 1}}, r"down_proj has an r or alpha of its own \(down_proj\)"),
     ({"rank_pattern": {r"layers\.1\..*q_proj": 1}}, r"q_proj\.lora_[AB]\.weight \[.*\] is not the A .* r = 2")])
 @pytest.mark.filterwarnings("ignore:.lora_bias=True", "ignore:Adapter .default.. 4 LoRA tensor")
@@ -371,14 +388,17 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
     save_peft(make_adapters("qwen3", 2), base_model("qwen3"), tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
-    export.save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name}, file)
+    export.save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name},
+                     file)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj has an A or a B and not the other"):
         load_peft(tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     whole = config.read_text()
     for change, message in (({"r": None}, "r = None and lora_alpha = 6 must be numbers"), ({"r": 0}, "r = 0 and"),
-                            ({"alpha_pattern": {"(": 1}}, r"'\(' in rank_pattern or alpha_pattern is no regular expression"),
-                            ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"), ({"bias": "lora_only"}, "bias = lora_only")):
+                            ({"alpha_pattern": {"(": 1}},
+                             r"'\(' in rank_pattern or alpha_pattern is no regular expression"),
+                            ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"),
+                            ({"bias": "lora_only"}, "bias = lora_only")):
         config.write_text(json.dumps(json.loads(whole) | change))
         with pytest.raises(ValueError, match=message):
             load_peft(tmp_path / "adapter")
@@ -399,7 +419,8 @@ def test_merged_weights_are_rounded_once(tmp_path, base_model, dtype):
     from transformers import AutoModelForCausalLM
 
     base = tmp_path / "base"
-    AutoModelForCausalLM.from_pretrained(base_model("qwen2_moe"), dtype=dtype).save_pretrained(base, max_shard_size="20KB")
+    AutoModelForCausalLM.from_pretrained(base_model("qwen2_moe"), dtype=dtype).save_pretrained(
+        base, max_shard_size="20KB")
     adapters = make_adapters("qwen2_moe", 2, torch.bfloat16)
     save_merged(adapters, base, tmp_path / "merged")
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
@@ -439,7 +460,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, base_mode
     wide = whole.weights | {"model.layers.1.mlp.up_proj": (torch.ones(R, HIDDEN), torch.ones(99, R))}
     for weights, message in [(few, r"has model\.layers\.1\.\S+\.weight, for which the checkpoint holds no adapter"),
                              (make_adapters("qwen3", 3).weights, r"has no model.layers.2.self_attn.q_proj.weight"),
-                             (wide, rf"layers.1.mlp.up_proj.weight is \[{FFN}, {HIDDEN}\] there, .* for \[99, {HIDDEN}\]")]:
+                             (wide,
+                              rf"layers.1.mlp.up_proj.weight is \[{FFN}, {HIDDEN}\] there, .* for \[99, {HIDDEN}\]")]:
         with pytest.raises(ValueError, match=message):
             save(Adapters(weights, R, ALPHA, 3), base, out)
     with pytest.raises(FileNotFoundError, match=r"neither model.safetensors.index.json nor model.safetensors"):
@@ -469,7 +491,8 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, base_model, save, monkeypat
 
 def run_tool(*arguments):
     command = [sys.executable, str(ROOT / "tools" / "export_adapter.py"), *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.run(command, check=False, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_the_tool(tmp_path, base_model):
@@ -485,8 +508,11 @@ def test_the_tool(tmp_path, base_model):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (R, ALPHA)
     assert Path(config["base_model_name_or_path"]).samefile(base_model("qwen3_moe"))
-    again = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "adapter", "--merged")
+    again = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "adapter",
+                     "--merged")
     assert again.returncode == 1 and again.stderr.startswith("export_adapter: ") and "exists already" in again.stderr
     assert again.stderr.count("\n") == 1
-    done = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "merged", "--merged")
-    assert done.returncode == 0 and tensors_of(tmp_path / "merged").keys() == tensors_of(base_model("qwen3_moe")).keys()
+    done = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "merged",
+                    "--merged")
+    assert done.returncode == 0 and tensors_of(tmp_path / "merged").keys() == tensors_of(base_model("qwen3_moe")).keys(
+        )

@@ -15,7 +15,8 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[2]
-MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4,
+         "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 90, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -46,9 +47,11 @@ def put(raw, key, value):
 
 def test_the_quickstart_says_what_it_does(raw):
     recipe, found = checked(raw)
-    assert (recipe.layout.world, recipe.layout.ep, recipe.batch.global_batch_size, recipe.batch.samples_per_prompt) == (2, 2, 32, 8)
+    assert (recipe.layout.world, recipe.layout.ep, recipe.batch.global_batch_size,
+            recipe.batch.samples_per_prompt) == (2, 2, 32, 8)
     algorithm = recipe.algorithm
-    assert (recipe.optimizer.lr, algorithm.clip_low, algorithm.clip_high, algorithm.kl_coefficient) == (2e-4, 0.2, 0.28, 0.0)
+    assert (recipe.optimizer.lr, algorithm.clip_low, algorithm.clip_high, algorithm.kl_coefficient) == (
+        2e-4, 0.2, 0.28, 0.0)
     assert (recipe.lora.r, recipe.lora.alpha, len(recipe.lora.targets)) == (32, 64, 4)
     assert recipe.noise.noise_schedule(40).sigma(4) == 0.05
     assert found.unused == []
@@ -81,7 +84,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     assert checked(raw)[1].warnings == []  # float32 holds it
     put(raw, "generate_config.dtype", "bfloat16")
     (warning,) = checked(raw)[1].warnings
-    assert "sigma is below 0.0009 in 8 of 40 steps (first in step 33)" in warning  # 0.00089 and 0.0005, the last two of ten stages
+    # 0.00089 and 0.0005, the last two of ten stages
+    assert "sigma is below 0.0009 in 8 of 40 steps (first in step 33)" in warning
     put(raw, "aqn.sigma_end", 0.001)
     assert checked(raw)[1].warnings == []
 
@@ -103,13 +107,18 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("gsm8k", {"prompt": "plain"}, "section 'gsm8k' is called 'task' now"),
     ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
     ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
-    ("megatron_training.lora_target_modules", ["linear_qkv", "q_proj"], "megatron_training.lora_target_modules: unknown targets 'q_proj'"),
+    ("megatron_training.lora_target_modules", ["linear_qkv", "q_proj"],
+     "megatron_training.lora_target_modules: unknown targets 'q_proj'"),
     ("megatron_training.lora_target_modules", [], "lora_target_modules is empty"),
-    ("rl_config.verifier_function", ["gsm8k", "gsm8k_stric"], "unknown verifier 'gsm8k_stric', did you mean 'gsm8k_strict'"),
-    ("rl_config.verifier_weight", [1.0, 2.0], "1 verifier_function and 2 verifier_weight must be lists, as long as each other"),
+    ("rl_config.verifier_function", ["gsm8k", "gsm8k_stric"],
+     "unknown verifier 'gsm8k_stric', did you mean 'gsm8k_strict'"),
+    ("rl_config.verifier_weight", [1.0, 2.0],
+     "1 verifier_function and 2 verifier_weight must be lists, as long as each other"),
     ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1 must be at least 2"),
-    ("rl_config.mini_batch_size", 12, "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12"),
-    ("rl_config.actor_resource.num_npus", 3, "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, docs/layouts.md)"),
+    ("rl_config.mini_batch_size", 12,
+     "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12"),
+    ("rl_config.actor_resource.num_npus", 3,
+     "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, docs/layouts.md)"),
     ("rl_config.adv_estimator", "gae", "rl_config.adv_estimator = 'gae'"),
     ("rl_config.token_level_loss", False, "rl_config.token_level_loss = False"),
     ("rl_config.filter_groups_enable", True, "rl_config.filter_groups_enable = True"),
@@ -119,7 +128,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("rl_config.overlong_buffer_enable", True, "rl_config.overlong_buffer_enable = True"),
     ("megatron_training.optimizer", "muon", "megatron_training.optimizer = 'muon'"),
     ("generate_config.sampling_config.seed", 3, "generate_config.sampling_config.seed = 3"),
-    ("rl_config.max_prompt_length", 120, "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds generate_config.max_model_len = 128"),
+    ("rl_config.max_prompt_length", 120,
+     "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds generate_config.max_model_len = 128"),
     ("actor_config.tensor_model_parallel_size", 4, "2 KV heads cannot be divided by TP 4"),
     ("actor_config.context_parallel_size", 2, "context_parallel_size = 2: the local engine runs it at 1 only"),
     ("actor_config.expert_model_parallel_size", 3, "8 experts cannot be divided by TP 1 x EP 3 = 3"),
@@ -153,10 +163,13 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("actor_config.adam_beta2", 1, "actor_config.adam_beta2 = 1 must be at most 0.999999"),
     ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
     ("generate_config.infer_tensor_parallel_size", 4, "num_key_value_heads = 2 is no multiple of 4"),
-    ("generate_config.infer_tensor_parallel_size", 4, "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads"),
-    ("rollout_correction", {"method": "token_ti"}, "rollout_correction.method: unknown method 'token_ti', did you mean 'token_tis'?"),
+    ("generate_config.infer_tensor_parallel_size", 4,
+     "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads"),
+    ("rollout_correction", {"method": "token_ti"},
+     "rollout_correction.method: unknown method 'token_ti', did you mean 'token_tis'?"),
     ("rollout_correction", {"method": "token_tis", "cap": 0.5}, "rollout_correction.cap = 0.5 must be at least 1"),
-    ("hardware_error", {"rollout": "gausian"}, "hardware_error.rollout: unknown rollout 'gausian', did you mean 'gaussian'?"),
+    ("hardware_error", {"rollout": "gausian"},
+     "hardware_error.rollout: unknown rollout 'gausian', did you mean 'gaussian'?"),
     ("hardware_error", {"evaluation": ["gaussian", "bf16"]}, "hardware_error.evaluation: unknown evaluation 'bf16'"),
     ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be below 1"),
     ("hardware_error", {"block": 0}, "hardware_error.block = 0 must be at least 1"),
@@ -192,7 +205,8 @@ def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
 def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw):
     put(raw, "megatron_training.use_flash_attn", True)
     put(raw, "generate_config.gpu_memory_utilization", 0.8)
-    assert set(checked(raw)[1].unused) == {"megatron_training.use_flash_attn", "generate_config.gpu_memory_utilization"}
+    assert set(checked(raw)[1].unused) == {"megatron_training.use_flash_attn",
+                                           "generate_config.gpu_memory_utilization"}
 
 
 def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
@@ -223,10 +237,11 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
 
 
 def test_checks_come_before_heavy_imports():
-    program = ("import sys; sys.argv = ['train_grpo.py', '--config-name', 'grpo_tiny_moe_cpu', 'rl_config.verifier_function=[nope]']; import runpy\n"
-               "try: runpy.run_path('cli/train_grpo.py', run_name='__main__')\n"
-               "except SystemExit as stop: assert stop.code == 2, stop.code\n"
-               "heavy = {'torch', 'vllm', 'ray', 'megatron', 'transformers'} & set(sys.modules); assert not heavy, heavy")
+    program = ("import sys; sys.argv = ['train_grpo.py', '--config-name', 'grpo_tiny_moe_cpu', "
+               "'rl_config.verifier_function=[nope]']; import runpy\ntry: runpy.run_path('cli/train_grpo.py', "
+               "run_name='__main__')\nexcept SystemExit as stop: assert stop.code == 2, stop.code\n"
+               "heavy = {'torch', 'vllm', 'ray', 'megatron', 'transformers'} & set(sys.modules); assert not heavy, "
+               "heavy")
     done = subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "unknown verifier 'nope'" in done.stderr

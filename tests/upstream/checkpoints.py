@@ -18,7 +18,8 @@ def held(full: dict[str, torch.Tensor], stage: int, stages: int) -> list[str]:
 
 
 def rank_files(folder: Path, tp: int, pp: int, ep: int, layers: int) -> list[tuple[Path, int, Place]]:
-    """(file, pipeline stage, place) of each rank of a checkpoint (megatron/training/checkpointing.py:get_checkpoint_name)."""
+    """(file, pipeline stage, place) of each rank of a checkpoint
+    (megatron/training/checkpointing.py:get_checkpoint_name)."""
     files = []
     for t, p, e in product(range(tp), range(pp), range(ep)):
         name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
@@ -27,7 +28,8 @@ def rank_files(folder: Path, tp: int, pp: int, ep: int, layers: int) -> list[tup
 
 
 def write_base_checkpoint(hf_dir: Path, out_dir: Path, tp: int = 1, pp: int = 1, ep: int = 1) -> Path:
-    """An untied Hugging Face model for `actor_config.load`; with `finetune: true` nothing but weights is read of a checkpoint.
+    """An untied Hugging Face model for `actor_config.load`; with `finetune: true` nothing but weights is read of a
+    checkpoint.
 
     Experts are dealt whole to the tensor ranks too (`moe_tp_extend_ep: true`).
     """

@@ -1,4 +1,5 @@
-"""Tests on the real upstream: they need its checkouts (UPSTREAM names the folder) and the environment of `make upstream-env`."""
+"""Tests on the real upstream: they need its checkouts (UPSTREAM names the folder) and the environment of `make
+upstream-env`."""
 
 import importlib.util
 import os
@@ -21,7 +22,8 @@ def upstream() -> Path:
     if missing := [name for name in CHECKOUTS if not (folder / name).is_dir()]:
         pytest.fail(f"UPSTREAM={folder} has no {', '.join(missing)}")
     if importlib.util.find_spec("tensordict") is None:
-        pytest.skip("not the environment of `make upstream-env`: run these tests with `UPSTREAM=DIR make test-upstream`")
+        pytest.skip(
+            "not the environment of `make upstream-env`: run these tests with `UPSTREAM=DIR make test-upstream`")
     return folder
 
 

@@ -2,9 +2,9 @@
 
     python probe.py CONFIG.yaml FOLDER
 
-FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the rank's place, its training weights, vLLM's
-weights after a sync with zero adapters, with the given ones and with noise, and the gradients of the update; experience.pt with the
-transfer dock's content at the end of the iteration.
+FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the rank's place, its
+training weights, vLLM's weights after a sync with zero adapters, with the given ones and with noise, and the gradients
+of the update; experience.pt with the transfer dock's content at the end of the iteration.
 """
 
 import sys
@@ -51,7 +51,8 @@ def probe_classes():
         def synced(self, noise_step):
             self.inference_model.noise_step = noise_step
             self.sharding_manager.enter_infer_mode()
-            weights = {name: parameter.detach().clone() for name, parameter in self.inference_model.model.named_parameters()}
+            weights = {name: parameter.detach().clone()
+                       for name, parameter in self.inference_model.model.named_parameters()}
             self.sharding_manager.exit_infer_mode()
             self.actor_offloader.onload_param()
             return weights
@@ -77,10 +78,12 @@ def probe_classes():
             step = self.optimizer.step
 
             def keep_gradients():
-                gradients = {name: parameter.main_grad.detach().clone() for name, parameter in self._parameters().items()
+                gradients = {name: parameter.main_grad.detach().clone()
+                             for name, parameter in self._parameters().items()
                              if parameter.requires_grad}
                 result = step()
-                self.seen.setdefault("gradients", gradients)  # of the first update, when the policy is still the old one
+                # of the first update, when the policy is still the old one
+                self.seen.setdefault("gradients", gradients)
                 self.seen.setdefault("grad_norm", result[1])
                 return result
             self.optimizer.step = keep_gradients

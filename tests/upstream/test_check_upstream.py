@@ -1,4 +1,4 @@
-"""The contract on upstream's real sources: it holds at the pins, each entry notices a change, other versions are told."""
+"""The contract on upstream's real sources: it holds at the pins, each entry notices a change, other versions too."""
 
 import ast
 import os
@@ -28,8 +28,8 @@ ROOTS = {"cli": GIVEN.get("mindspeed_rl"), **GIVEN}  # first folder of a file ->
 FILES = [file for file in ENTRIES if file.split("/")[0] in ROOTS]
 
 pytestmark = pytest.mark.skipif(not all(package in GIVEN for package in NEEDED), reason=(
-    "UPSTREAM must name a folder with checkouts of MindSpeed-RL, MindSpeed-LLM, MindSpeed [, Megatron-LM, vllm-ascend] at "
-    "the pins of mindspeed_qerl/ascend/contract.yaml"))
+    "UPSTREAM must name a folder with checkouts of MindSpeed-RL, MindSpeed-LLM, MindSpeed [, Megatron-LM, "
+    "vllm-ascend] at the pins of mindspeed_qerl/ascend/contract.yaml"))
 
 
 def run_tool(roots):
@@ -109,7 +109,8 @@ def test_a_changed_file_is_named(tmp_path, package, file, old, new, told):
     (copy / file).write_text(text.replace(old, new, 1))
     done = run_tool({package: copy})
     assert done.returncode == 1
-    assert f"{PINS[package].title} in {copy} is an unknown version (no git checkout), not {PINS[package]}" in done.stdout
+    unknown = f"{PINS[package].title} in {copy} is an unknown version (no git checkout), not {PINS[package]}"
+    assert unknown in done.stdout
     assert any(line.startswith(f"  changed {file}:") and told in line for line in done.stdout.splitlines())
 
 
@@ -126,8 +127,10 @@ def test_a_version_that_differs_elsewhere_is_told_and_which_copy_counts(tmp_path
 
 
 @pytest.mark.parametrize(("package", "tag", "unchanged", "gone_or_changed"), [
-    ("mindspeed_rl", "v2.2.0", 31, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
-    ("mindspeed_rl", "v2.3.0", 33, ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
+    ("mindspeed_rl", "v2.2.0", 31,
+     ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
+    ("mindspeed_rl", "v2.3.0", 33,
+     ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
     ("mindspeed_llm", "v26.0.0", 4, ["_add_moe_args", "LoraParallelGroupedMLP", "moe_tp_extend_ep"]),
     ("mindspeed", "v2.2.0_core_r0.12.1", 5, []),
     ("mindspeed", "v26.0.0_core_r0.12.1", 5, []),

@@ -1,8 +1,11 @@
-"""One iteration of the real engine, number by number: weights that reach vLLM, noise, log-probabilities, rewards, advantages, gradients.
+"""One iteration of the real engine, number by number: weights that reach vLLM, noise, log-probabilities, rewards,
+advantages, gradients.
 
-Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references in float32. bfloat16 keeps 8 bits, so a
-single rounding moves a number by up to 2^-9 = 0.2 % of it. Weights are compared to one rounding of the merged weight. A log-probability
-is a sum of some hundred products rounded on its way through two layers; transformers' own bfloat16 is the yardstick there. All 8 experts are active, so that no rounding can change a route.
+Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references in float32.
+bfloat16 keeps 8 bits, so a single rounding moves a number by up to 2^-9 = 0.2 % of it. Weights are compared to one
+rounding of the merged weight. A log-probability is a sum of some hundred products rounded on its way through two
+layers; transformers' own bfloat16 is the yardstick there. All 8 experts are active, so that no rounding can change a
+route.
 """
 
 import os
@@ -66,14 +69,16 @@ class Probe:
         for i, response in enumerate(self.experience["responses"]):
             length = int(self.experience["response_length"][i])
             rows.append({"prompt": self.experience["prompts"][i].tolist(), "response": response[:length].tolist(),
-                         "label": self.tokenizer.decode(self.experience["labels"][i]), "reward": float(self.experience["rm_scores"][i]),
+                         "label": self.tokenizer.decode(self.experience["labels"][i]),
+                         "reward": float(self.experience["rm_scores"][i]),
                          "advantages": self.experience["advantages"][i][:length],
                          "old_log_prob": self.experience["old_log_prob"][i][:length],
                          "ref_log_prob": self.experience["ref_log_prob"][i][:length]})
         return rows
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for f, layout in CASES])
+@pytest.fixture(scope="module", params=CASES,
+                ids=[f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for f, layout in CASES])
 def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     from transformers import AutoModelForCausalLM
 
@@ -81,9 +86,11 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     folder = tmp_path_factory.mktemp("probe")
     model, data = tiny(family)
     full = full_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16))
-    torch.save({"full": full, "adapters": random_adapters(full), "zero": random_adapters(full, zero=True)}, folder / "full.pt")
+    torch.save({"full": full, "adapters": random_adapters(full), "zero": random_adapters(full, zero=True)},
+               folder / "full.pt")
     # Two epochs: with one, upstream takes the current log-probabilities for the old ones and computes none.
-    changes = {"rl_config.epochs": 2, "rl_config.init_kl_coef": KL, "rl_config.clip_ratio": CLIP, "actor_config.clip_grad": 1e9,
+    changes = {"rl_config.epochs": 2, "rl_config.init_kl_coef": KL, "rl_config.clip_ratio": CLIP,
+               "actor_config.clip_grad": 1e9,
                "megatron_training.use_distributed_optimizer": False, "aqn.sigma_start": SIGMA, "aqn.num_stages": 2,
                "rl_config.verifier_function": ["gsm8k", "format"], "rl_config.verifier_weight": [1.0, 0.5],
                "generate_config.offload_train_optimizer": False}
@@ -94,12 +101,13 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
         text = (config_file / "config.json").read_text()
         (config_file / "config.json").write_text(text.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 8'))
         model = config_file
-    (folder / "config.yaml").write_text(yaml.safe_dump(make_config(family, model, data, folder, **layout, train_iters=1, samples=SAMPLES, changes=changes)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(
+        make_config(family, model, data, folder, **layout, train_iters=1, samples=SAMPLES, changes=changes)))
     here = Path(__file__).parent
     variables = environment(upstream)
     variables["PYTHONPATH"] += os.pathsep + str(here)
-    result = subprocess.run([sys.executable, str(here / "probe.py"), str(folder / "config.yaml"), str(folder)], env=variables,
-                            check=False, capture_output=True, text=True, timeout=900)
+    result = subprocess.run([sys.executable, str(here / "probe.py"), str(folder / "config.yaml"), str(folder)],
+                            env=variables, check=False, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return Probe(folder, model, family, layout)
 
@@ -111,7 +119,8 @@ def test_each_rank_holds_its_shards(probe):
 
 
 def vllm_place(probe, rank: int) -> tuple[int, int, range]:
-    """Tensor rank and size, and the experts, of a rank of vLLM: whole experts in order over the ranks of an expert group."""
+    """Tensor rank and size, and the experts, of a rank of vLLM: whole experts in order over the ranks of an expert
+    group."""
     tp, group = probe.layout.get("infer_tp", 1), probe.layout.get("infer_tp", 1) * probe.layout.get("infer_ep", 1)
     count = 8 // group
     return rank % tp, tp, range(rank % group * count, (rank % group + 1) * count)
@@ -138,8 +147,10 @@ def test_vllm_has_base_plus_scaled_b_a(probe):
                 moved.add(name.split(".", 3)[-1])
                 assert (tensor.float() - before).norm() == pytest.approx((expected - before).norm(), rel=0.01), name
     kinds = {"self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}
-    kinds |= {"mlp.experts.w13_weight", "mlp.experts.w2_weight"} if "moe" in probe.family else {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
-    kinds |= {"mlp.shared_expert.gate_up_proj.weight", "mlp.shared_expert.down_proj.weight"} if probe.family == "qwen2_moe" else set()
+    kinds |= {"mlp.experts.w13_weight", "mlp.experts.w2_weight"} if "moe" in probe.family else {
+        "mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+    kinds |= {"mlp.shared_expert.gate_up_proj.weight",
+              "mlp.shared_expert.down_proj.weight"} if probe.family == "qwen2_moe" else set()
     assert moved == kinds
 
 
@@ -166,8 +177,9 @@ def answers_log_probs(probe, weights: dict, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.parametrize("column, adapted", [("old_log_prob", True), ("ref_log_prob", False)])
 def test_log_probs_of_policy_and_reference(probe, column, adapted):
-    """The policy has all adapters on, the reference none, experts included. The yardstick of what bfloat16 costs is transformers' own
-    bfloat16 on the same tokens: upstream may be off by no more than twice its mean error and three times its largest."""
+    """The policy has all adapters on, the reference none, experts included. The yardstick of what bfloat16 costs is
+    transformers' own bfloat16 on the same tokens: upstream may be off by no more than twice its mean error and three
+    times its largest."""
     own, other = (probe.hf(with_adapters(probe.full, probe.adapters if on else {})) for on in (adapted, not adapted))
     with torch.no_grad():
         rounded = torch.cat(answers_log_probs(probe, own, torch.bfloat16))
@@ -175,15 +187,15 @@ def test_log_probs_of_policy_and_reference(probe, column, adapted):
         gap = (torch.cat(answers_log_probs(probe, other)) - expected).abs()
     actual = torch.cat([row[column] for row in probe.batch()])
     error, yardstick = (actual - expected).abs(), (rounded - expected).abs()
-    print(f"\n{column}: mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers in bfloat16 {yardstick.mean():.4f}, "
-          f"{yardstick.max():.3f}; the adapters move it by {gap.mean():.3f}")
+    print(f"\n{column}: mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers in bfloat16 "
+          f"{yardstick.mean():.4f}, {yardstick.max():.3f}; the adapters move it by {gap.mean():.3f}")
     assert error.mean() < 2 * yardstick.mean() and error.max() < 3 * yardstick.max()
     assert gap.mean() > 10 * error.mean()
 
 
 def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
-    """vLLM's own log-probabilities of what it sampled, noise off, against transformers on the prompt with its chat tokens; upstream would
-    have sent the text without them."""
+    """vLLM's own log-probabilities of what it sampled, noise off, against transformers on the prompt with its chat
+    tokens; upstream would have sent the text without them."""
     weights = probe.hf(with_adapters(probe.full, probe.adapters))
     special = set(probe.tokenizer.all_special_ids)
     errors, yardstick, gaps = [], [], []
@@ -201,8 +213,8 @@ def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
                 rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
                 yardstick.append((log_probs(probe.model.bfloat16(), rounded, prompt, answer) - expected).abs())
     errors, yardstick, gaps = map(torch.cat, (errors, yardstick, gaps))
-    print(f"\nvLLM: mean error {errors.mean():.4f}, largest {errors.max():.3f} nats; transformers in bfloat16 {yardstick.mean():.4f}, "
-          f"{yardstick.max():.3f}; without the chat tokens {gaps.mean():.3f}")
+    print(f"\nvLLM: mean error {errors.mean():.4f}, largest {errors.max():.3f} nats; transformers in bfloat16 "
+          f"{yardstick.mean():.4f}, {yardstick.max():.3f}; without the chat tokens {gaps.mean():.3f}")
     assert errors.mean() < 2 * yardstick.mean() + 1e-3 and gaps.mean() > 10 * errors.mean()
 
 
@@ -210,7 +222,8 @@ def test_rewards_and_advantages(probe):
     batch = probe.batch()
     texts = [probe.tokenizer.decode(row["response"], skip_special_tokens=True) for row in batch]
     right = VERIFIERS["gsm8k"](texts, [row["label"] for row in batch])
-    assert [row["reward"] for row in batch] == [1.0 * score for score in right]  # no random answer has upstream's format
+    # no random answer has upstream's format
+    assert [row["reward"] for row in batch] == [1.0 * score for score in right]
     assert 0 < sum(right) < len(right)
     rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(-1, SAMPLES)
     expected = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
@@ -219,7 +232,8 @@ def test_rewards_and_advantages(probe):
 
 
 def gradients_by_autograd(probe, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of the loss of the probed update for every full adapter, by autograd through transformers' model in `dtype`; float32 leaves."""
+    """Of the loss of the probed update for every full adapter, by autograd through transformers' model in `dtype`;
+    float32 leaves."""
     leaves = {name: tuple(t.clone().requires_grad_() for t in pair) for name, pair in probe.adapters.items()}
     with torch.no_grad():
         reference = answers_log_probs(probe, probe.hf(with_adapters(probe.full, {})), dtype)
@@ -236,8 +250,9 @@ def norm_of(gradients: dict) -> torch.Tensor:
 
 
 def test_gradients_of_every_adapter(probe):
-    """Against autograd of the same loss on the float32 model. The yardstick is transformers' own bfloat16: upstream's worst tensor may be
-    off by no more than twice its worst. The gradient norm that upstream clips by counts each parameter once."""
+    """Against autograd of the same loss on the float32 model. The yardstick is transformers' own bfloat16: upstream's
+    worst tensor may be off by no more than twice its worst. The gradient norm that upstream clips by counts each
+    parameter once."""
     exact, rounded = (gradients_by_autograd(probe, dtype) for dtype in (torch.float32, torch.bfloat16))
     norm = norm_of(exact)
 
@@ -247,8 +262,8 @@ def test_gradients_of_every_adapter(probe):
     yardstick = max(error(r, e) for name in exact for r, e in zip(rounded[name], exact[name]))
     worst = max(error(actual, shard(name, probe.full, exact, rank["place"])) for rank in probe.ranks
                 for name, actual in rank["gradients"].items())
-    print(f"\ngradients: worst relative error of a tensor {worst:.4f}, transformers in bfloat16 {yardstick:.4f}; norm {norm:.4f}, upstream's "
-          f"{probe.grad_norm[0]:.4f}, transformers in bfloat16 {norm_of(rounded):.4f}")
+    print(f"\ngradients: worst relative error of a tensor {worst:.4f}, transformers in bfloat16 {yardstick:.4f}; norm "
+          f"{norm:.4f}, upstream's {probe.grad_norm[0]:.4f}, transformers in bfloat16 {norm_of(rounded):.4f}")
     assert all(len(rank["gradients"]) > 4 for rank in probe.ranks)
     assert worst < 2 * yardstick
     for upstreams in probe.grad_norm:

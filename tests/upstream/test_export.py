@@ -1,4 +1,4 @@
-"""Checkpoints of the real upstream: base weights beside its converter's and through a run; a run's adapters, exported."""
+"""Checkpoints of the real upstream: base weights beside its converter's and through a run; exported adapters."""
 
 import json
 import os
@@ -36,15 +36,19 @@ def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstrea
         (source / file.name).symlink_to(file)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").unlink()
-    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": config["dtype"]}))  # the old name, for the converter
-    command = [sys.executable, str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"), "--load-dir", str(source), "--save-dir",
-               str(tmp_path / "theirs"), "--model-type-hf", family.replace("_", "-"), "--target-tensor-parallel-size", str(tp),
+    # the old name, for the converter
+    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": config["dtype"]}))
+    command = [sys.executable, str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"), "--load-dir", str(source),
+               "--save-dir",
+               str(tmp_path / "theirs"), "--model-type-hf", family.replace("_", "-"), "--target-tensor-parallel-size",
+               str(tp),
                "--target-pipeline-parallel-size", str(pp), "--target-expert-parallel-size", str(ep)]
     if "moe" in family:
         command += ["--moe-grouped-gemm", "--moe-tp-extend-ep"]
     variables = environment(1)
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *(str(upstream / name) for name in CHECKOUTS)])
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=os.environ | variables)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | variables)
     assert done.returncode == 0, done.stderr[-3000:]
 
     ours = write_base_checkpoint(model, tmp_path / "ours", tp, pp, ep)
@@ -64,12 +68,14 @@ def finished_run(config, upstream, folder) -> RunDirectory:
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):
-    """Without LoRA, at learning rate 0: what the run saves is what it loaded, name by name. The converter knows no Qwen2-MoE."""
+    """Without LoRA, at a learning rate that is 0 to float32: what the run saves is what it loaded, name by name. The converter
+    knows no
+    Qwen2-MoE."""
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the run's arguments have its enums
     model, data = tiny("qwen2_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=2)
     config = make_config("qwen2_moe", model, data, tmp_path, npus=2, tp=2, infer_ep=2, train_iters=1, changes={
-        "actor_config.load": str(base), "actor_config.lr": 0.0, "rl_config.share_backbone": False})
+        "actor_config.load": str(base), "actor_config.lr": 1e-50, "rl_config.share_backbone": False})
     for key in ("lora_r", "lora_alpha", "lora_ckpt_filter", "lora_target_modules"):
         del config["megatron_training"][key]
     run = finished_run(config, upstream, tmp_path)
@@ -89,12 +95,14 @@ def local_delta(name, weights):
     module = name.removesuffix(".weight")
     if f"{module}.lora_A.default.weight" not in weights:
         return None
-    return SCALING * weights[f"{module}.lora_B.default.weight"].float() @ weights[f"{module}.lora_A.default.weight"].float()
+    return SCALING * weights[f"{module}.lora_B.default.weight"].float() @ weights[
+        f"{module}.lora_A.default.weight"].float()
 
 
 @pytest.mark.parametrize(("family", "npus", "tp", "pp", "ep"), [("qwen2_moe", 2, 2, 1, 1), ("qwen3_moe", 2, 1, 2, 1)])
 def test_the_exported_model_is_the_trained_one(family, npus, tp, pp, ep, upstream, tiny, tmp_path, monkeypatch):
-    """On every rank of a real run: merged minus base, sharded as in training, is the product of the rank's own adapters."""
+    """On every rank of a real run: merged minus base, sharded as in training, is the product of the rank's own
+    adapters."""
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")
     model, data = tiny(family)
     base = write_base_checkpoint(model, tmp_path / "base", tp, pp, ep)

@@ -20,7 +20,8 @@ def handed_on(upstream: Path) -> dict[str, object]:
     classes = [node for node in ast.parse((upstream / CONFIG).read_text()).body if isinstance(node, ast.ClassDef)]
     (start,) = (node for node in classes[0].body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     return {node.targets[0].attr: node.value.value for node in start.body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and isinstance(node.value, ast.Constant)}
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+            and isinstance(node.value, ast.Constant)}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def declared(upstream: Path) -> dict[str, list[tuple[str, object]]]:
     found: dict[str, list[tuple[str, object]]] = {}
     for file in ARGUMENTS:
         for node in ast.walk(ast.parse((upstream / file).read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                    and node.func.attr == "add_argument"):
                 continue
             keywords = {keyword.arg: keyword.value for keyword in node.keywords}
             switch = "action" in keywords and ast.literal_eval(keywords["action"]).startswith("store_")
@@ -45,5 +47,6 @@ def test_each_default_is_upstreams(key, handed_on, declared):
     assert key in declared, "Megatron knows the argument"
     value = handed_on[key]
     assert value in ALLOWED[key] and type(value) is type(ALLOWED[key][0])
-    for file, default in declared[key]:  # which count where the value above is None or false, and for a null in the config
+    # which count where the value above is None or false, and for a null in the config
+    for file, default in declared[key]:
         assert default in ALLOWED[key], (file, default)

@@ -17,8 +17,9 @@ from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.rows import read_rows
 
 UPSTREAM = os.environ.get("UPSTREAM")
-pytestmark = pytest.mark.skipif(not UPSTREAM, reason="UPSTREAM names no folder with MindSpeed-RL, MindSpeed-LLM, MindSpeed and "
-                                                     "Megatron-LM: nothing is compared with upstream's preprocessor")
+pytestmark = pytest.mark.skipif(not UPSTREAM, reason="UPSTREAM names no folder with MindSpeed-RL, MindSpeed-LLM, "
+                                                     "MindSpeed and Megatron-LM: nothing is compared with upstream's "
+                                                     "preprocessor")
 
 READ = """
 import json, sys
@@ -28,15 +29,18 @@ from mindspeed_rl.datasets.indexed_dataset import get_packed_indexed_dataset
 from mindspeed_rl.datasets.prompt_dataset import PromptDataset
 
 data_path, max_prompt_length, folders = json.loads(sys.argv[1])
-config = SimpleNamespace(is_pairwise_dataset=False, dataset_additional_keys=["labels"], max_prompt_length=max_prompt_length)
-data, _, _ = build_train_valid_test_datasets([data_path], "100,0,0", 4096, (1, 0, 0), PromptDataset, seed=1, extra_param=config)
+config = SimpleNamespace(is_pairwise_dataset=False, dataset_additional_keys=["labels"],
+                         max_prompt_length=max_prompt_length)
+data, _, _ = build_train_valid_test_datasets([data_path], "100,0,0", 4096, (1, 0, 0), PromptDataset,
+                                             seed=1, extra_param=config)
 unreadable = []
 for folder in folders:
     try:
         get_packed_indexed_dataset(folder + "/gsm8k_train")
     except Exception:
         unreadable.append(folder)
-print("RESULT", json.dumps([[{key: value.tolist() for key, value in data[i].items()} for i in range(len(data))], unreadable]))
+rows = [{key: value.tolist() for key, value in data[i].items()} for i in range(len(data))]
+print("RESULT", json.dumps([rows, unreadable]))
 """
 
 
@@ -53,8 +57,9 @@ def run_upstream(*arguments):
 
 def preprocess(problems, prefix, tokenizer, *overrides):
     """What upstream's cli/preprocess_data.py makes of a jsonl: the command of docs/data.md."""
-    run_upstream(f"{UPSTREAM}/MindSpeed-RL/cli/preprocess_data.py", "math_17k", f"input={problems}", f"output_prefix={prefix}",
-                 f"tokenizer_name_or_path={tokenizer}", "handler_name=R1AlpacaStyleInstructionHandler", "workers=1",
+    run_upstream(f"{UPSTREAM}/MindSpeed-RL/cli/preprocess_data.py", "math_17k", f"input={problems}",
+                 f"output_prefix={prefix}", f"tokenizer_name_or_path={tokenizer}",
+                 "handler_name=R1AlpacaStyleInstructionHandler", "workers=1",
                  "map_keys={prompt:problem,query:'',response:answer,system:''}", f"+cache_dir={prefix}_cache",
                  f"hydra.run.dir={prefix}_hydra", *overrides)
 
@@ -79,8 +84,9 @@ def save_tokenizer(directory, texts):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     reserved = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=reserved, show_progress=False,
-                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(texts,
+                                  trainers.BpeTrainer(vocab_size=400, special_tokens=reserved, show_progress=False,
+                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                              "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -103,7 +109,8 @@ def made(tmp_path_factory):
 
 
 def test_labels_are_those_of_upstreams_preprocessor(made, tmp_path):
-    """From the jsonl we write: the same labels, byte for byte; its prompts lack our instruction and begin with an empty thought."""
+    """From the jsonl we write: the same labels, byte for byte; its prompts lack our instruction and begin with an
+    empty thought."""
     folder, packed, tokenizer = made
     preprocess(folder / "chat" / "train.jsonl", tmp_path / "upstream", folder / "tokenizer", "prompt_type=qwen3")
     assert packed_files(packed.data_path, "labels") == packed_files(tmp_path / "upstream", "labels")
@@ -122,7 +129,8 @@ def test_prompts_are_those_of_upstreams_preprocessor(made, tmp_path, prompt_type
             chat = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
             problem = chat if prompt_type == "empty" else row["messages"][0]["content"]
             file.write(json.dumps({"problem": problem, "answer": row["answer"]}) + "\n")
-    preprocess(tmp_path / "train.jsonl", tmp_path / "upstream", folder / "tokenizer", f"prompt_type={prompt_type}", *overrides)
+    preprocess(tmp_path / "train.jsonl", tmp_path / "upstream", folder / "tokenizer", f"prompt_type={prompt_type}",
+               *overrides)
     for field in ("input_ids", "labels"):
         assert packed_files(packed.data_path, field) == packed_files(tmp_path / "upstream", field)
 
@@ -138,7 +146,8 @@ def test_upstreams_data_set_reads_our_rows(made, tmp_path):
             (copy / file.path.name).symlink_to(file.path)
     limit = max(packed.prompt_lengths)
     out = run_upstream("-c", READ, json.dumps([str(packed.data_path), limit, list(map(str, refused + allowed))]))
-    rows, unreadable = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT "))[len("RESULT "):])
+    rows, unreadable = json.loads(next(line
+                                       for line in out.splitlines() if line.startswith("RESULT "))[len("RESULT "):])
 
     expected = [(tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True), row["answer"])
                 for row in (row.columns for row in read_rows(folder / "chat" / "train_chat.parquet"))]

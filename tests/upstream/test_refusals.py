@@ -17,21 +17,23 @@ REFUSED = [  # name, changes, exit code, message
 @pytest.mark.parametrize("changes, code, message", [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
 def test_a_config_that_cannot_work(changes, code, message, upstream, tiny, tmp_path):
     started = time.perf_counter()
-    result = run_engine(make_config("qwen3_moe", *tiny("qwen3_moe"), tmp_path, ep=2, infer_ep=2, changes=changes), upstream, tmp_path)
+    result = run_engine(make_config("qwen3_moe", *tiny("qwen3_moe"), tmp_path, ep=2, infer_ep=2, changes=changes),
+                        upstream, tmp_path)
     print(f"\n{time.perf_counter() - started:.1f} s: {result.stderr.strip()[:200]}")
     assert result.returncode == code and message in result.stderr
     assert not (tmp_path / "rehearsal").exists()
 
 
 def test_a_changed_upstream_file(upstream, tiny, tmp_path):
-    """Somebody fixed the text prompts in upstream itself: our own way around them would replace what no longer exists."""
+    """Text prompts fixed in upstream itself: our own way around them would replace what no longer exists."""
     changed = tmp_path / "upstream"
     changed.mkdir()
     for name in CHECKOUTS[1:]:
         (changed / name).symlink_to(upstream / name)
     shutil.copytree(upstream / CHECKOUTS[0], changed / CHECKOUTS[0], ignore=shutil.ignore_patterns(".git", "docs"))
     file = changed / CHECKOUTS[0] / "mindspeed_rl" / "models" / "rollout" / "vllm_engine.py"
-    file.write_text(file.read_text().replace("decode(p, skip_special_tokens=True)", "decode(p, skip_special_tokens=False)"))
+    file.write_text(file.read_text().replace("decode(p, skip_special_tokens=True)",
+                                             "decode(p, skip_special_tokens=False)"))
     started = time.perf_counter()
     result = run_engine(make_config("qwen3_moe", *tiny("qwen3_moe"), tmp_path, ep=2, infer_ep=2), changed, tmp_path)
     print(f"\n{time.perf_counter() - started:.1f} s: {result.stderr.strip()[:400]}")

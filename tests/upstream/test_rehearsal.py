@@ -32,7 +32,8 @@ def lora_parameters(family: str, r: int = 4) -> dict[str, int]:
     return {target: LAYERS * count for target, count in counts.items()}
 
 
-@pytest.mark.parametrize("family, layout", RUNS, ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS])
+@pytest.mark.parametrize("family, layout", RUNS,
+                         ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS])
 def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     result = run_engine(make_config(family, *tiny(family), tmp_path, **layout), upstream, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -44,7 +45,8 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2, 3]
     lora = run.facts()["lora"]
     assert {target: entry["parameters"] for target, entry in lora.items()} == lora_parameters(family)
-    assert {entry["modules"] for entry in lora.values()} == ({LAYERS} if family != "qwen2_moe" else {LAYERS, 2 * LAYERS})
+    assert {entry["modules"] for entry in lora.values()} == ({LAYERS} if family != "qwen2_moe"
+                                                             else {LAYERS, 2 * LAYERS})
 
     rows = read_jsonl(run.metrics_file)
     assert [row["aqn/sigma"] for row in rows] == [0.0, 0.05, pytest.approx(0.005)]

@@ -25,7 +25,8 @@ def numbers(run: RunDirectory) -> list[dict]:
 def test_killed_and_resumed(layout, upstream, tiny, tmp_path):
     model, data = tiny("qwen3_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout["ep"])
-    changes = {"actor_config.load": str(base), "eval.every": 1, "aqn.num_stages": 3, "actor_config.lr_decay_style": "linear"}
+    changes = {"actor_config.load": str(base), "eval.every": 1, "aqn.num_stages": 3,
+               "actor_config.lr_decay_style": "linear"}
     config = make_config("qwen3_moe", model, data, tmp_path, **layout, samples=4, changes=changes)
     (tmp_path / "a").mkdir()
     whole = run_engine(config, upstream, tmp_path / "a")

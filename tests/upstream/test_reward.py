@@ -1,4 +1,5 @@
-"""Our verifier function in place of upstream's: ours, a user's and upstream's by name, weights, and errors instead of silence."""
+"""Our verifier function in place of upstream's: ours, a user's and upstream's by name, weights, and errors instead of
+silence."""
 
 import json
 import os
@@ -51,9 +52,11 @@ RIGHT = "<think>3+4</think><answer>\\boxed{7}</answer>"
 def answers(upstream, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_reward.py").write_text(OWN)
-    (folder / "rows.jsonl").write_text('{"prompt": "Which?", "answer": "7", "level": 10}\n{"prompt": "What?", "answer": "two words", "level": 0}\n')
+    (folder / "rows.jsonl").write_text(
+        '{"prompt": "Which?", "answer": "7", "level": 10}\n{"prompt": "What?", "answer": "two words", "level": 0}\n')
     make_tokenizer().save_pretrained(folder / "tokenizer")
-    data_path = str(pack_rows(read_rows(folder / "rows.jsonl"), folder / "packed" / "train", folder / "tokenizer").data_path)
+    data_path = str(
+        pack_rows(read_rows(folder / "rows.jsonl"), folder / "packed" / "train", folder / "tokenizer").data_path)
     cases = [
         (["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0], False),
         ([RIGHT, "#### 7"], ["7", "7"], ["gsm8k", "base_acc"], [0.5, 2.0], False),
@@ -68,9 +71,11 @@ def answers(upstream, tmp_path_factory):
     ]
     variables = environment(upstream)
     path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
-    result = subprocess.run([sys.executable, "-c", SCRIPT.replace("RIGHT", repr(RIGHT)), json.dumps([cases, data_path])], check=False,
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("RIGHT", repr(RIGHT)), json.dumps([cases, data_path])], check=False,
                             capture_output=True, text=True, cwd=folder,
-                            env={**variables, **emulation.environment(1), "PYTHONPATH": path, "IS_MULTIMODAL": "False"})
+                            env={**variables, **emulation.environment(1), "PYTHONPATH": path,
+                                 "IS_MULTIMODAL": "False"})
     [line] = [line for line in result.stdout.splitlines() if line.startswith("ANSWERS")] or [result.stderr[-2000:]]
     return json.loads(line.removeprefix("ANSWERS"))
 
@@ -82,7 +87,8 @@ def test_labels_arrive_with_spaces(answers):
 def test_ours_and_upstreams_are_weighted_and_summed(answers):
     scores, metrics = answers[1]
     assert metrics["base_acc_rewards/mean"] == [1.0, 0.0] == answers[10]
-    assert scores == [0.5 * ours + 2.0 * theirs for ours, theirs in zip(metrics["gsm8k_rewards/mean"], metrics["base_acc_rewards/mean"])]
+    assert scores == [0.5 * ours + 2.0 * theirs
+                      for ours, theirs in zip(metrics["gsm8k_rewards/mean"], metrics["base_acc_rewards/mean"])]
     assert metrics["gsm8k_rewards/mean"][1] == 1.0
 
 
@@ -101,8 +107,9 @@ def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
 
 
 def test_its_exception_names_the_row(answers):
-    assert answers[7].startswith("RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero (own_reward.py:5), on "
-                                 "row 1 (") and "question 'What?', answer 'two words', response 'b'" in answers[7]
+    assert answers[7].startswith("RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero "
+                                 "(own_reward.py:5), on row 1 (")
+    assert "question 'What?', answer 'two words', response 'b'" in answers[7]
 
 
 def test_upstreams_verifiers_get_the_answers_of_packed_rows(answers):
