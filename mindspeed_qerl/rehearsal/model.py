@@ -1,4 +1,4 @@
-"""A model of a given shape but narrow, with random weights and a tokenizer of its own: what a layout divides stays.
+"""A narrow model of a given shape, with random weights and a tokenizer of its own: what a layout divides stays.
 
 Random weights on real questions would never be right, and equal rewards teach nothing: no gradient would reach an
 adapter. So the model is made to answer with numbers that GSM8K has often: about one answer in forty is right.
