@@ -34,7 +34,8 @@ class Check:
 class Case:
     """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its
     NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are the faults of
-    values that could not be read, in whose place `recipe` has defaults: then there is no `plan`, nor without a model."""
+    values that could not be read, in whose place `recipe` has defaults: then there is no `plan`, nor without a model.
+    """
 
     recipe: Recipe
     faults: tuple[str, ...]
