@@ -1,8 +1,7 @@
 """What the noise does: to the weights, in bfloat16 and float32, and to the distance between the policy that samples
 and the one that is trained.
 
-    python benchmarks/noise.py            about 6 minutes on 2 cores; draws
-    docs/images/noise_{precision,kl,routing}.png
+    python benchmarks/noise.py    # about 6 minutes on 2 cores; draws docs/images/noise_{precision,kl,routing}.png
 
 First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights of 1, in both
 dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs of the quickstart, float32 and
@@ -26,9 +25,9 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 import numpy as np
-from mindspeed_qerl.recipe.config import AQNConfig
 
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 
@@ -71,8 +70,8 @@ def precision(image: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 3.4), layout="constrained")
         for axis, preset in zip(figure.subplots(1, 3, sharey=True), PRESETS):
-            section = compose("grpo_tiny_moe_cpu", [f"aqn={preset}"])["aqn"]
-            schedule = AQNConfig(**section).noise_schedule(10)
+            recipe = read_recipe(compose("grpo_tiny_moe_cpu", [f"aqn={preset}"]))
+            schedule = recipe.noise.noise_schedule(10)
             sigmas = schedule.sigmas()[1:]
             axis.loglog(sigmas, sigmas, color="black", linewidth=1, label="nominal")
             for dtype, value, color, marker in (("float32", None, GREEN, "o"), ("bfloat16", None, BLUE, "s"),

@@ -1,7 +1,8 @@
-"""The command of MindSpeed-LLM that converts a config's base weights from Hugging Face's files to Megatron's, for its training layout.
+"""The command of MindSpeed-LLM that converts a config's base weights from Hugging Face's files to Megatron's, for its
+training layout.
 
-Two converters (docs/ascend.md): convert_ckpt_v2.py knows Qwen3 and Qwen3-MoE and reads file by file; convert_ckpt.py serves Qwen2-MoE, and
-Qwen2.5 as `llama2` with biases, and builds the whole model in memory.
+Two converters (docs/ascend.md): convert_ckpt_v2.py knows Qwen3 and Qwen3-MoE and reads file by file; convert_ckpt.py
+serves Qwen2-MoE, and Qwen2.5 as `llama2` with biases, and builds the whole model in memory.
 """
 
 from pathlib import Path
@@ -17,8 +18,9 @@ TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing
 def conversion_command(recipe: Recipe) -> list[str]:
     """The words of the command, to be run in the folder of MindSpeed-LLM; paths are absolute.
 
-    From `megatron_training.tokenizer_name_or_path` into `actor_config.load`. With experts and a tensor parallel size above 1 experts are
-    dealt whole to the tensor ranks (`--moe-tp-extend-ep`); at 1 convert_ckpt_v2.py refuses the option (convert_hf2mg.py:70).
+    From `megatron_training.tokenizer_name_or_path` into `actor_config.load`. With experts and a tensor parallel size
+    above 1 experts are dealt whole to the tensor ranks (`--moe-tp-extend-ep`); at 1 convert_ckpt_v2.py refuses the
+    option (convert_hf2mg.py:70).
 
     Raises:
         ConfigError: no `load`, or a model that the engine does not know.
@@ -29,9 +31,11 @@ def conversion_command(recipe: Recipe) -> list[str]:
     source, target = (str(Path(path).absolute()) for path in (model.path, model.load))
     family = family_of(shape_of_model(recipe))
     if family.conversion is None:
-        raise ConfigError(f"{source}: MindSpeed-LLM's converters are not known to read {family.model_type}; the local engine needs no conversion")
+        raise ConfigError(f"{source}: MindSpeed-LLM's converters are not known to read {family.model_type}; the local "
+                          "engine needs no conversion")
     conversion = family.conversion
-    command = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", conversion.name,
+    command = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf",
+               conversion.name,
                *conversion.options]
     if family.experts and layout.tp > 1:
         command.append("--moe-tp-extend-ep")

@@ -1,6 +1,7 @@
 """The MindSpeed-RL engine: upstream's own `train`, with our classes where it looks its own up, on a Ray that we start.
 
-check upstream's sources -> start Ray -> check NPUs and CPUs -> put our classes into cli/train_grpo.py's globals -> train(config)
+check upstream's sources -> start Ray -> check NPUs and CPUs -> put our classes into cli/train_grpo.py's globals ->
+train(config)
 """
 
 import importlib.util
@@ -61,7 +62,8 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     os.environ.update(environment)
     environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
     start_ray(recipe, environment)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt; Ray's own handler would abort
+    # a scheduler's stop is an interrupt; Ray's own handler would abort
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     ray_logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
@@ -70,7 +72,8 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         progress.phase("importing upstream")
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # in this process, which only imports it
         observer = RunObserver(recipe, run, metrics, progress)
-        with open(logs / "driver.log", "a", encoding="utf-8") as log, redirect_stderr(log):  # upstream's loggers write to stderr
+        # upstream's loggers write to stderr
+        with open(logs / "driver.log", "a", encoding="utf-8") as log, redirect_stderr(log):
             upstream = load_upstream(recipe, observer)
             progress.phase("starting workers")
             _call(upstream, recipe, run)
@@ -97,22 +100,25 @@ def _emulate(recipe: Recipe) -> dict[str, str]:
 
 
 def check_upstream(emulated: bool) -> list[str]:
-    """Warnings of another version than the pin; EngineError if upstream is missing or not what we rely on (contract.py)."""
+    """Warnings of another version than the pin; EngineError if upstream is missing or not what we rely on
+    (contract.py)."""
     needed = [package for package in PINS if not (emulated and package == "vllm_ascend")]  # emulated: a stand-in
     copies = installed()
     if missing := [PINS[package].title for package in needed if package not in copies]:
-        raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their checkouts on PYTHONPATH "
-                          "(docs/ascend.md)")
+        raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their "
+                          "checkouts on PYTHONPATH (docs/ascend.md)")
     return require(check({package: copies[package] for package in needed}))
 
 
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
     """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
     # Ray's agents outlive a killed driver by the second, not by 60 s.
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5", RAY_BACKEND_LOG_LEVEL="fatal")
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5",
+                      RAY_BACKEND_LOG_LEVEL="fatal")
     runtime_env = {"env_vars": environment}
     if recipe.emulate_npu:
-        private_ray.start(runtime_env=runtime_env, num_cpus=needed_cpus(recipe), resources={"NPU": recipe.layout.world})
+        private_ray.start(runtime_env=runtime_env, num_cpus=needed_cpus(recipe),
+                          resources={"NPU": recipe.layout.world})
         return
     try:
         ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False, logging_level="ERROR")
@@ -121,26 +127,30 @@ def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
 
 
 def check_resources(recipe: Recipe) -> None:
-    """EngineError if Ray has too few NPUs or CPUs; upstream would wait for them for ever (`ray.get(pg.ready())`, launcher.py:101)."""
+    """EngineError if Ray has too few NPUs or CPUs; upstream would wait for them for ever (`ray.get(pg.ready())`,
+    launcher.py:101)."""
     have = ray.cluster_resources()
     npus, cpus = int(have.get("NPU", 0)), int(have.get("CPU", 0))
     if npus < recipe.layout.world:
         raise EngineError(
-            f"{recipe.layout.world} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. Usual causes: "
-            f"ASCEND_RT_VISIBLE_DEVICES names fewer (it is {os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} here), the container maps fewer "
-            "/dev/davinci*, or `ray start` ran with other --resources. Unset it, map davinci0-15, then: ray stop; ray start --head "
-            f"--resources='{{\"NPU\": {recipe.layout.world}}}'; or ask for {npus}.")
+            f"{recipe.layout.world} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. Usual "
+            f"causes: ASCEND_RT_VISIBLE_DEVICES names fewer (it is {os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} "
+            "here), the container maps fewer /dev/davinci*, or `ray start` ran with other --resources. Unset it, map "
+            f"davinci0-15, then: ray stop; ray start --head --resources='{{\"NPU\": {recipe.layout.world}}}'; or ask "
+            f"for {npus}.")
     need = needed_cpus(recipe)
     if cpus < need:
         most = (cpus - need + recipe.layout.world * recipe.npu.cpus_per_npu) // recipe.layout.world
         raise EngineError(
-            f"{recipe.layout.world} NPUs x rl_config.num_cpus_for_placement_group = {recipe.npu.cpus_per_npu}, and the reward process, the "
-            f"advantage task and the transfer dock, need {need} CPUs; Ray has {cpus}. They are places, not threads: "
-            f"set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with --num-cpus={need}.")
+            f"{recipe.layout.world} NPUs x rl_config.num_cpus_for_placement_group = {recipe.npu.cpus_per_npu}, and "
+            f"the reward process, the advantage task and the transfer dock, need {need} CPUs; Ray has {cpus}. They "
+            f"are places, not threads: set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with "
+            f"--num-cpus={need}.")
 
 
 def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
-    """cli/train_grpo.py of MindSpeed-RL as a module of its own, with our classes for those that its `train` looks up as globals."""
+    """cli/train_grpo.py of MindSpeed-RL as a module of its own, with our classes for those that its `train` looks up
+    as globals."""
     package = importlib.util.find_spec("mindspeed_rl")
     script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
     spec = importlib.util.spec_from_file_location("mindspeed_rl_train_grpo", script)
@@ -166,8 +176,8 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
 
 
 def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable[..., Any]:
-    """Upstream's config class with more attributes: it refuses keys that it does not know (base_config.py:32). What is put on
-    MegatronConfig becomes an argument of Megatron's (utils/utils.py:337)."""
+    """Upstream's config class with more attributes: it refuses keys that it does not know (base_config.py:32). What is
+    put on MegatronConfig becomes an argument of Megatron's (utils/utils.py:337)."""
     def build(*args: Any) -> Any:
         config = config_class(*args)
         for name, value in attributes.items():
@@ -182,8 +192,8 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     sections = OmegaConf.create(upstream_sections(recipe))
     sections.actor_config.save = str(run.checkpoints_dir.resolve())
     if recipe.run.resume:
-        # The base weights from `load`, the rest from `lora_load` (MindSpeed-LLM training/checkpointing.py:68-75); `finetune` would set the
-        # iteration to 0 and leave the optimizer out.
+        # The base weights from `load`, the rest from `lora_load` (MindSpeed-LLM training/checkpointing.py:68-75);
+        # `finetune` would set the iteration to 0 and leave the optimizer out.
         sections.actor_config.update(finetune=False, no_load_optim=False, no_load_rng=False,
                                      load=str(base_for_resuming(Path(sections.actor_config.load), run)))
     try:
@@ -193,8 +203,9 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
 
 
 def base_for_resuming(base: Path, run: RunDirectory) -> Path:
-    """The base checkpoint once more, as links, under the step of the run's last checkpoint and with that one's optimizer state: Megatron
-    takes the step and the distributed optimizer's state from `load` (training/checkpointing.py:1400-1411), never from `lora_load`."""
+    """The base checkpoint once more, as links, under the step of the run's last checkpoint and with that one's
+    optimizer state: Megatron takes the step and the distributed optimizer's state from `load`
+        (training/checkpointing.py:1400-1411), never from `lora_load`."""
     step = saved_step(run.path)
     tracker = (base / TRACKER).read_text().strip()
     weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
@@ -204,8 +215,8 @@ def base_for_resuming(base: Path, run: RunDirectory) -> Path:
         (view / rank.name).mkdir(parents=True)
         for name, folder in (("model_optim_rng.pt", weights / rank.name), ("distrib_optim.pt", rank)):
             if name == "model_optim_rng.pt" and not (folder / name).is_file():
-                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's checkpoint has: it is for "
-                                  "another layout")
+                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's "
+                                  "checkpoint has: it is for another layout")
             if (folder / name).is_file():
                 (view / rank.name / name).symlink_to((folder / name).resolve())
     (view.parent / TRACKER).write_text(str(step))
@@ -223,19 +234,21 @@ def saved_step(directory: str | Path) -> int:
     try:
         return int(tracker.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} has no checkpoint to go on from ({error}). One is saved every megatron_training.save_interval steps. "
-                         "Start a new run without run.resume") from error
+        raise ValueError(f"{directory} has no checkpoint to go on from ({error}). One is saved every "
+                         "megatron_training.save_interval steps. Start a new run without run.resume") from error
 
 
 class RunObserver:
-    """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when it is time."""
+    """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when it is
+    time."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
         from transformers import AutoTokenizer
 
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
-        self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt, recipe.sampling.max_prompt_length,
+        self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
+                            recipe.sampling.max_prompt_length,
                          recipe.evaluation.n_problems)
         self.packed_rows = read_packed_rows(recipe.task.data_path)
 
@@ -253,7 +266,8 @@ class RunObserver:
         if self.task.dropped:
             self.progress.message(self.task.left_out("evaluation"))
         for target, total in totals.items():
-            self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} parameters over all ranks")
+            self.progress.message(f"LoRA trains {target}: {total['modules']} modules, {total['parameters']:,} "
+                                  "parameters over all ranks")
         if ranks[0]["aqn"]:
             self.progress.message(f"AQN targets {len(ranks[0]['aqn'])} RMSNorm layers: {', '.join(ranks[0]['aqn'])}")
 
@@ -270,7 +284,8 @@ class RunObserver:
                  for column in ("prompts", "responses", "labels")}
         answers = [row.answer for row in rows_of_labels(texts["labels"], self.packed_rows)]
         self.metrics.log_rollouts(step, [
-            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": answers[i], "reward": rewards[i]}
+            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": answers[i],
+             "reward": rewards[i]}
             for i in shown])
         self.progress.step(step, values)
 
@@ -300,8 +315,9 @@ class RunObserver:
         return next(filter(is_reward, (name for name, _ in self.recipe.task.verifiers)), "gsm8k")
 
 
-# Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others keep theirs
-# after "upstream/"; so does actor/pg_loss, which is an absolute value (models/loss/grpo_actor_loss_func.py:92).
+# Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others
+# keep theirs after "upstream/"; so does actor/pg_loss, which is an absolute value
+# (models/loss/grpo_actor_loss_func.py:92).
 OUR_NAMES = {
     "response_length/mean": "response/length_mean",
     "actor/kl_loss": "loss/kl",
@@ -329,7 +345,8 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
         else:
             ours = OUR_NAMES.get(name, f"upstream/{name}")
         try:
-            named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)  # upstream averages over the ranks
+            # upstream averages over the ranks
+            named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)
         except (TypeError, ValueError):
             continue
     return named
@@ -340,4 +357,5 @@ def reward_metrics(rewards: list[float], samples_per_prompt: int) -> dict[str, f
     import numpy as np
 
     groups = np.array(rewards).reshape(-1, samples_per_prompt)
-    return {"reward/mean": groups.mean(), "reward/std": groups.std(), "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}
+    return {"reward/mean": groups.mean(), "reward/std": groups.std(),
+            "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}

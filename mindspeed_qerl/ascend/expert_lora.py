@@ -1,12 +1,14 @@
-"""LoRA on grouped experts: MindSpeed-LLM's class, mended from outside.
+"""LoRA on grouped experts: MindSpeed-LLM's class, fixed from outside.
 
 Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by sys.argv.
 
 What is wrong there (tasks/posttrain/lora/moe/experts.py, core/transformer/moe/moe_layer.py):
-- only two of the four adapter tensors say allreduce=False (:505-506), so with expert parallelism the other two would be averaged over
+- only two of the four adapter tensors say allreduce=False (:505-506), so with expert parallelism the other two would
+be averaged over
   ranks that hold other experts;
 - `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would keep them on;
-- with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and moe_layer.py:258 installs a dispatcher that knows
+- with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and moe_layer.py:258 installs a
+dispatcher that knows
   nothing of it; the gradient norm would count adapter gradients of TP rank 0 only;
 - a rank whose experts get no token fails on a shape (:627), since the base output is left out there;
 - every target list adds adapters to the experts, also one without linear_fc1 and linear_fc2.
@@ -44,10 +46,12 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
             if "lora" not in name:
                 continue
             parameter.allreduce = not self.expert_parallel
-            parameter.tensor_model_parallel = True  # no TP rank holds a copy: each rank's share counts in the gradient norm
+            # no TP rank holds a copy: each rank's share counts in the gradient norm
+            parameter.tensor_model_parallel = True
             parameter.requires_grad_(name.split("_")[0] in self.adapted)
 
-    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, ctx: Any = None) -> tuple:
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
+                ctx: Any = None) -> tuple:
         """Upstream's arithmetic without its fused variants.
 
         Args:
@@ -73,8 +77,8 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
 
 
 def _grouped(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """x [tokens, in] by each token's expert in weights [E, in, out]. Without tokens too the parameters get a gradient, of zeros: the
-    gradient reduction waits for it."""
+    """x [tokens, in] by each token's expert in weights [E, in, out]. Without tokens too the parameters get a gradient,
+    of zeros: the gradient reduction waits for it."""
     if x.shape[0] == 0:
         return x @ weights[0]
     return Ops.gmm(x, weights, tokens_per_expert, trans_b=False)
@@ -107,8 +111,9 @@ def adapters_disabled(model: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def install(tensor_parallel: int) -> None:
-    """Put the class, and with tensor parallelism the dispatcher that fits, where `lora_moe_layer_init` looks them up when it runs. (With
-    one rank of TP x EP that dispatcher fails, token_dispatcher.py:154; the one that upstream installs is right at TP = 1.)"""
+    """Put the class, and with tensor parallelism the dispatcher that fits, where `lora_moe_layer_init` looks them up
+    when it runs. (With one rank of TP x EP that dispatcher fails, token_dispatcher.py:154; the one that upstream
+    installs is right at TP = 1.)"""
     experts.LoraParallelGroupedMLP = ExpertLoRA
     if tensor_parallel > 1:
         moe_layer.MoEAlltoAllSEQTokenDispatcher = MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher

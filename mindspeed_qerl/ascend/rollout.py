@@ -14,7 +14,8 @@ class QeRLInferEngine(VLLMInferEngine):
 
     Attributes:
         injector: puts the noise on, or None (AQN off).
-        noise_step: the training step, from 0, whose noise the next weight sync brings; None for a clean model (evaluation).
+        noise_step: the training step, from 0, whose noise the next weight sync brings; None for a clean model
+            (evaluation).
         noise_report: what the last sync put on, or None.
         seed_of: ("rollout" | "evaluation", step) that the seeds of the next prompts are derived from.
     """
@@ -53,14 +54,16 @@ class QeRLInferEngine(VLLMInferEngine):
         self.init_cache_engine()
         with self.update_sampling_params(**kwargs):
             response = self.llm.generate(prompts=[{"prompt_token_ids": ids} for ids in idx_list],
-                                         sampling_params=[self._sampling_params(ids) for ids in idx_list], use_tqdm=False)
+                                         sampling_params=[self._sampling_params(ids) for ids in idx_list],
+                                         use_tqdm=False)
             outputs = self._post_process_outputs(response)
         self.free_cache_engine()
         return outputs
 
     def _sampling_params(self, prompt: list[int]) -> Any:
-        """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends on that seed, the step and the
-        prompt only, not on the layout or on what was drawn before; n samples of a prompt get seed, seed + 1, ... from vLLM."""
+        """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends on that seed, the
+        step and the prompt only, not on the layout or on what was drawn before; n samples of a prompt get seed, seed +
+        1, ... from vLLM."""
         params = self.sampling_params.clone()
         if params.seed is not None:
             purpose, step = self.seed_of

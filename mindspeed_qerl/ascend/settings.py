@@ -1,8 +1,8 @@
 """What the MindSpeed-RL engine cannot do, before anything heavy is imported. No torch, no upstream here.
 
-Upstream checks a config once more (config_cls/validate_config.py), after minutes and without our names. The rules here are those that
-upstream lacks, or that it only meets in the middle of a run; keys of one allowed value are in recipe/keys.yaml, layouts and batches in
-layout/rules.py.
+Upstream checks a config once more (config_cls/validate_config.py), after minutes and without our names. The rules here
+are those that upstream lacks, or that it only meets in the middle of a run; keys of one allowed value are in
+recipe/keys.yaml, layouts and batches in layout/rules.py.
 """
 
 import math
@@ -20,7 +20,7 @@ from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
-from mindspeed_qerl.recipe.reader import Found
+from mindspeed_qerl.recipe.reader import Found, Values
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
@@ -32,8 +32,8 @@ TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 
 
 def needed_cpus(recipe: Recipe) -> int:
-    """Logical CPUs that upstream reserves: a bundle per NPU (launcher.py:90-104), the reward process (cli/train_grpo.py:155), the task
-    that computes advantages, and the transfer dock."""
+    """Logical CPUs that upstream reserves: a bundle per NPU (launcher.py:90-104), the reward process
+    (cli/train_grpo.py:155), the task that computes advantages, and the transfer dock."""
     return recipe.layout.world * recipe.npu.cpus_per_npu + 2 * recipe.npu.cpus_for_tasks + TRANSFER_DOCK_CPUS
 
 
@@ -43,7 +43,8 @@ def vllm_dp_size(recipe: Recipe) -> int:
 
 
 def epoch_steps(recipe: Recipe) -> int:
-    """Iterations of one pass over the packed rows; upstream keeps prompts shorter than max_prompt_length (indexed_dataset.py:545)."""
+    """Iterations of one pass over the packed rows; upstream keeps prompts shorter than max_prompt_length
+    (indexed_dataset.py:545)."""
     lengths, _ = read_packed(f"{recipe.task.data_path}_packed_input_ids_document")
     kept = int((lengths < recipe.sampling.max_prompt_length).sum())
     return max(1, math.ceil(kept / recipe.batch.global_batch_size))
@@ -61,36 +62,65 @@ def npu_environment() -> dict[str, str]:
 
 def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     """The sections that go to upstream, by its key names, with every value of the recipe."""
-    config = to_config(recipe)
+    kept = replace(recipe, run=replace(recipe.run, save_interval=recipe.run.save_interval or recipe.run.train_iters))
+    config = to_config(kept)  # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
     return {name: config[name] for name in ("model", "megatron_training", "actor_config", "rl_config", "generate_config")}
 
 
 def validate(recipe: Recipe) -> Found:
-    """What this engine cannot do with `recipe`: its model, adapters, layout, task. Reads config.json and looks for files."""
-    found = Found()
+    """What this engine cannot do with `recipe`: its model, layout, task. Reads config.json and looks for files."""
+    found, task = Found(), recipe.task
     _check_model(recipe, found)
-    if recipe.lora.targets and not recipe.npu.lora_ckpt_filter:
-        found.faults.append("megatron_training.lora_ckpt_filter must be true with LoRA: checkpoints hold the adapters only")
     try:
         found.faults += [f"{rule.message} ({rule.source})" for rule in broken(plan_of(recipe))]
     except ConfigError as error:
         found.faults += str(error).splitlines()
-    if recipe.task.prompt != "chat":
-        found.faults.append(f"task.prompt = {recipe.task.prompt!r} must be 'chat': the packed training rows hold chat prompts, and evaluation "
-                            "must ask alike")
-    if recipe.run.resume and not recipe.model.load:
-        found.faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
+    _check_pairs(recipe, found)
+    if task.prompt != "chat":
+        found.faults.append(f"task.prompt = {task.prompt!r} must be 'chat': the packed training rows hold chat "
+                            "prompts, "
+                            "and evaluation must ask alike")
     if recipe.correction.method != "none":
-        found.faults.append("rollout_correction.method must be none: MindSpeed-RL keeps no log-probs of the policy that sampled")
+        found.faults.append(f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL "
+                            "keeps no log-probs of the policy that sampled")
     for side in ("rollout", "training", "evaluation"):
-        if getattr(recipe.hardware_error, side):
-            found.faults.append(f"hardware_error.{side} must be none: errors are modelled on the local engine only, NPUs have their own")
-    if not recipe.task.data_path:
+        if kinds := getattr(recipe.hardware_error, side):
+            found.faults.append(f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the "
+                                "local engine only, NPUs have their own")
+    if not task.data_path:
         found.faults.append("megatron_training.data_path is missing")
-    found.faults += checks.missing_files(recipe.task, ("test_file",))
-    found.faults += checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
+    found.faults += checks.missing_files(task, ("test_file",))
+    found.faults += checks.unknown_rewards(task.verifiers, UPSTREAM_VERIFIERS)
     found.faults += missing_rows(recipe)
     return found
+
+
+def _check_pairs(recipe: Recipe, found: Found) -> None:
+    """Faults of keys that are allowed one by one and not together."""
+    values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
+    if recipe.run.resume and not recipe.model.load:
+        found.faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
+    if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
+        style, warmup = (values.get(f"megatron.{key}")[0] for key in ("lr_decay_style", "lr_warmup_fraction"))
+        found.faults.append(
+            f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} = "
+            f"{optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
+            f"(base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1, or {style}=constant and "
+            f"{warmup}=0.0")
+    rewards = recipe.sections["rl_config"]
+    if rewards.get("overlong_buffer_enable") and not rewards.get("overlong_buffer"):
+        found.faults.append(
+            f"rl_config.overlong_buffer = {rewards.get('overlong_buffer')} with overlong_buffer_enable: upstream "
+            "divides "
+            "by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are punished, or "
+            "rl_config.overlong_buffer_enable=false")
+    if recipe.model.arguments.get("num_experts") and recipe.model.arguments.get("moe_aux_loss_coeff") is None:
+        name = recipe.model.arguments.get("model")
+        place = f"model.{name}" if name else "megatron_training"
+        found.faults.append(
+            f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load balancing loss to "
+            "GRPO's "
+            f"(megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
@@ -107,7 +137,8 @@ def packed_files(recipe: Recipe) -> dict[str, str]:
 def missing_rows(recipe: Recipe) -> list[str]:
     """A fault for each packed file that is not there."""
     files = [path for file in packed_files(recipe).values() for path in (Path(file), Path(file).with_suffix(".idx"))]
-    return [f"megatron_training.data_path = {recipe.task.data_path!r}: no file {path}. Make it with `python tools/convert_gsm8k.py "
+    return [f"megatron_training.data_path = {recipe.task.data_path!r}: no file {path}. Make it with `python "
+            "tools/convert_gsm8k.py "
             "--format mindspeed --tokenizer MODEL_DIR --input DIR_OR_HUB_NAME --output DIR`"
             for path in files if recipe.task.data_path and not path.is_file()]
 
@@ -118,7 +149,8 @@ def _check_model(recipe: Recipe, found: Found) -> None:
     try:
         found.faults += compare_with_model(recipe.model.arguments, read_config(path), str(path))
     except ConfigError as error:
-        found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable config.json of a Hugging Face "
+        found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable "
+                            "config.json of a Hugging Face "
                             f"model there ({error})")
 
 
@@ -128,8 +160,8 @@ def versions() -> dict[str, Any]:
 
 
 def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:
-    """`recipe` with what upstream is told of the model besides its config.json, packed rows of its tokenizer, random weights, and few CPUs
-    for Ray to count."""
+    """`recipe` with what upstream is told of the model besides its config.json, packed rows of its tokenizer, random
+    weights, and few CPUs for Ray to count."""
     told = {**family_of(shape).megatron_arguments(shape), "padded_vocab_size": shape.vocab_size,
             "max_position_embeddings": shape.max_position_embeddings}
     told = {key: value for key, value in told.items() if value is not None and key not in recipe.sections["actor_config"]}

@@ -1,9 +1,11 @@
-"""Is this machine ready for this config? A table of checks, each passed, warning, failed or skipped, with what to type.
+"""Is this machine ready for this config? A table of checks, each passed, warning, failed or skipped, with what to
+type.
 
     checks = preflight(raw, name, Machine())     # tools/preflight.py prints them
 
-A check is a function (machine, case) -> checks. Nothing is imported, started or written that a run would need: no torch, no upstream, no NPU;
-what could hang (npu-smi, CANN, a Ray that does not answer) runs as a process with a time limit.
+A check is a function (machine, case) -> checks. Nothing is imported, started or written that a run would need: no
+torch, no upstream, no NPU; what could hang (npu-smi, CANN, a Ray that does not answer) runs as a process with a time
+limit.
 """
 
 from collections import Counter
@@ -35,8 +37,10 @@ GROUPS = {
 }
 
 
-def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1, own_ray: bool = False) -> list[Check]:
-    """Every check of the resolved config `name`, in the order of the table. A check that breaks is a failed line, never an error."""
+def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1,
+              own_ray: bool = False) -> list[Check]:
+    """Every check of the resolved config `name`, in the order of the table. A check that breaks is a failed line,
+    never an error."""
     case = case_of(raw, name, nodes, own_ray)
     if case.on_npus:
         case = replace(case, seen=see_npus(machine, own_ray))
@@ -46,7 +50,8 @@ def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 
             try:
                 checks += [replace(check, group=group) for check in function(machine, case)]
             except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: the others are still worth knowing
-                checks.append(Check(function.__name__.replace("_", " "), FAILED, f"could not be checked: {type(error).__name__}: {error}", group=group))
+                checks.append(Check(function.__name__.replace("_", " "), FAILED,
+                                    f"could not be checked: {type(error).__name__}: {error}", group=group))
     return checks
 
 
@@ -57,7 +62,8 @@ def headline(checks: Iterable[Check]) -> str:
 
 
 def print_table(checks: list[Check], title: str, console: "Console") -> None:
-    """The table by group, and below it what to type, by the numbers in the table; commands are not broken into lines."""
+    """The table by group, and below it what to type, by the numbers in the table; commands are not broken into
+    lines."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -66,7 +72,7 @@ def print_table(checks: list[Check], title: str, console: "Console") -> None:
     table.add_column("check", width=27)
     table.add_column("state", width=12)
     table.add_column("found", ratio=1, overflow="fold")
-    mends: list[Check] = []
+    fixes: list[Check] = []
     previous = None
     for check in checks:
         if check.group != previous:
@@ -74,15 +80,17 @@ def print_table(checks: list[Check], title: str, console: "Console") -> None:
             table.add_row(Text(check.group, style="bold"), "", "")
             previous = check.group
         number = ""
-        if check.mend:
-            mends.append(check)
-            number = f" [{len(mends)}]"
-        table.add_row(Text(f"  {check.name}"), Text(check.state + number, style=STYLES[check.state]), Text(check.found))
+        if check.fix:
+            fixes.append(check)
+            number = f" [{len(fixes)}]"
+        table.add_row(Text(f"  {check.name}"), Text(check.state + number, style=STYLES[check.state]),
+                      Text(check.found))
     if any(check.name == "ranks" and check.state == FAILED and check.found.endswith(NO_NPU) for check in checks):
-        console.print("No NPU here: a launch would stop at once. Everything else is checked.", style="bold", highlight=False)
+        console.print("No NPU here: a launch would stop at once. Everything else is checked.", style="bold",
+                      highlight=False)
     console.print(table)
-    for number, check in enumerate(mends, 1):
+    for number, check in enumerate(fixes, 1):
         console.print(f"[bold]{escape(f'[{number}]')} {escape(check.name)}[/bold]", highlight=False)
-        for line in check.mend.splitlines():
+        for line in check.fix.splitlines():
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"\n{headline(checks)}", highlight=False)

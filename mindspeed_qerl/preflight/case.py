@@ -9,6 +9,7 @@ from mindspeed_qerl.engines import engine_of, examine, on_npus
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, read
 from mindspeed_qerl.recipe.types import Recipe
 
 if TYPE_CHECKING:
@@ -19,19 +20,21 @@ PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. `mend` is what to do about it, commands as they are typed; empty if there is nothing to do."""
+    """One line of the table. `fix` is what to do about it, commands as they are typed; empty if there is nothing to
+    do."""
 
     name: str
     state: str
     found: str
-    mend: str = ""
+    fix: str = ""
     group: str = ""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its NPUs equally;
-    `own_ray`: a Ray is started for it, none is joined. `plan` is None if the config's values make none (`faults` says which)."""
+    """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its
+    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `plan` is None if the config's values make none
+    (`faults` says which)."""
 
     recipe: Recipe
     faults: tuple[str, ...]
@@ -67,19 +70,27 @@ class Case:
         return self.plan is not None and not broken(self.plan)
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False, seen: "Seen | None" = None) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False,
+            seen: "Seen | None" = None) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     from mindspeed_qerl.preflight.npus import Seen
 
     recipe, found = examine(raw)
     engine_of(recipe)
     faults, plan = list(found.faults), None
-    try:
-        plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-    except ConfigError as error:
-        faults += [line for line in str(error).splitlines() if line not in faults]
+    if not any(fault.startswith(UPSTREAM_SECTIONS) for fault in read(raw)[1].faults):  # such values are defaults here
+        try:
+            plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
+        except ConfigError as error:
+            faults += [line for line in str(error).splitlines() if line not in faults]
     return Case(recipe, tuple(faults), plan, name, nodes, own_ray, seen or Seen())
 
 
 def gigabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB" if size < 1e8 else f"{size / 1e9:,.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"
+    """
+    >>> gigabytes(3.5e6), gigabytes(6.1e10), gigabytes(2e12)
+    ('3.5 MB', '61.0 GB', '2,000 GB')
+    """
+    if size < 1e8:
+        return f"{size / 1e6:,.1f} MB"
+    return f"{size / 1e9:,.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"

@@ -44,7 +44,8 @@ def layout_rules(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check(rule.rule.replace("_", " "), FAILED, f"{rule.message} ({rule.source})",
                     f"python tools/plan_layout.py --config-name {case.name}    # the nearest layouts that are legal")
     if case.legal:
-        yield Check("layout", PASSED, f"legal: TP {it.tp} PP {it.pp} EP {it.ep} DP {it.dp}, vLLM TP {it.infer_tp} EP {it.infer_ep}, "
+        yield Check("layout", PASSED,
+                    f"legal: TP {it.tp} PP {it.pp} EP {it.ep} DP {it.dp}, vLLM TP {it.infer_tp} EP {it.infer_ep}, "
                     f"{plan.batch.global_batch_size} prompts x {plan.batch.samples_per_prompt}")
 
 
@@ -57,12 +58,13 @@ def memory(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("memory of an NPU", SKIPPED, "no legal layout to estimate")
         return
     held = estimate(case.plan, settings_of(case.recipe))
-    mend = f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits"
+    fix = f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits"
     sums = f"weight sync {gigabytes(held.total('weight sync'))}, update {gigabytes(held.total('update'))} of {gigabytes(held.capacity)}"
     if not held.fits:
-        yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}", mend)
+        yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}", fix)
     else:
-        yield Check("memory of an NPU", PASSED, f"estimated, never measured: {sums}; the KV cache holds {held.answers_at_once} whole answers, "
+        yield Check("memory of an NPU", PASSED,
+                    f"estimated, never measured: {sums}; the KV cache holds {held.answers_at_once} whole answers, "
                     f"{held.answers_needed} are needed")
 
 
@@ -78,15 +80,19 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
     except (OSError, ValueError) as error:  # ConfigError is a ValueError
         reason = "there is no config.json" if isinstance(error, FileNotFoundError) else str(error)
         yield Check("config.json", FAILED, f"{folder}: {reason}",
-                    f"Put the Hugging Face model at {folder}, or: export MODELS=DIR    # the folder that {folder.name} is in")
+                    f"Put the Hugging Face model at {folder}, or: export MODELS=DIR    # the folder that "
+                    f"{folder.name} is in")
         return
     wrong = [fault for fault in case.faults if "/config.json" in fault and not fault.startswith("rotary_base")]
     for fault in wrong:
-        yield Check("shape", FAILED, fault, "The model directory decides: correct the model's YAML, or give the directory that it describes")
+        yield Check("shape", FAILED, fault,
+                    "The model directory decides: correct the model's YAML, or give the directory that it describes")
     if not wrong:
-        yield Check("shape", PASSED, f"{shape.model_type}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        yield Check("shape", PASSED,
+                    f"{shape.model_type}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
                     f"{shape.num_attention_heads} heads, {shape.num_key_value_heads} KV" +
-                    (f", {shape.num_experts} experts" if shape.moe else "") + (": YAML and config.json agree" if case.upstream else ""))
+                    (f", {shape.num_experts} experts" if shape.moe else "") + (": YAML and config.json agree"
+                                                                               if case.upstream else ""))
     if case.upstream:
         yield rotary_base(shape.rope_theta, case)
     yield tokenizer(folder, case.recipe.task.prompt)
@@ -94,14 +100,17 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
 
 
 def rotary_base(theta: float, case: Case) -> Check:
-    """Megatron's rotary base against rope_theta, which the Instruct-2507 models have changed. A wrong one trains, badly."""
+    """Megatron's rotary base against rope_theta, which the Instruct-2507 models have changed. A wrong one trains,
+    badly."""
     given, name = case.recipe.model.arguments.get("rotary_base"), case.recipe.model.arguments.get("model")
     if given is None:
         return Check("rotary base", FAILED, f"rotary_base is missing; config.json says rope_theta {theta:,.0f}",
                      f"++model.{name}.rotary_base={theta:.0f}    # an override of the config")
     if float(given) != theta:
-        return Check("rotary base", FAILED, f"rotary_base is {float(given):,.0f} in the config, rope_theta {theta:,.0f} in config.json: Megatron "
-                     "and vLLM would run different models", f"model.{name}.rotary_base={theta:.0f}    # an override of the config")
+        return Check("rotary base", FAILED, f"rotary_base is {float(given):,.0f} in the config, rope_theta "
+                     f"{theta:,.0f} in config.json: Megatron "
+                     "and vLLM would run different models",
+                     f"model.{name}.rotary_base={theta:.0f}    # an override of the config")
     return Check("rotary base", PASSED, f"{theta:,.0f} in both")
 
 
@@ -116,7 +125,8 @@ def tokenizer(folder: Path, prompt: str) -> Check:
         has_template = False
     if has_template or (folder / "chat_template.jinja").is_file():
         return Check("tokenizer", PASSED, "with a chat template")
-    return Check("tokenizer", WARNING, "no chat template", "Take an instruct or chat model, or add its chat_template.jinja")
+    return Check("tokenizer", WARNING, "no chat template",
+                 "Take an instruct or chat model, or add its chat_template.jinja")
 
 
 def weights(folder: Path) -> Check:
@@ -128,6 +138,8 @@ def weights(folder: Path) -> Check:
         names = ["model.safetensors"]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        return Check("weights", WARNING, f"{len(names) - len(missing)} of {len(names)} files: {missing[0]}{' ...' * (len(missing) > 1)} is missing; "
-                     "the conversion needs all", "Download the model's whole directory")
-    return Check("weights", PASSED, f"{len(names)} of {len(names)} files, {gigabytes(sum((folder / name).stat().st_size for name in names))}")
+        return Check("weights", WARNING, f"{len(names) - len(missing)} of {len(names)} files: "
+                     f"{missing[0]}{' ...' * (len(missing) > 1)} is missing; the conversion needs all",
+                     "Download the model's whole directory")
+    return Check("weights", PASSED, f"{len(names)} of {len(names)} files, "
+                 f"{gigabytes(sum((folder / name).stat().st_size for name in names))}")

@@ -12,7 +12,8 @@ from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case
 from mindspeed_qerl.preflight.machine import Machine
 
 OPEN_FILES = 32768  # MindSpeed-RL examples/grpo/*.sh
-OBJECT_STORE = 10**10  # bytes: with less in /dev/shm Ray keeps its objects on the disk (ray_constants.py:REQUIRE_SHM_SIZE_THRESHOLD)
+# bytes: with less in /dev/shm Ray keeps its objects on the disk (ray_constants.py:REQUIRE_SHM_SIZE_THRESHOLD)
+OBJECT_STORE = 10**10
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
 
 
@@ -24,7 +25,8 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
     per_npu, need = case.recipe.npu.cpus_per_npu, needed_cpus(case.recipe)
     asks = f"{case.npus} NPUs x {per_npu} and Ray's other tasks reserve {need} logical CPUs"
     if not case.on_npus or case.own_ray:
-        yield Check("CPUs", PASSED, f"{asks}: places, not threads; the Ray that is started for the run is told to have them")
+        yield Check("CPUs", PASSED,
+                    f"{asks}: places, not threads; the Ray that is started for the run is told to have them")
         return
     ray = case.seen.ray if isinstance(case.seen.ray, Mapping) else None
     have, whose = (int(ray["resources"].get("CPU", 0)), "the running Ray has") if ray else (
@@ -33,8 +35,9 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("CPUs", PASSED, f"{asks}; {whose} {have}")
         return
     most = (have - need + case.npus * per_npu) // case.npus
-    mend = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
-    yield Check("CPUs", FAILED, f"{asks}; {whose} {have}: upstream would wait for ever", f"{mend}ray start --head --num-cpus={need}    # they "
+    fix = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
+    yield Check("CPUs", FAILED, f"{asks}; {whose} {have}: upstream would wait for ever",
+                f"{fix}ray start --head --num-cpus={need}    # they "
                 "are places, not threads")
 
 
@@ -43,7 +46,8 @@ def open_files(machine: Machine, case: Case) -> Iterator[Check]:
     if limit >= OPEN_FILES or not case.upstream:
         yield Check("open files", PASSED, "no limit" if limit == sys.maxsize else f"ulimit -n is {limit:,}")
     else:
-        yield Check("open files", WARNING, f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need {OPEN_FILES:,}",
+        yield Check("open files", WARNING,
+                    f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need {OPEN_FILES:,}",
                     f"ulimit -n {OPEN_FILES}    # in the shell that starts the run")
 
 
@@ -52,20 +56,23 @@ def shared_memory(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.on_npus or free >= OBJECT_STORE:
         yield Check("/dev/shm", PASSED, f"{gigabytes(free)} free for Ray's object store")
     else:
-        yield Check("/dev/shm", WARNING, f"{gigabytes(free)} free; below {gigabytes(OBJECT_STORE)} Ray keeps its objects on the disk",
+        yield Check("/dev/shm", WARNING,
+                    f"{gigabytes(free)} free; below {gigabytes(OBJECT_STORE)} Ray keeps its objects on the disk",
                     "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm")
 
 
 def disk(machine: Machine, case: Case) -> Iterator[Check]:
-    """Room for the run's checkpoints and, while it is missing, for the converted base. Sizes are computed: 2 bytes a weight, and 12 of AdamW
-    for each one that is trained, in every rank's file."""
+    """Room for the run's checkpoints and, while it is missing, for the converted base. Sizes are computed: 2 bytes a
+    weight, and 12 of AdamW for each one that is trained, in every rank's file."""
     root = case.recipe.run.root
     free = machine.disk_free(root)
     if not case.upstream:
-        yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {root}", "" if free > 10**9 else f"df -h {root}")
+        yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {root}",
+                    "" if free > 10**9 else f"df -h {root}")
         return
     if not case.legal:
-        yield Check("disk for the run", SKIPPED, f"{gigabytes(free)} free for {root}; no legal layout to compute the need of")
+        yield Check("disk for the run", SKIPPED,
+                    f"{gigabytes(free)} free for {root}; no legal layout to compute the need of")
         return
     plan, settings, it = case.plan, settings_of(case.recipe), case.plan.layout
     trained, base = (it.tp * it.ep * sum(weights(stage).total for stage in range(it.pp)) for weights in (
@@ -73,17 +80,20 @@ def disk(machine: Machine, case: Case) -> Iterator[Check]:
         lambda stage: training_weights(plan, stage)))
     each = 2 if case.recipe.npu.no_save_optim else 14
     saves = max(1, case.recipe.run.train_iters // (case.recipe.run.save_interval or case.recipe.run.train_iters))
-    yield _room("disk for the run", root, free, each * trained, saves, f"run.root=DIR, or megatron_training.save_interval above "
+    yield _room("disk for the run", root, free, each * trained, saves,
+                f"run.root=DIR, or megatron_training.save_interval above "
                 f"{case.recipe.run.save_interval}    # overrides of the config")
     load = case.recipe.model.load
     if load and not (Path(load) / TRACKER).is_file():
-        yield _room("disk for the base", str(load), machine.disk_free(load), 2 * base, 1, "actor_config.load=DIR    # an override of the config")
+        yield _room("disk for the base", str(load), machine.disk_free(load), 2 * base, 1,
+                    "actor_config.load=DIR    # an override of the config")
 
 
-def _room(name: str, place: str, free: int, one: int, number: int, mend: str) -> Check:
+def _room(name: str, place: str, free: int, one: int, number: int, fix: str) -> Check:
     need = gigabytes(one * number) + (f" ({number} x {gigabytes(one)})" if number > 1 else "")
     state = PASSED if free >= one * number else WARNING if free >= one and number > 1 else FAILED
-    return Check(name, state, f"about {need} needed, {gigabytes(free)} free for {place}", "" if state == PASSED else mend)
+    return Check(name, state, f"about {need} needed, {gigabytes(free)} free for {place}",
+                 "" if state == PASSED else fix)
 
 
 def ports(machine: Machine, case: Case) -> Iterator[Check]:
@@ -96,7 +106,8 @@ def ports(machine: Machine, case: Case) -> Iterator[Check]:
     taken = [port for port in range(int(base), last + 1) if not machine.port_free(port)]
     if taken:
         yield Check("ports of HCCL", FAILED, f"{base} to {last}: {', '.join(map(str, taken))} taken",
-                    f"ss -ltnp '( sport >= :{base} and sport <= :{last} )'    # whose?\nor export HCCL_IF_BASE_PORT=N, on every node")
+                    f"ss -ltnp '( sport >= :{base} and sport <= :{last} )'    # whose?\nor export "
+                    "HCCL_IF_BASE_PORT=N, on every node")
     else:
         yield Check("ports of HCCL", PASSED, f"{base} to {last} are free")
     if case.own_ray or machine.processes("raylet"):
@@ -115,9 +126,11 @@ def panic_on_oom(machine: Machine, case: Case) -> Iterator[Check]:
     if not value:
         yield Check("vm.panic_on_oom", SKIPPED, "cannot be read here")
     elif value == "0":
-        yield Check("vm.panic_on_oom", PASSED, "0: a process that takes too much host memory is killed, the machine stays")
+        yield Check("vm.panic_on_oom", PASSED,
+                    "0: a process that takes too much host memory is killed, the machine stays")
     else:
-        yield Check("vm.panic_on_oom", WARNING, f"{value}: the whole machine reboots when host memory runs out", "sysctl -w vm.panic_on_oom=0")
+        yield Check("vm.panic_on_oom", WARNING, f"{value}: the whole machine reboots when host memory runs out",
+                    "sysctl -w vm.panic_on_oom=0")
 
 
 def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
@@ -126,24 +139,24 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
         return
     preloaded = [path for path in re.split(r"[\s:]+", machine.environment.get("LD_PRELOAD", "")) if "jemalloc" in path]
     there = machine.glob("/usr/lib/*/libjemalloc.so.2") + machine.glob("/usr/lib*/libjemalloc.so.2")
-    mend = f"export LD_PRELOAD={there[0]}" if there else "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
+    fix = f"export LD_PRELOAD={there[0]}" if there else "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
     if not preloaded:
-        yield Check("jemalloc", WARNING, "not in LD_PRELOAD; the workers' host memory fragments without it", mend)
+        yield Check("jemalloc", WARNING, "not in LD_PRELOAD; the workers' host memory fragments without it", fix)
     elif not machine.glob(preloaded[0]):
-        yield Check("jemalloc", WARNING, f"LD_PRELOAD names {preloaded[0]}, which is not there", mend)
+        yield Check("jemalloc", WARNING, f"LD_PRELOAD names {preloaded[0]}, which is not there", fix)
     else:
         yield Check("jemalloc", PASSED, preloaded[0])
 
 
 def cann(machine: Machine, case: Case) -> Iterator[Check]:
     """CANN's environment: its root, and its Python packages on the path."""
-    home, mend = machine.environment.get("ASCEND_HOME_PATH"), "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
+    home, fix = machine.environment.get("ASCEND_HOME_PATH"), "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
     if not case.on_npus:
         yield Check("CANN's paths", SKIPPED, "no NPU is used")
     elif not home and not machine.importable("acl") and not case.seen.any:
         yield Check("CANN's paths", SKIPPED, "no NPU here, and no CANN")
     elif not home:
-        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced", mend)
+        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced", fix)
     elif not machine.importable("acl"):
         yield Check("CANN's paths", FAILED, "the module acl is not on PYTHONPATH; was it replaced, not added to?",
                     f"export PYTHONPATH=$PYTHONPATH:{home}/python/site-packages")

@@ -1,4 +1,5 @@
-"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place (tests/ascend/test_preflight.py)."""
+"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place
+(tests/ascend/test_preflight.py)."""
 
 import importlib.metadata
 import importlib.util
@@ -20,7 +21,8 @@ from mindspeed_qerl.ascend.contract import Report, check, installed
 
 
 class ProbeError(RuntimeError):
-    """A question that the machine did not answer, and why: no such command, no answer in time, or the command's own complaint."""
+    """A question that the machine did not answer, and why: no such command, no answer in time, or the command's own
+    complaint."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Machine:
             ProbeError: it cannot be started, gave no answer in time, or failed.
         """
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True,
                                        errors="replace", env=environment, start_new_session=True)
         except FileNotFoundError:
             raise ProbeError(f"{command[0]} is not installed here") from None
@@ -57,7 +60,8 @@ class Machine:
             raise ProbeError(f"{command[0]}: no answer within {timeout:g} s") from None
         if process.returncode:
             lines = [line for line in (complaint or output).splitlines() if line.strip()]
-            raise ProbeError(f"{command[0]}: exit {process.returncode}" + (f": {lines[-1].strip()[:200]}" if lines else ""))
+            raise ProbeError(f"{command[0]}: exit {process.returncode}" + (f": {lines[-1].strip()[:200]}" if lines
+                                                                           else ""))
         return output
 
     @property
@@ -100,11 +104,13 @@ class Machine:
         return shutil.disk_usage(place).free
 
     def cpus(self) -> int:
-        """Logical CPUs as Ray counts them: those of the cgroup if it has a quota (ray/_private/utils.py:get_num_cpus)."""
+        """Logical CPUs as Ray counts them: those of the cgroup if it has a quota
+        (ray/_private/utils.py:get_num_cpus)."""
         count = multiprocessing.cpu_count()
         quota, _, period = (self.read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
         if quota.strip() == "max":
-            quota, period = (self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1" for name in ("quota", "period"))
+            quota, period = (self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1"
+                             for name in ("quota", "period"))
         return min(count, max(1, int(quota) // int(period))) if int(quota) > 0 else count
 
     def open_files(self) -> int:
@@ -115,7 +121,8 @@ class Machine:
     def port_free(self, port: int) -> bool:
         """Whether nobody listens on the TCP port, on any interface."""
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are being closed do not count
+            # connections that are being closed do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))
             except OSError:

@@ -32,15 +32,20 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
                     (f": {why}" if why else ""), f"unset {name}")
     for name in ("VLLM_DP_SIZE", "HCCL_BUFFSIZE"):
         if name in shell:
-            yield Check(name, WARNING, f"{shell[name]!r} in the shell is not used: the engine takes it from the config", f"unset {name}")
+            yield Check(name, WARNING, f"{shell[name]!r} in the shell is not used: the engine takes it from the "
+                        "config", f"unset {name}")
     if shell.get("ASCEND_LAUNCH_BLOCKING", "0") != "0":
-        yield Check("ASCEND_LAUNCH_BLOCKING", WARNING, f"{shell['ASCEND_LAUNCH_BLOCKING']!r}: every kernel is waited for, for debugging only",
+        yield Check("ASCEND_LAUNCH_BLOCKING", WARNING,
+                    f"{shell['ASCEND_LAUNCH_BLOCKING']!r}: every kernel is waited for, for debugging only",
                     "unset ASCEND_LAUNCH_BLOCKING")
     if case.nodes > 1 and not shell.get("HCCL_SOCKET_IFNAME"):
-        yield Check("HCCL_SOCKET_IFNAME", WARNING, f"not set, with {case.nodes} nodes: HCCL picks an interface by itself",
-                    "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between the nodes, on each")
+        yield Check("HCCL_SOCKET_IFNAME", WARNING,
+                    f"not set, with {case.nodes} nodes: HCCL picks an interface by itself",
+                    "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between the nodes, "
+                    "on each")
     if case.recipe.run.wandb_project and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
-        yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY", "export WANDB_MODE=offline")
+        yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY",
+                    "export WANDB_MODE=offline")
 
 
 # distribution -> version, whether another is a failure: what the pinned vllm-ascend is built against (docs/ascend.md)
@@ -59,32 +64,38 @@ VERSIONS = {
 def versions(machine: Machine, case: Case) -> Iterator[Check]:
     """Installed packages against the one set of versions that the engine was written for."""
     if not case.upstream:
-        yield Check("packages", SKIPPED, "the pins are those of the MindSpeed-RL engine; requirements/local.txt has this engine's")
+        yield Check("packages", SKIPPED,
+                    "the pins are those of the MindSpeed-RL engine; requirements/local.txt has this engine's")
         return
     python = machine.python_version
     if python == (3, 11):
         yield Check("Python", PASSED, "3.11")
     else:
-        yield Check("Python", FAILED, f"{python[0]}.{python[1]}; this project needs 3.11", "A container or environment with CPython 3.11")
+        yield Check("Python", FAILED, f"{python[0]}.{python[1]}; this project needs 3.11",
+                    "A container or environment with CPython 3.11")
     right = []
     for name, (pin, needed) in VERSIONS.items():
         if name == "torch_npu" and not case.on_npus:
             continue
         installed = machine.version(name)
-        if installed and re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):  # 2.7.1.post1 and 0.11.0+empty too
+        # 2.7.1.post1 and 0.11.0+empty too
+        if installed and re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
             right.append(f"{name} {installed}")
             continue
         found = f"{installed} is installed, the pin is {pin}" if installed else f"not installed; the pin is {pin}"
         yield Check(name, FAILED if needed or not installed else WARNING, found,
-                    f"pip install {name}=={pin}" if name not in ("torch", "torch_npu", "vllm") else f"docs/ascend.md, Install: {name} {pin}")
+                    f"pip install {name}=={pin}" if name not in ("torch", "torch_npu", "vllm")
+                    else f"docs/ascend.md, Install: {name} {pin}")
     if right:
         yield Check("packages", PASSED, f"{', '.join(right)}, as pinned")
     if triton := machine.version("triton-ascend"):
-        yield Check("triton-ascend", WARNING, f"{triton} is installed, and MindSpeed-RL does not go with it", "pip uninstall --yes triton-ascend")
+        yield Check("triton-ascend", WARNING, f"{triton} is installed, and MindSpeed-RL does not go with it",
+                    "pip uninstall --yes triton-ascend")
 
 
 def sources(machine: Machine, case: Case) -> Iterator[Check]:
-    """Which versions of upstream are here, and whether all that the engine relies on is unchanged in them (contract.py)."""
+    """Which versions of upstream are here, and whether all that the engine relies on is unchanged in them
+    (contract.py)."""
     if not case.upstream:
         yield Check("upstream's sources", SKIPPED, "not used by this engine")
         return
@@ -96,9 +107,9 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
     for report in reports:
         if report.changed or report.unused or not report.at_pin:
             first = "".join(f"; {each.change} {each.file} {each.name}".rstrip() for each in report.changed[:3])
-            mend = f"(cd {report.root} && git checkout {report.pin.commit[:7]})" if report.commit else \
+            fix = f"(cd {report.root} && git checkout {report.pin.commit[:7]})" if report.commit else \
                 f"export PYTHONPATH=$PWD/{report.pin.title}:$PYTHONPATH    # a checkout of {report.pin}"
             yield Check(report.pin.title, FAILED if report.changed else WARNING, f"{report}{first}",
-                        f"{mend}\npython tools/check_upstream.py    # shows each")
+                        f"{fix}\npython tools/check_upstream.py    # shows each")
     if not missing and (right := [report.pin.title for report in reports if report.at_pin]):
         yield Check("upstream's sources", PASSED, f"{', '.join(right)} as pinned")

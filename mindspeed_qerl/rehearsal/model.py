@@ -1,7 +1,8 @@
-"""A model of a given shape but narrow, with random weights and a tokenizer of its own: everything that a layout divides is kept.
+"""A model of a given shape but narrow, with random weights and a tokenizer of its own: everything that a layout
+divides is kept.
 
-Random weights on real questions would never be right, and equal rewards teach nothing: no gradient would reach an adapter. So the model is made
-to answer with numbers that GSM8K has often: about one answer in forty is right.
+Random weights on real questions would never be right, and equal rewards teach nothing: no gradient would reach an
+adapter. So the model is made to answer with numbers that GSM8K has often: about one answer in forty is right.
 """
 
 import hashlib

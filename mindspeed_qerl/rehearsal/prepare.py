@@ -21,14 +21,15 @@ FOR_ENGINE = "mindspeed_rl"  # what is rehearsed is a config for NPUs, whichever
 
 
 def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
-    """The recipe that `recipe` is rehearsed with: its layout, batch arithmetic, LoRA and noise, a narrow model (made here, if it is not there
-    yet), short answers, a few steps; and what there is to say about it.
+    """The recipe that `recipe` is rehearsed with: its layout, batch arithmetic, LoRA and noise, a narrow model (made
+    here, if it is not there yet), short answers, a few steps; and what there is to say about it.
 
     Args:
         found: by the reader of `recipe`.
 
     Raises:
-        ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot exist, a misspelt name, missing data.
+        ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot exist, a misspelt
+            name, missing data.
     """
     engine, settings = engine_of(recipe), recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
@@ -37,12 +38,14 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += checks.unknown_rewards(recipe.task.verifiers)
     if not recipe.lora.targets:
-        found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, linear_fc1, linear_fc2")
+        found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
+                            "linear_fc1, linear_fc2")
     if plan and settings.layers is not None and (settings.layers < plan.layout.pp or settings.layers % plan.layout.pp):
-        found.faults.append(f"rehearsal.layers = {settings.layers} must be a multiple of pipeline_model_parallel_size = {plan.layout.pp}")
+        found.faults.append(f"rehearsal.layers = {settings.layers} must be a multiple of pipeline_model_parallel_size "
+                            f"= {plan.layout.pp}")
     if engine.UPSTREAM and not recipe.emulate_npu:
-        found.faults.append("rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or engine=local, which needs no "
-                            "upstream")
+        found.faults.append("rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
+                            "engine=local, which needs no upstream")
     found.raise_faults()
     shape = narrow(plan.shape, plan.layout, settings.layers)
     if not engine.UPSTREAM:

@@ -28,31 +28,36 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     proved = _proved(plan, facts, steps, evaluations, recipe.rehearsal.layers)
     lines = [f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}", "", seconds + ".", "",
              "## Proved here", "", *(f"- {line}" for line in proved), "",
-             "## Not proved here", "", *(f"- {line}" for line in _not_proved(plan, facts, engine_of(recipe).UPSTREAM, unused)), ""]
+             "## Not proved here", "",
+             *(f"- {line}" for line in _not_proved(plan, facts, engine_of(recipe).UPSTREAM, unused)), ""]
     text = "\n".join(lines)
     (directory.path / "rehearsal.md").write_text(text)
     return text
 
 
-def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict], fewer: int | None) -> Iterator[str]:
+def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict],
+            fewer: int | None) -> Iterator[str]:
     layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
     experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
-    layers = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else " or ".join(map(str, sorted(set(plan.layers)))) + " layers"
-    yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP {layout.pp} x DP {layout.dp}, "
-           f"EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, {shape.num_key_value_heads // layout.tp} KV groups{experts}, "
-           f"{layers}.")
-    yield (f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step, {batch.answers // layout.dp} on "
-           f"each of {layout.dp} data-parallel ranks in micro-batches of {batch.micro_batch_size}, "
-           f"{batch.global_batch_size // batch.mini_batch_size} update(s) a step; {len(steps)} steps.")
-    yield "LoRA trains " + ", ".join(f"{target}: {count['modules']} modules" for target, count in facts["lora"].items()) + "."
+    layers = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else " or ".join(map(str,
+                                                                                                        sorted(set(plan.layers)))) + " layers"
+    yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP "
+           f"{layout.pp} x DP {layout.dp}, EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, "
+           f"{shape.num_key_value_heads // layout.tp} KV groups{experts}, {layers}.")
+    yield (f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step, "
+           f"{batch.answers // layout.dp} on each of {layout.dp} data-parallel ranks in micro-batches of "
+           f"{batch.micro_batch_size}, {batch.global_batch_size // batch.mini_batch_size} update(s) a step; "
+           f"{len(steps)} steps.")
+    yield "LoRA trains " + ", ".join(f"{target}: {count['modules']} modules" for target,
+                                     count in facts["lora"].items()) + "."
     if moved := facts.get("lora_movement"):
         yield "Every LoRA target reached the rollout engine: " + ", ".join(
             f"{target} moved {entry['moved']:.3g} of {entry['expected']:.3g}" for target, entry in moved.items()) + "."
     if last.get("aqn/sigma"):
-        yield (f"AQN fired: noise on {last['aqn/layers']:.0f} RMSNorm layers in step {last['step']}, sigma {last['aqn/sigma']:.3g}, measured "
-               f"{last['aqn/measured_std']:.3g}.")
-    yield (f"The verifier scored answers to real GSM8K questions: mean reward {last['reward/mean']:.3f} in the last step (random weights that say "
-           "numbers; it means nothing more).")
+        yield (f"AQN fired: noise on {last['aqn/layers']:.0f} RMSNorm layers in step {last['step']}, sigma "
+               f"{last['aqn/sigma']:.3g}, measured {last['aqn/measured_std']:.3g}.")
+    yield (f"The verifier scored answers to real GSM8K questions: mean reward {last['reward/mean']:.3f} in the last "
+           "step (random weights that say numbers; it means nothing more).")
     yield f"Evaluation ran after {' and '.join(str(row['step']) for row in evaluations)} steps, noise off."
 
 
@@ -63,7 +68,8 @@ def _not_proved(plan: Plan, facts: Mapping[str, Any], upstream: bool, unused: Se
         yield "The real vllm-ascend: the emulation dresses vLLM's CPU build."
         return
     yield "Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal runs upstream's own."
-    yield (f"vLLM's layout, infer TP {plan.layout.infer_tp} x EP {plan.layout.infer_ep}: its rules were checked, but one vLLM process sampled here.")
+    yield (f"vLLM's layout, infer TP {plan.layout.infer_tp} x EP {plan.layout.infer_ep}: its rules were checked, but "
+           "one vLLM process sampled here.")
     yield "BF16: this was computed in float32."
     if not facts.get("lora_movement"):
         yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."

@@ -29,7 +29,7 @@ def unknown_rewards(verifiers: Iterable[tuple[str, float]], others: Iterable[str
     faults = []
     for name, _ in verifiers:
         try:
-            name in others or load_reward(name)
+            name in others or load_reward(name, others)
         except ConfigError as error:
             faults.append(str(error))
     return faults

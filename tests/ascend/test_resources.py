@@ -1,13 +1,14 @@
 """Too few NPUs or CPUs are an error in seconds with the counts, where upstream would wait for ever."""
 
-from types import SimpleNamespace
-
 import pytest
 import ray
 
 from mindspeed_qerl.ascend.engine import check_resources
 from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.types import Recipe
 
 
 @pytest.fixture
@@ -18,8 +19,9 @@ def cluster():
     ray.shutdown()
 
 
-def asked(npus: int, cpus_per_npu: int) -> SimpleNamespace:
-    return SimpleNamespace(npus=npus, cpus_per_npu=cpus_per_npu, cpus_for_tasks=1)
+def asked(npus: int, cpus_per_npu: int) -> Recipe:
+    return read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [
+        f"rl_config.actor_resource.num_npus={npus}", f"rl_config.num_cpus_for_placement_group={cpus_per_npu}"]))
 
 
 def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
@@ -31,7 +33,7 @@ def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
 
 def test_too_few_cpus_for_the_placement(cluster):
     cluster(npus=16, cpus=128)  # 16 x 8: upstream's bundles take them all, and its transfer dock waits for 10 more
-    assert needed_cpus(16, 8, 1) == 128 + 2 + 10
+    assert needed_cpus(asked(16, 8)) == 128 + 2 + 10
     with pytest.raises(EngineError, match=r"need 140 CPUs; Ray has 128\. .*num_cpus_for_placement_group=7, or start Ray with --num-cpus=140"):
         check_resources(asked(16, 8))
     check_resources(asked(16, 7))

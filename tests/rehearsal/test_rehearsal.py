@@ -14,8 +14,9 @@ from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
-from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.types import Layout
+from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
@@ -50,30 +51,32 @@ def composed(data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NPU_CONFIGS)
 def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
-    raw = composed(name)
-    before = plan_to_rehearse(raw, Reader(raw))
-    prepared = prepare(raw)
-    config = local.check(prepared)
-    kept = ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob", "tie_word_embeddings",
-            "model_type", "rope_theta")
-    assert {key: getattr(config.shape, key) for key in kept} == {key: getattr(before.shape, key) for key in kept}
-    assert config.shape.num_hidden_layers == 6
-    layout = before.layout
-    assert (config.layout.world, config.layout.tp, config.layout.pp, config.layout.ep) == (layout.world, layout.tp, layout.pp, layout.ep)
-    assert (config.global_batch_size, config.mini_batch_size, config.samples_per_prompt, config.micro_batch_size) == (
-        before.batch.global_batch_size, before.batch.mini_batch_size, before.batch.samples_per_prompt, before.batch.micro_batch_size)
-    assert (config.lora_r, config.lora_alpha, config.lora_targets) == (32, 64, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
-    assert (config.aqn.sigma_start, config.aqn.sigma_end, config.aqn.targets) == (0.05, 0.0005, "auto")
-    schedule = config.aqn.noise_schedule(config.train_iters)
-    assert schedule.sigma(config.train_iters - 1) > 0, "the last step has noise"
-    shape = read_shape(config.model_dir)
-    prepared["generate_config"]["infer_tensor_parallel_size"] = raw["generate_config"]["infer_tensor_parallel_size"]  # one vLLM samples here
-    assert broken(replace(plan_of(read_recipe(prepared), shape), shape=shape, padded_vocab_size=shape.vocab_size)) == [], "the narrow model obeys every rule"
+    recipe, found = read(composed(name))
+    before = plan_to_rehearse(recipe, found)
+    small = read_recipe(to_config(prepare(recipe, found)[0]))  # as train.py runs it
+    assert local.validate(small).faults == []
+    shape = read_shape(small.model.path)
+    kept = ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob",
+            "tie_word_embeddings", "model_type", "rope_theta")
+    assert {key: getattr(shape, key) for key in kept} == {key: getattr(before.shape, key) for key in kept}
+    assert shape.num_hidden_layers == 6
+    assert [getattr(small.layout, key) for key in ("world", "tp", "pp", "ep")] == [
+        getattr(before.layout, key) for key in ("world", "tp", "pp", "ep")]
+    sizes = ("global_batch_size", "mini_batch_size", "samples_per_prompt", "micro_batch_size")
+    assert [getattr(small.batch, key) for key in sizes] == [getattr(before.batch, key) for key in sizes]
+    assert (small.lora.r, small.lora.alpha, small.lora.targets) == (
+        32, 64, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    assert (small.noise.sigma_start, small.noise.sigma_end, small.noise.targets) == (0.05, 0.0005, "auto")
+    schedule = small.noise.noise_schedule(small.run.train_iters)
+    assert schedule.sigma(small.run.train_iters - 1) > 0, "the last step has noise"
+    sampled = replace(small, layout=replace(small.layout, infer_tp=recipe.layout.infer_tp))  # one vLLM samples here
+    plan = replace(plan_of(sampled, shape), padded_vocab_size=shape.vocab_size)
+    assert broken(plan) == [], "the narrow model obeys every rule"
 
 
 def test_a_narrow_model_divides_as_the_real_one(composed):
     """Widths may be shared by any ranks that share the heads: TP 4 with infer TP 2 here."""
-    plan = plan_to_rehearse(raw := composed("grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4"), Reader(raw))
+    plan = plan_to_rehearse(*read(composed("grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4")))
     shape = narrow(plan.shape, plan.layout)
     assert shape.num_hidden_layers == 48 and shape.head_dim == 32 and shape.vocab_size % 4 == 0
     assert shape.hidden_size < 100 and shape.moe_intermediate_size == 32
@@ -104,9 +107,9 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
     raw = composed("grpo_qwen3_30b_a3b_gsm8k_16npu", "actor_config.expert_model_parallel_size=6", "rl_config.verifier_function=[gsm8]",
                    "rehearsal.steps=0")
     raw["megatron_training"]["lora_target_modules"] = ["linear_qvk"]
-    raw["gsm8k"]["train_file"] = "nowhere.parquet"
+    raw["task"]["train_file"] = "nowhere.parquet"
     with pytest.raises(ConfigError) as error:
-        prepare(raw)
+        prepare(*read(raw))
     message = str(error.value)
     for fault in ("experts_by_training_ranks", "did you mean 'gsm8k'", "did you mean 'linear_qkv'", "rehearsal.steps = 0", "nowhere.parquet"):
         assert fault in message, message
@@ -115,12 +118,12 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
 
 def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):
     with pytest.raises(ConfigError, match="needs emulate_npu=true; or engine=local"):
-        prepare(composed("grpo_qwen25_7b_gsm8k_8npu", "engine=mindspeed_rl"))
+        prepare(*read(composed("grpo_qwen25_7b_gsm8k_8npu", "engine=mindspeed_rl")))
 
 
 def test_layers_that_no_stage_could_have(composed):
     with pytest.raises(ConfigError, match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3"):
-        prepare(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4"))
+        prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4")))
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -133,7 +133,7 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
             sampling_config=dict(seed=1, logprobs=1, max_tokens=12, top_p=1.0, top_k=-1, min_p=0.0, temperature=1.0,
                                  detokenize=False)),
         aqn=dict(enabled=True, sigma_start=0.05, sigma_end=0.005, num_stages=3),
-        gsm8k=dict(test_file=str(data / "chat" / "test_chat.parquet"), prompt="chat"),
+        task=dict(test_file=str(data / "chat" / "test_chat.parquet"), prompt="chat"),
         eval=dict(every=2, n_problems=6, samples_per_problem=2),
         run=dict(root=str(runs), name="rehearsal", tensorboard=False))
     for key, value in (changes or {}).items():
@@ -146,8 +146,8 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
 
 
 def environment(upstream: Path) -> dict[str, str]:
-    """This process's environment with the checkouts on PYTHONPATH."""
-    path = os.pathsep.join(str(upstream / name) for name in CHECKOUTS)
+    """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is installed."""
+    path = os.pathsep.join([*(str(upstream / name) for name in CHECKOUTS), str(ROOT)])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

@@ -117,7 +117,7 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
                  "actor_config.load": base,
                  "megatron_training.tokenizer_name_or_path": model,
                  "megatron_training.data_path": data / "packed" / "gsm8k_train",
-                 "gsm8k.test_file": data / "chat" / "test_chat.parquet", "run.root": tmp_path}
+                 "task.test_file": data / "chat" / "test_chat.parquet", "run.root": tmp_path}
     result = subprocess.run([sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", name,
                              *(f"{key}={value}" for key, value in overrides.items())],
                             check=False, cwd=tmp_path, env=environment(upstream), capture_output=True, text=True,

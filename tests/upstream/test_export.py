@@ -68,13 +68,13 @@ def finished_run(config, upstream, folder) -> RunDirectory:
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):
-    """Without LoRA, at learning rate 0: what the run saves is what it loaded, name by name. The converter knows no
-    Qwen2-MoE."""
+    """Without LoRA, at a learning rate that is 0 to float32: what the run saves is what it loaded, name by name. The
+    converter knows no Qwen2-MoE."""
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the run's arguments have its enums
     model, data = tiny("qwen2_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=2)
     config = make_config("qwen2_moe", model, data, tmp_path, npus=2, tp=2, infer_ep=2, train_iters=1, changes={
-        "actor_config.load": str(base), "actor_config.lr": 0.0, "rl_config.share_backbone": False})
+        "actor_config.load": str(base), "actor_config.lr": 1e-50, "rl_config.share_backbone": False})
     for key in ("lora_r", "lora_alpha", "lora_ckpt_filter", "lora_target_modules"):
         del config["megatron_training"][key]
     run = finished_run(config, upstream, tmp_path)
