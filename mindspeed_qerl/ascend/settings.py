@@ -95,7 +95,7 @@ def validate(recipe: Recipe) -> Found:
 
 
 def _check_pairs(recipe: Recipe, found: Found) -> None:
-    """Faults of keys that are allowed one by one and not together."""
+    """Faults of keys that upstream takes in other forms, or one by one and not together."""
     values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
         found.faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
@@ -106,6 +106,10 @@ def _check_pairs(recipe: Recipe, found: Found) -> None:
             f"{optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
             f"(base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1, or {style}=constant and "
             f"{warmup}=0.0")
+    place, alpha = values.get("megatron.lora_alpha")
+    if alpha is not None and not isinstance(alpha, int):
+        found.faults.append(f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's "
+                            "--lora-alpha takes no other (training/arguments.py:351)")
     rewards = recipe.sections["rl_config"]
     if rewards.get("overlong_buffer_enable") and not rewards.get("overlong_buffer"):
         found.faults.append(

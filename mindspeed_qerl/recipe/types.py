@@ -139,7 +139,7 @@ class Batch:
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)
     use_remove_padding: bool = key("rl_config.use_remove_padding", False)
     reset_attention_mask: bool = key("megatron.reset_attention_mask", False)
-    no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", True)
+    no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", False)
 
     @property
     def answers(self) -> int:
