@@ -72,7 +72,7 @@ class Model:
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
     load: str | None = key("megatron.load")  # base weights in Megatron's format; the local engine reads `path`'s
-    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    arguments: Mapping[Any, Any] = Field(default_factory=dict)
 
 
 @part
@@ -389,7 +389,7 @@ class Recipe:
     local: Local
     npu: Npu
     rehearsal: Rehearsal
-    sections: Mapping[str, Any] = Field(default_factory=dict, repr=False)
+    sections: Mapping[Any, Any] = Field(default_factory=dict, repr=False)
 
     @property
     def noise_seed(self) -> int:
