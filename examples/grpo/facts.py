@@ -51,10 +51,8 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     there are none."""
     case = case_of(compose(name, overrides), name, nodes, own_ray=True)
     check_for_npus(case, name)
-    words = (" must be ", " is missing")
-    if unread := [fault for fault in case.faults if any(word in fault for word in words)
-                  and not fault.startswith("layout")]:
-        raise ConfigError("\n".join(unread))
+    if case.unread:
+        raise ConfigError("\n".join(case.unread))
     recipe = case.recipe
     if case.npus % nodes:
         raise ConfigError(f"rl_config.actor_resource.num_npus = {case.npus} cannot be shared equally by {nodes} nodes")

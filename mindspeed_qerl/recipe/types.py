@@ -18,6 +18,7 @@ from mindspeed_qerl.aqn.schedule import NoiseSchedule
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
+MAX_STEPS = 1_000_000  # more are a typing error too, and a schedule of them takes gigabytes
 MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
@@ -134,7 +135,7 @@ class Batch:
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)
     use_remove_padding: bool = key("rl_config.use_remove_padding", False)
     reset_attention_mask: bool = key("megatron.reset_attention_mask", False)
-    no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", True)
+    no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", False)
 
     @property
     def answers(self) -> int:
@@ -233,7 +234,7 @@ class Noise:
     schedule: str = "exponential"
     sigma_start: Float = 0.05
     sigma_end: Float = 0.0005
-    num_stages: int = 10
+    num_stages: int = Field(10, le=MAX_STEPS)
     targets: Any = "auto"
     exclude: Names = ()
     restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
@@ -313,7 +314,7 @@ class Run:
     """`resume` is the directory of a run that stopped, or "auto": the newest one of this config, if there is one."""
 
     section: ClassVar[str] = "run"
-    train_iters: Size = key("megatron.train_iters", 1, required=True)
+    train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
     save_interval: Size | None = key("megatron.save_interval")  # steps; there is always one after the last
     seed: int = key("megatron.seed", 1, ge=0)
     root: str = "runs"

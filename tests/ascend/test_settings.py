@@ -65,6 +65,7 @@ def test_each_family_is_accepted(raw, family):
     ("actor_config.moe_tp_extend_ep", False, "moe_tp_extend_ep = False must be True for a mixture of experts"),
     ("model.tiny.moe_token_dispatcher_type", "alltoall", "the only dispatcher that MindSpeed-LLM has LoRA for"),
     ("megatron_training.moe_alltoall_overlap_comm", True, "its fused backward"),
+    ("megatron_training.lora_alpha", 16.0, "lora_alpha = 16.0 must be a whole number, written without a point"),
     ("megatron_training.lora_fusion", True, "it uses MC2 kernels"),
     ("megatron_training.lora_ckpt_filter", False, "checkpoints hold the adapters only"),
     ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "only the first chunk's adapters would be off"),
@@ -151,6 +152,13 @@ def test_upstream_gets_a_save_interval(raw):
     assert upstream["megatron_training"]["save_interval"] == 7
     config["megatron_training"]["save_interval"] = 3
     assert settings.upstream_sections(checked(config)[0])["megatron_training"]["save_interval"] == 3
+
+
+def test_what_is_left_out_pads_as_upstream_does(raw):
+    """True would switch variable_seq_lengths on, too (MindSpeed-LLM features_manager/finetune/finetune.py:45)."""
+    config = raw("qwen3")
+    del config["megatron_training"]["no_pad_to_seq_lengths"]
+    assert settings.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"] is False
 
 
 def test_dense_models_have_no_load_balancing_loss(raw):
