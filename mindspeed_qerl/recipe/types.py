@@ -1,10 +1,8 @@
 """The Recipe: everything that a run is configured with, typed, in the field's terms.
 
-Each part is a frozen dataclass that pydantic validates. A field says by `key(...)` which YAML key it is read from;
-fields of a part with a `section` are keys of that section. `megatron.X` stands for the key X of actor_config, else of
-megatron_training, else of the named model in section model, as MindSpeed-RL merges them
-(config_cls/base_config.py:14). What is not on disk is checked here and in reader.py; files, shapes and layouts are the
-engines' to check.
+Each part is a frozen dataclass that pydantic validates. `key(...)` names the YAML key of a field; fields of a part
+with a `section` are keys of that section. `megatron.X` is X of actor_config, megatron_training or the named model, as
+MindSpeed-RL merges them (config_cls/base_config.py:14). Files, shapes and layouts are the engines' to check.
 """
 
 import math
@@ -20,10 +18,8 @@ from mindspeed_qerl.aqn.schedule import NoiseSchedule
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
-
 MAX_STEPS = 1_000_000  # more are a typing error too, and a schedule of them takes gigabytes
 MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
-
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
@@ -168,8 +164,7 @@ class Algorithm:
 
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
     clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
-    # DAPO's clip-higher: the ratio stays in [1 - low, 1 + high]
-    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)
+    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)  # DAPO's: ratio in [1 - low, 1 + high]
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
 
@@ -402,5 +397,5 @@ class Recipe:
         return {"test": self.task.test_file, **({"aqn_multipliers": profile} if profile else {})}
 
 
-PARTS: dict[str, type] = {field.name: field.type for field in fields(Recipe) if isinstance(field.type, type)
-                          and hasattr(field.type, "__pydantic_fields__")}
+PARTS: dict[str, type] = {field.name: field.type for field in fields(Recipe)
+                          if hasattr(field.type, "__pydantic_fields__")}

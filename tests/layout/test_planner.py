@@ -226,8 +226,8 @@ def test_no_layout_is_explained():
     (["--model", "qwen3_30b_a3b", "--ranks", "16", "--plot", "nowhere/x.png"], "must be a file in an existing folder"),
     *[(["--config-name", "grpo_qwen3_30b_a3b_gsm8k_16npu", override], message) for override, message in (
         ("+actor_config.tensor_model_paralel_size=4",
-         "unknown key in actor_config: 'tensor_model_paralel_size', did you mean"),
-        ("++foo.bar=1", "unknown section 'foo'"), ("+run.nme=x", "unknown key in run: 'nme', did you mean 'name'"),
+         "unknown key 'actor_config.tensor_model_paralel_size', did you mean"),
+        ("++foo.bar=1", "unknown key 'foo.bar'"), ("+run.nme=x", "unknown key 'run.nme', did you mean 'run.name'"),
         ("engine=locl", "unknown engine 'locl', did you mean 'local'"),
         ("megatron_training.model=nope", "megatron_training.model: unknown model 'nope'"),
         ("model.qwen3_30b_a3b=3", "must be a mapping of names to sizes"),

@@ -86,7 +86,7 @@ def test_an_expert_starts_the_same_on_whichever_rank_it_lives():
 
 @pytest.mark.parametrize("targets, message", [
     (["linear_qvk"], "unknown LoRA target 'linear_qvk', did you mean 'linear_qkv'"),
-    ([], "lora_target_modules is empty"),
+    ([], "no LoRA target"),
     (["linear_qkv", "linear_fc2"],
      "linear_fc2 matches no layer of this model; its layers with weights are: .*linear_fc1"),
 ])
