@@ -40,7 +40,7 @@ train: install
 
 test: install-dev lint
 	$(PY) -m pytest
-# All layouts, and twenty runs that are killed and gone on with. Three quarters of an hour on 2 cores.
+# All layouts, and twenty runs that are killed and resumed. Three quarters of an hour on 2 cores.
 test-full: install-dev lint
 	$(PY) -m pytest -m "full or not full"
 	$(PY) tests/local/kill_and_resume.py --kills 20

@@ -1,4 +1,4 @@
-"""What each model of foreign hardware does to the logprobs of the quickstart's model, in float32 and bfloat16: the
+"""What each kind of hardware error does to the logprobs of the quickstart's model, in float32 and bfloat16: the
 table of docs/hardware_error.md.
 
     python benchmarks/hardware_error.py            about a minute on 2 cores

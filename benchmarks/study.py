@@ -1,8 +1,9 @@
 """Does the noise help, and does it help a model that meets other hardware? AQN off and on x clean and foreign rollouts
 x seeds, on the quickstart's model.
 
-    python benchmarks/study.py             about half an hour on 2 cores; killed, it goes on with the same command;
-    draws docs/images/study.png
+    python benchmarks/study.py    # draws docs/images/study.png
+
+About half an hour on 2 cores; killed, it resumes with the same command.
 
 A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate.py beside
 the run's own on the clean one, and tools/compare_runs.py's difference, with AQN - without, in each of the four cells.

@@ -36,7 +36,7 @@ class Engine(Protocol):
         """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in `model_dir`."""
 
     def train(self, recipe: Recipe, run: "RunDirectory", metrics: "MetricsWriter", progress: "Progress") -> None:
-        """Run it, or go on with it. ConfigError or EngineError if it cannot."""
+        """Run it, or resume it. ConfigError or EngineError if it cannot."""
 
     def last_checkpoint(self, recipe: Recipe) -> int:
         """The step after which the run in `recipe.run.resume` resumes; ValueError if it has no usable checkpoint."""

@@ -1,4 +1,4 @@
-"""A Ray of one run's own on this machine, that nobody else can reach, and that leaves nothing behind."""
+"""A Ray of one run's own on this machine, that no one else can reach, and that leaves nothing behind."""
 
 import contextlib
 import os

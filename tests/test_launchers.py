@@ -1,4 +1,5 @@
-"""examples/grpo: what the launchers would do, what they do where no NPU is, and that they stop the Ray that they started and no other."""
+"""examples/grpo: what the launchers would do, what they do where no NPU is, and that they stop the Ray that they
+started and no other."""
 
 import os
 import re
@@ -20,7 +21,8 @@ LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
 PAGE = ROOT / "docs" / "launch.md"
 BIN = Path(sys.executable).parent
 
-# In place of python: the launcher's own helpers run, everything else is written down. With TRAINING it stands in for a training.
+# In place of python: the launcher's own helpers run, everything else is written down. With TRAINING it stands in for a
+# training.
 PYTHON = f"""#!/usr/bin/env bash
 case $1 in
     examples/grpo/*) exec {sys.executable} "$@" ;;
@@ -50,7 +52,8 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def machine(tmp_path):
-    """An environment in which python and ray write down that they were called, and everything that a launcher looks for is there."""
+    """An environment in which python and ray write down that they were called, and everything that a launcher looks
+    for is there."""
     fakes = tmp_path / "bin"
     fakes.mkdir()
     (fakes / "python").write_text(PYTHON)
@@ -60,7 +63,8 @@ def machine(tmp_path):
         (tmp_path / file).touch()
     for fake in fakes.iterdir():
         fake.chmod(0o755)
-    return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user", "RECORD": str(tmp_path / "record"),
+    return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user",
+            "RECORD": str(tmp_path / "record"),
             "ASCEND_ROOT": str(tmp_path / "Ascend"), "JEMALLOC": str(tmp_path / "libjemalloc.so.2"),
             "MODELS": "/data/models", "DATA": "/data", "PYTHON": "python"}
 
@@ -71,8 +75,8 @@ def few_files() -> None:
 
 
 def launch(machine: dict, script: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", str(script), *arguments], check=False, cwd=cwd, env=machine, capture_output=True, text=True, timeout=300,
-                          preexec_fn=few_files)
+    return subprocess.run(["bash", str(script), *arguments], check=False, cwd=cwd, env=machine, capture_output=True,
+                          text=True, timeout=300, preexec_fn=few_files)
 
 
 def commands(result: subprocess.CompletedProcess) -> list[list[str]]:
@@ -87,12 +91,14 @@ def recorded(machine: dict) -> str:
 def test_shellcheck():
     files = [str(file.relative_to(ROOT)) for file in sorted(FOLDER.glob("*.sh"))]
     assert len(files) == len(LAUNCHERS) + 1 == 9
-    result = subprocess.run([str(BIN / "shellcheck"), "--external-sources", *files], check=False, cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([str(BIN / "shellcheck"), "--external-sources", *files], check=False, cwd=ROOT,
+                            capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     for file in files:
         assert subprocess.run(["bash", "-n", file], check=False, cwd=ROOT).returncode == 0
         code = re.sub(r"^\s*#.*|  #.*", "", (ROOT / file).read_text(), flags=re.MULTILINE)
-        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill (?!-KILL -s)", code), "nothing by name, nothing to every interface"
+        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill (?!-KILL -s)",
+                             code), "nothing by name, nothing to every interface"
 
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.stem)
@@ -104,30 +110,35 @@ def test_dry_run_shows_everything_and_runs_nothing(script, machine):
     assert result.returncode == 0, result.stderr
     assert recorded(machine) == ""
     shown = commands(result)
-    name = script.stem.replace("grpo_trainer_", "grpo_").replace("a3b_", "a3b_gsm8k_").replace("a27b_", "a27b_gsm8k_").replace(
+    name = script.stem.replace("grpo_trainer_",
+                               "grpo_").replace("a3b_", "a3b_gsm8k_").replace("a27b_", "a27b_gsm8k_").replace(
         "5b_", "5b_gsm8k_").replace("7b_8", "7b_gsm8k_8")
     config = compose(name)
     npus = config["rl_config"]["actor_resource"]["num_npus"]
     assert shown[-1] == ["python", "-u", "cli/train_grpo.py", "--config-name", name, "aqn=off"]
     first = [command[:2] for command in shown]
-    order = [first.index(words) for words in (["python", "tools/convert_gsm8k.py"], ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"],
-                                              ["python", "tools/preflight.py"], ["ray", "start"], ["python", "-u"])]
+    order = [first.index(words)
+             for words in (["python", "tools/convert_gsm8k.py"], ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"],
+                           ["python", "tools/preflight.py"], ["ray", "start"], ["python", "-u"])]
     assert order == sorted(order)
     ray = shown[first.index(["ray", "start"])]
-    assert f'--resources={{"NPU": {npus // nodes}}}' in ray and "--include-dashboard=false" in ray and "--dashboard-host=127.0.0.1" in ray
+    assert f'--resources={{"NPU": {npus // nodes}}}' in ray
+    assert "--include-dashboard=false" in ray and "--dashboard-host=127.0.0.1" in ray
     assert f"--node-ip-address={'10.0.0.1' if nodes == 2 else '127.0.0.1'}" in ray
     assert f"--num-cpus={npus * 4 + 2 + 10}" in ray  # upstream's bundles, two tasks, the transfer dock
     assert (["export", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"] in shown) == (nodes == 1)
     assert (["export", "RAY_AUTH_MODE=token"] in [command[:2] for command in shown]) == (nodes == 2)
     preflight = shown[first.index(["python", "tools/preflight.py"])]
-    assert preflight == ["python", "tools/preflight.py", "--config-name", name, *(["--nodes", "2"] if nodes == 2 else []), "--own-ray", "aqn=off"]
+    assert preflight == ["python", "tools/preflight.py", "--config-name", name,
+                         *(["--nodes", "2"] if nodes == 2 else []), "--own-ray", "aqn=off"]
     load = config["actor_config"]["load"].replace("models/", "/data/models/")
     assert load in next(command for command in shown if command[0] == "env")
 
 
 def test_the_page_shows_what_the_launchers_show(machine):
     """Every block of docs/launch.md that begins with a dry run; all launchers are among them."""
-    blocks = re.findall(r"^```\n\$ ((?:\w+=\S+ )*bash examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$", PAGE.read_text(), re.MULTILINE)
+    blocks = re.findall(r"^```\n\$ ((?:\w+=\S+ )*bash examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
+                        PAGE.read_text(), re.MULTILINE)
     assert {script for _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
     for command, _, output in blocks:
         words = shlex.split(command)
@@ -143,15 +154,18 @@ def test_variants_and_overrides(machine):
     variant = "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4"
     by_variable = launch({**machine, "CONFIG": variant}, script, "--dry-run")
     by_option = launch(machine, script, "--config-name", variant, "--dry-run")
-    assert by_variable.stdout == by_option.stdout and variant in by_option.stdout and "-tp4-pp1-ep4" in by_option.stdout
+    assert by_variable.stdout == by_option.stdout
+    assert variant in by_option.stdout and "-tp4-pp1-ep4" in by_option.stdout
     trusting = commands(launch({**machine, "TRUST_REMOTE_CODE": "true"}, script, "--dry-run"))
     assert trusting[-1][-1] == "generate_config.trust_remote_code=true"
     assert "trust" not in by_option.stdout
     joined = commands(launch({**machine, "RAY_ADDRESS": "10.0.0.9:6379"}, script, "--dry-run"))
     assert not any(command[0] == "ray" or "--own-ray" in command for command in joined)
     for arguments, said in ((["--dryrun"], "unknown option --dryrun"), (["aqn"], "neither an option nor an override"),
-                            (["--config-name", "grpo_qwen3_30b_a3b_16npu"], "did you mean 'grpo_qwen3_30b_a3b_gsm8k_16npu'"),
-                            (["actor_config.lrr=1"], "actor_config.lrr"), (["--config-name", "grpo_tiny_moe_cpu"], "are for configs of NPUs")):
+                            (["--config-name", "grpo_qwen3_30b_a3b_16npu"],
+                             "did you mean 'grpo_qwen3_30b_a3b_gsm8k_16npu'"),
+                            (["actor_config.lrr=1"], "actor_config.lrr"),
+                            (["--config-name", "grpo_tiny_moe_cpu"], "are for configs of NPUs")):
         assert said in refused(machine, script, *arguments)
 
 
@@ -167,7 +181,8 @@ ONE_NODE, TWO_NODES = FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh", FOLDER / "
 
 
 @pytest.mark.parametrize(("script", "name", "value", "rule"), [
-    *((ONE_NODE, "RAY_PORT", value, "a whole number from 1024 to 65534") for value in ("08080", "abc", "99999", "-1", "1023", "65535", "9" * 20, "a[0]")),
+    *((ONE_NODE, "RAY_PORT", value, "a whole number from 1024 to 65534")
+      for value in ("08080", "abc", "99999", "-1", "1023", "65535", "9" * 20, "a[0]")),
     *((ONE_NODE, "NODE_TIMEOUT", value, "a whole number from 1 to 999999") for value in ("abc", "-5", "0", "1.5")),
     *((ONE_NODE, "NODES", value, "a whole number from 1 to") for value in ("0", "-1", "two")),
     *((ONE_NODE, "NODE_RANK", value, "be 0: this is a launch on one node") for value in ("5", "x")),
@@ -181,7 +196,8 @@ def test_variables_that_cannot_be(script, name, value, rule, machine):
 @pytest.mark.parametrize("port", ["1024", "65534"])
 def test_ports_that_can_be(port, machine):
     result = launch({**machine, "RAY_PORT": port}, ONE_NODE, "--dry-run")
-    assert result.returncode == 0 and f"--port={port} --ray-client-server-port={int(port) + 1}" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert f"--port={port} --ray-client-server-port={int(port) + 1}" in result.stdout
 
 
 @pytest.mark.parametrize(("override", "rule"), [
@@ -195,7 +211,8 @@ def test_ports_that_can_be(port, machine):
     ("task=null", "task.train_file = '' must be a path"),
     ("actor_config.load=5", "actor_config.load = 5 must be str"),
     ("engine=foo", "unknown engine 'foo'"),
-    ("engine=local", "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local rehearsal.enabled=true"),
+    ("engine=local",
+     "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local rehearsal.enabled=true"),
 ])
 def test_configs_that_cannot_be_launched(override, rule, machine):
     said = refused(machine, ONE_NODE, "--dry-run", override)
@@ -203,7 +220,8 @@ def test_configs_that_cannot_be_launched(override, rule, machine):
 
 
 def test_npus_that_nodes_cannot_share(machine):
-    said = refused({**machine, "NODE_ADDR": "10.0.0.1"}, TWO_NODES, "--dry-run", "rl_config.actor_resource.num_npus=15")
+    said = refused({**machine, "NODE_ADDR": "10.0.0.1"}, TWO_NODES, "--dry-run",
+                   "rl_config.actor_resource.num_npus=15")
     assert "num_npus = 15 cannot be shared equally by 2 nodes" in said
 
 
@@ -216,13 +234,16 @@ def test_a_layout_that_cannot_exist_stops_first(options, machine):
 def test_base_weights_are_not_converted_into_the_folder_of_another_layout(machine, tmp_path):
     machine["MODELS"] = str(tmp_path)
     tp4 = ["--dry-run", "megatron_training.sequence_parallel=true", "actor_config.tensor_model_parallel_size=4",
-           "actor_config.expert_model_parallel_size=4", "generate_config.infer_tensor_parallel_size=4", "generate_config.infer_expert_parallel_size=4"]
+           "actor_config.expert_model_parallel_size=4", "generate_config.infer_tensor_parallel_size=4",
+           "generate_config.infer_expert_parallel_size=4"]
     said = refused(machine, ONE_NODE, *tp4)
     own = f"actor_config.load={tmp_path}/Qwen3-30B-A3B-tp4-pp1-ep4"
-    assert "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said and said.rstrip().endswith(f"set {own}")
+    assert "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said and said.rstrip(
+        ).endswith(f"set {own}")
     for load in (own, "actor_config.load=any/name"):
         result = launch(machine, ONE_NODE, *tp4, load)
-        assert result.returncode == 0 and load.partition("=")[2] in next(words for words in commands(result) if words[0] == "env")[-1], result.stderr
+        assert result.returncode == 0 and load.partition("=")[2] in next(
+            words for words in commands(result) if words[0] == "env")[-1], result.stderr
     base = tmp_path / "Qwen3-30B-A3B-tp1-pp1-ep16"
     base.mkdir()
     (base / "latest_checkpointed_iteration.txt").touch()
@@ -237,7 +258,8 @@ def test_which_python(machine, tmp_path):
     own, other = checkout / ".venv" / "bin", tmp_path / "other" / "bin"
     for folder in (own, other):
         folder.mkdir(parents=True)
-        (folder / "python").write_text(f'#!/usr/bin/env bash\necho "{folder} $1, ray of $(dirname "$(command -v ray)")" >> "$RECORD"; exit 2\n')
+        (folder / "python").write_text(
+            f'#!/usr/bin/env bash\necho "{folder} $1, ray of $(dirname "$(command -v ray)")" >> "$RECORD"; exit 2\n')
         (folder / "ray").touch()
         (folder / "python").chmod(0o755)
         (folder / "ray").chmod(0o755)
@@ -246,7 +268,8 @@ def test_which_python(machine, tmp_path):
     launch({**machine, "PYTHON": "other/bin/python"}, script, cwd=tmp_path)
     shutil.rmtree(own)
     launch({**machine, "PATH": f"{other}:{machine['PATH']}"}, script)
-    assert recorded(machine).splitlines() == [f"{folder} examples/grpo/facts.py, ray of {folder}" for folder in (own, other, other)]
+    assert recorded(machine).splitlines() == [f"{folder} examples/grpo/facts.py, ray of {folder}"
+                                              for folder in (own, other, other)]
     assert "there is no python3.99 here" in launch({**machine, "PYTHON": "python3.99"}, script).stderr
 
 
@@ -254,9 +277,10 @@ def test_from_any_directory(machine, tmp_path):
     script = FOLDER / "grpo_trainer_qwen25_7b_8npu.sh"
     here = {**machine, "MODELS": "my models", "DATA": "d"}
     result = launch(here, script, "--dry-run", cwd=tmp_path)
-    assert result.returncode == 0 and str(tmp_path / "my models" / "Qwen2.5-7B-Instruct") in next(words for words in commands(result) if words[0] == "env")
-    assert launch({**here, "MODELS": str(tmp_path / "my models"), "DATA": str(tmp_path / "d")}, os.path.relpath(script, ROOT),
-                  "--dry-run").stdout == result.stdout
+    assert result.returncode == 0 and str(tmp_path / "my models" / "Qwen2.5-7B-Instruct") in next(
+        words for words in commands(result) if words[0] == "env")
+    assert launch({**here, "MODELS": str(tmp_path / "my models"), "DATA": str(tmp_path / "d")},
+                  os.path.relpath(script, ROOT), "--dry-run").stdout == result.stdout
 
 
 def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
@@ -265,11 +289,13 @@ def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
     (gsm8k / "Qwen2.5-7B-Instruct").mkdir(parents=True)
     base.mkdir(parents=True)
     for file in (gsm8k / "train_chat.parquet", gsm8k / "test_chat.parquet",
-                 gsm8k / "Qwen2.5-7B-Instruct" / "gsm8k_train_packed_input_ids_document.bin", base / "latest_checkpointed_iteration.txt"):
+                 gsm8k / "Qwen2.5-7B-Instruct" / "gsm8k_train_packed_input_ids_document.bin",
+                 base / "latest_checkpointed_iteration.txt"):
         shown = launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout
         assert re.search("tools/convert|convert_ckpt", shown), "something is missing still"
         file.touch()
-    assert not re.search("tools/convert|convert_ckpt", launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout)
+    assert not re.search("tools/convert|convert_ckpt",
+                         launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout)
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]*")), reason="this machine has NPUs")
@@ -278,9 +304,11 @@ def test_without_npus_it_stops_at_the_preflight(machine, tmp_path):
     result = launch({**machine, "MODELS": str(tmp_path)}, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")
     assert result.returncode == 1
     assert "8 NPUs are asked for, this machine has none" in result.stdout
-    assert "python cli/train_grpo.py --config-name grpo_qwen25_7b_gsm8k_8npu engine=local rehearsal.enabled=true" in result.stderr
+    command = "python cli/train_grpo.py --config-name grpo_qwen25_7b_gsm8k_8npu engine=local rehearsal.enabled=true"
+    assert command in result.stderr
     assert recorded(machine) == "", "no Ray"
-    assert [command[1] for command in commands(result) if command[0] == "python"] == ["tools/preflight.py"], "nothing converted, nothing trained"
+    assert [command[1] for command in commands(result)
+            if command[0] == "python"] == ["tools/preflight.py"], "nothing converted, nothing trained"
 
 
 def free_port() -> int:
@@ -302,8 +330,8 @@ class Launched:
         llm.mkdir()
         (llm / "convert_ckpt.py").touch()
         self.process = subprocess.Popen(
-            ["bash", str(FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            ["bash", str(FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")], text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
             env={**machine, "TRAINING": str(tmp_path / "training.py"), "RUN": str(self.log.parent), "GO": str(self.go),
                  "MINDSPEED_LLM": str(llm), "RAY_PORT": str(free_port()), "HOME": str(tmp_path), "JEMALLOC": ""})
         self.output = ""
@@ -345,12 +373,17 @@ def another_ray(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("r"), free_port()
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--ray-client-server-port={free_port()}", "--num-cpus=1",
-             "--node-ip-address=127.0.0.1", "--resources={\"ANOTHER\": 3}", "--include-dashboard=false", f"--temp-dir=/tmp/another-ray.{port}"],
-            stdout=log, stderr=log, env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"})
+            [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}",
+             f"--ray-client-server-port={free_port()}", "--num-cpus=1",
+             "--node-ip-address=127.0.0.1", "--resources={\"ANOTHER\": 3}", "--include-dashboard=false",
+             f"--temp-dir=/tmp/another-ray.{port}"],
+            stdout=log, stderr=log,
+            env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"})
     address = f"127.0.0.1:{port}"
-    assert subprocess.run([sys.executable, str(FOLDER / "wait_for_npus.py"), "--nodes", "1", "--npus", "0", "--timeout", "120", "--ray-process",
-                           str(process.pid)], env={**os.environ, "RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+    assert subprocess.run([sys.executable, str(FOLDER / "wait_for_npus.py"), "--nodes", "1", "--npus", "0",
+                           "--timeout", "120", "--ray-process",
+                           str(process.pid)],
+                          env={**os.environ, "RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
                           check=False, timeout=200).returncode == 0, (folder / "log").read_text()
     yield address, process
     process.terminate()
@@ -374,13 +407,15 @@ def test_its_own_ray_is_private_and_the_only_one_it_stops(another_ray, launched)
 
     address, process = another_ray
     assert process.poll() is None
-    asked = subprocess.run([sys.executable, "-c", f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.cluster_resources())"],
+    asked = subprocess.run([sys.executable, "-c",
+                            f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.cluster_resources())"],
                            env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
                            check=False, capture_output=True, text=True, timeout=120)
     assert "'ANOTHER': 3.0" in asked.stdout and "'NPU'" not in asked.stdout, asked.stderr
 
 
-@pytest.mark.parametrize(("signals", "group"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+@pytest.mark.parametrize(("signals", "group"),
+                         [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
                          ids=["kill", "scheduler", "Ctrl-C"])
 def test_stopped_from_outside(launched, signals, group):
     """The training is told once and may end in order, then Ray is stopped."""

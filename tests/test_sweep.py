@@ -1,4 +1,5 @@
-"""A sweep: the real command line and Hydra, with runs that take no time; and one that is killed (test-full runs the real thing)."""
+"""A sweep: the real command line and Hydra, with runs that take no time; and one that is killed (test-full runs the
+real thing)."""
 
 import json
 import os
@@ -24,7 +25,8 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 def run(raw, name, overrides=()):
     seed, root = raw["megatron_training"]["seed"], Path(raw["run"]["root"])
     stopped = RunDirectory.unfinished(root / name, config=raw)
-    made = RunDirectory.reopen(stopped.path, config=raw, command=sys.argv, data_files={{}}) if stopped else RunDirectory.create(
+    made = RunDirectory.reopen(
+        stopped.path, config=raw, command=sys.argv, data_files={{}}) if stopped else RunDirectory.create(
         root, name, config=raw, command=sys.argv, seed=seed, data_files={{}})
     (made.checkpoints_dir / "iter_0000001").mkdir(parents=True, exist_ok=True)
     with open({folder!r} + "/calls", "a") as calls:
@@ -42,18 +44,21 @@ def run(raw, name, overrides=()):
 
 train.run = run
 sys.argv[0] = __file__
-exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__", "__file__": {cli!r}}})  # runpy would change argv
+# runpy would change argv
+exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__", "__file__": {cli!r}}})
 '''
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A function that starts a sweep over two settings of AQN and two seeds; its runs take as long as a file called hangs<seed> is there."""
+    """A function that starts a sweep over two settings of AQN and two seeds; its runs take as long as a file called
+    hangs<seed> is there."""
     stub = tmp_path / "stub.py"
     stub.write_text(STUB.format(root=str(ROOT), folder=str(tmp_path), cli=str(ROOT / "cli/train_grpo.py")))
-    command = [sys.executable, stub, "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl", "seed=1,2", f"run.root={tmp_path}/runs"]
-    return lambda *more: subprocess.Popen([*command, *more], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                          env={**os.environ, "COLUMNS": "200"})
+    command = [sys.executable, stub, "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl", "seed=1,2",
+               f"run.root={tmp_path}/runs"]
+    return lambda *more: subprocess.Popen([*command, *more], cwd=tmp_path, stdout=subprocess.PIPE,
+                                          stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
 
 
 def calls(folder):
@@ -61,7 +66,8 @@ def calls(folder):
 
 
 def states(folder):
-    return [json.loads(file.read_text())["state"] for file in sorted((folder / "runs/grpo_tiny_moe_cpu").glob("*/status.json"))]
+    return [json.loads(file.read_text())["state"]
+            for file in sorted((folder / "runs/grpo_tiny_moe_cpu").glob("*/status.json"))]
 
 
 def wait_for(condition):
@@ -116,7 +122,8 @@ def test_an_interrupted_sweep_stops_whole(sweep, tmp_path):
     (tmp_path / "hangs1").touch()
     process = sweep()
     wait_for(lambda: (tmp_path / "calls").exists())
-    for child in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split():
+    for child in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True,
+                                check=True).stdout.split():
         os.kill(int(child), signal.SIGINT)  # a terminal sends it to both
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
@@ -127,7 +134,8 @@ def test_an_interrupted_sweep_stops_whole(sweep, tmp_path):
 def test_rehearsals_are_no_sweep(sweep, tmp_path):
     process = sweep("++rehearsal.enabled=true")
     _, error = process.communicate()
-    assert process.returncode != 0 and "rehearse one config at a time, without --multirun" in error and "Traceback" not in error
+    assert process.returncode != 0 and "Traceback" not in error
+    assert "rehearse one config at a time, without --multirun" in error
     assert not (tmp_path / "calls").exists()
 
 

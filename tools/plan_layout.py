@@ -31,7 +31,7 @@ from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import MAX_RANKS, Batch, Layout, Recipe
 
 PICTURES = (".png", ".pdf", ".svg")
-NODE = 16  # NPUs of a node that nobody described
+NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10 ** 6
 PLOTTED = 5  # layouts that a picture has room for
 EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists; 2 wrong arguments
@@ -106,8 +106,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def recipe_of(name: str, overrides: list[str]) -> Recipe:
-    """The recipe of a config; ConfigError for an engine, a model, a section or a key that nobody knows, and for values
-    of the wrong kind: it would be left out of the judgement without a word."""
+    """The recipe of a config; ConfigError for an engine, a model, a section or a key that is unknown, and for values
+    of the wrong kind: it would silently be left out of the judgement."""
     recipe, found = read(compose(name, overrides))
     try:
         engine_of(recipe)

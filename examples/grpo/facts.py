@@ -1,7 +1,8 @@
-"""What launch.sh needs of a config, checked, as assignments for its shell: python facts.py --config-name NAME [--nodes N] [key=value ...]
+"""What launch.sh needs of a config, checked, as assignments for its shell: python facts.py --config-name NAME [--nodes
+N] [key=value ...]
 
-exit status: 0, or 2 for a config that cannot be launched, whose layout cannot exist, or whose base weights would be converted into the folder
-of another layout
+exit status: 0, or 2 for a config that cannot be launched, whose layout cannot exist, or whose base weights would be
+converted into the folder of another layout
 """
 
 import argparse
@@ -46,12 +47,12 @@ def main() -> int:
 
 
 def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the launcher needs to know, and the words of the conversion of base weights, none if they are there or there are none."""
+    """What the launcher needs to know, and the words of the conversion of base weights, none if they are there or
+    there are none."""
     case = case_of(compose(name, overrides), name, nodes, own_ray=True)
     check_for_npus(case, name)
-    words = (" must be ", " is missing")
-    if unread := [fault for fault in case.faults if any(word in fault for word in words) and not fault.startswith("layout")]:
-        raise ConfigError("\n".join(unread))
+    if case.unread:
+        raise ConfigError("\n".join(case.unread))
     recipe = case.recipe
     if case.npus % nodes:
         raise ConfigError(f"rl_config.actor_resource.num_npus = {case.npus} cannot be shared equally by {nodes} nodes")
@@ -84,15 +85,18 @@ def check_for_npus(case: Case, name: str) -> None:
 
 def check_layout(name: str, npus_per_node: int, overrides: list[str]) -> None:
     """ConfigError with what tools/plan_layout.py says, unless it finds the layout legal."""
-    done = subprocess.run([sys.executable, "tools/plan_layout.py", "--config-name", name, "--ranks-per-node", str(npus_per_node), *overrides],
+    done = subprocess.run([sys.executable, "tools/plan_layout.py", "--config-name", name, "--ranks-per-node",
+                           str(npus_per_node), *overrides],
                           check=False, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise ConfigError(f"{name}, as it is overridden here, has no layout that can be trained. tools/plan_layout.py says:\n{done.stdout.rstrip()}")
+        raise ConfigError(f"{name}, as it is overridden here, has no layout that can be trained. tools/plan_layout.py "
+                          f"says:\n{done.stdout.rstrip()}")
 
 
 def path(key: str, value: str) -> str:
     if not value.strip():
-        raise ConfigError(f"{key} = {value!r} must be a path, where the launcher looks and converts to: leave it as the config has it, or name another")
+        raise ConfigError(f"{key} = {value!r} must be a path, where the launcher looks and converts to: leave it as "
+                          "the config has it, or name another")
     return value
 
 

@@ -24,7 +24,8 @@ def main() -> int:
     while True:
         nodes = joined(address)
         if nodes != told:
-            print("launch: Ray has " + (", ".join(f"{npus} NPUs at {node}" for node, npus in nodes) or "not started yet"), flush=True)
+            print("launch: Ray has "
+                  + (", ".join(f"{npus} NPUs at {node}" for node, npus in nodes) or "not started yet"), flush=True)
             told = nodes
         wanting = missing(nodes, args.nodes, args.npus // args.nodes, address)
         if not wanting:
@@ -45,12 +46,14 @@ def joined(address: str) -> list[tuple[str, int]]:
     if not ray.is_initialized():
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()  # ray.init itself would try for half a minute
+            # ray.init itself would try for half a minute
+            socket.create_connection((host, int(port)), timeout=5).close()
             with quiet():
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except OSError:  # ConnectionError is one: on a busy host Ray listens before it answers
             return []
-    return sorted((node["NodeManagerAddress"], int(node["Resources"].get("NPU", 0))) for node in ray.nodes() if node["Alive"])
+    return sorted((node["NodeManagerAddress"], int(node["Resources"].get("NPU", 0)))
+                  for node in ray.nodes() if node["Alive"])
 
 
 @contextmanager
@@ -70,8 +73,9 @@ def missing(nodes: list[tuple[str, int]], wanted: int, npus: int, address: str) 
     if not nodes:
         wanting.append(f"nobody answers at {address}")
     elif len(nodes) < wanted:
-        wanting.append(f"{len(nodes)} of {wanted} nodes are there ({', '.join(node for node, _ in nodes)}): start this script on the other with "
-                       f"NODE_RANK=1 MASTER_ADDR={address.rpartition(':')[0]} NODE_ADDR=its own address; both need the same token and RAY_PORT")
+        wanting.append(f"{len(nodes)} of {wanted} nodes are there ({', '.join(node for node, _ in nodes)}): start "
+                       f"this script on the other with NODE_RANK=1 MASTER_ADDR={address.rpartition(':')[0]} "
+                       "NODE_ADDR=its own address; both need the same token and RAY_PORT")
     return "; ".join(wanting)
 
 

@@ -164,7 +164,7 @@ class NoiseInjector:
             raise RuntimeError(
                 f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights were overwritten, "
                 f"first {overwritten[0]}.weight. Restoring would put stale values back. Call remove() before syncing "
-                "weights into the model and apply() after; to go on now, sync all weights and build a new "
+                "weights into the model and apply() after; to continue now, sync all weights and build a new "
                 "NoiseInjector."
             )
         for target, clean, _ in self._applied:

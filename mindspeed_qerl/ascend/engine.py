@@ -205,7 +205,7 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
 def base_for_resuming(base: Path, run: RunDirectory) -> Path:
     """The base checkpoint once more, as links, under the step of the run's last checkpoint and with that one's
     optimizer state: Megatron takes the step and the distributed optimizer's state from `load`
-        (training/checkpointing.py:1400-1411), never from `lora_load`."""
+    (training/checkpointing.py:1400-1411), never from `lora_load`."""
     step = saved_step(run.path)
     tracker = (base / TRACKER).read_text().strip()
     weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
@@ -239,8 +239,7 @@ def saved_step(directory: str | Path) -> int:
 
 
 class RunObserver:
-    """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when it is
-    time."""
+    """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when due."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
         from transformers import AutoTokenizer

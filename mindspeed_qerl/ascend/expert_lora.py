@@ -4,12 +4,10 @@ Import it only after Megatron is initialised: importing mindspeed_llm applies it
 
 What is wrong there (tasks/posttrain/lora/moe/experts.py, core/transformer/moe/moe_layer.py):
 - only two of the four adapter tensors say allreduce=False (:505-506), so with expert parallelism the other two would
-be averaged over
-  ranks that hold other experts;
+  be averaged over ranks that hold other experts;
 - `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would keep them on;
 - with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and moe_layer.py:258 installs a
-dispatcher that knows
-  nothing of it; the gradient norm would count adapter gradients of TP rank 0 only;
+  dispatcher that knows nothing of it; the gradient norm would count adapter gradients of TP rank 0 only;
 - a rank whose experts get no token fails on a shape (:627), since the base output is left out there;
 - every target list adds adapters to the experts, also one without linear_fc1 and linear_fc2.
 """

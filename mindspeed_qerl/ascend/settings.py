@@ -20,7 +20,7 @@ from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
-from mindspeed_qerl.recipe.reader import Found, Values
+from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, Found, Values
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
@@ -64,7 +64,7 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     """The sections that go to upstream, by its key names, with every value of the recipe."""
     kept = replace(recipe, run=replace(recipe.run, save_interval=recipe.run.save_interval or recipe.run.train_iters))
     config = to_config(kept)  # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
-    return {name: config[name] for name in ("model", "megatron_training", "actor_config", "rl_config", "generate_config")}
+    return {name: config[name] for name in ("model", *UPSTREAM_SECTIONS)}
 
 
 def validate(recipe: Recipe) -> Found:
@@ -78,8 +78,7 @@ def validate(recipe: Recipe) -> Found:
     _check_pairs(recipe, found)
     if task.prompt != "chat":
         found.faults.append(f"task.prompt = {task.prompt!r} must be 'chat': the packed training rows hold chat "
-                            "prompts, "
-                            "and evaluation must ask alike")
+                            "prompts, and evaluation must ask alike")
     if recipe.correction.method != "none":
         found.faults.append(f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL "
                             "keeps no log-probs of the policy that sampled")
@@ -115,16 +114,14 @@ def _check_pairs(recipe: Recipe, found: Found) -> None:
     if rewards.get("overlong_buffer_enable") and not rewards.get("overlong_buffer"):
         found.faults.append(
             f"rl_config.overlong_buffer = {rewards.get('overlong_buffer')} with overlong_buffer_enable: upstream "
-            "divides "
-            "by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are punished, or "
-            "rl_config.overlong_buffer_enable=false")
+            "divides by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are punished, "
+            "or rl_config.overlong_buffer_enable=false")
     if recipe.model.arguments.get("num_experts") and recipe.model.arguments.get("moe_aux_loss_coeff") is None:
         name = recipe.model.arguments.get("model")
         place = f"model.{name}" if name else "megatron_training"
         found.faults.append(
             f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load balancing loss to "
-            "GRPO's "
-            f"(megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
+            f"GRPO's (megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
@@ -135,7 +132,8 @@ def data_files(recipe: Recipe) -> dict[str, str]:
 
 def packed_files(recipe: Recipe) -> dict[str, str]:
     """The packed training rows, by label (tasks/gsm8k/packed.py)."""
-    return {f"train_{column}": f"{recipe.task.data_path}_packed_{column}_document.bin" for column in ("input_ids", "labels")}
+    prefix = f"{recipe.task.data_path}_packed"
+    return {f"train_{column}": f"{prefix}_{column}_document.bin" for column in ("input_ids", "labels")}
 
 
 def missing_rows(recipe: Recipe) -> list[str]:
@@ -168,12 +166,16 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
     weights, and few CPUs for Ray to count."""
     told = {**family_of(shape).megatron_arguments(shape), "padded_vocab_size": shape.vocab_size,
             "max_position_embeddings": shape.max_position_embeddings}
-    told = {key: value for key, value in told.items() if value is not None and key not in recipe.sections["actor_config"]}
+    actor = recipe.sections["actor_config"]
+    told = {key: value for key, value in told.items() if value is not None and key not in actor}
     sections = {**recipe.sections, "megatron_training": {**recipe.sections["megatron_training"], **told}}
     optimizer = recipe.optimizer
     layers = optimizer.recompute_num_layers and min(optimizer.recompute_num_layers, shape.num_hidden_layers)
+    packed = pack_rows(rows[:2000], model_dir / "data" / "train", model_dir)
     return replace(
-        recipe, sections=sections, model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
-        optimizer=replace(optimizer, recompute_num_layers=layers), run=replace(recipe.run, save_interval=recipe.run.train_iters),
-        task=replace(recipe.task, data_path=str(pack_rows(rows[:2000], model_dir / "data" / "train", model_dir).data_path)),
+        recipe, sections=sections,
+        model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
+        optimizer=replace(optimizer, recompute_num_layers=layers),
+        run=replace(recipe.run, save_interval=recipe.run.train_iters),
+        task=replace(recipe.task, data_path=str(packed.data_path)),
         npu=replace(recipe.npu, cpus_per_npu=1, hccl_buffer_mib=1, padded_vocab_size=shape.vocab_size))

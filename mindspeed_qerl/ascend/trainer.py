@@ -13,20 +13,24 @@ class Observer(Protocol):
     """What the trainer tells, on the driver."""
 
     def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
-        """`ranks`: QeRLWorker.describe() of each; `iteration`: updates done before (0, or where a resumed run goes on)."""
+        """`ranks`: QeRLWorker.describe() of each; `iteration`: updates done before (0, or where a resumed run goes
+        on)."""
 
     def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
-        """`step` updates are done. `metrics` by upstream's names; `experience`: the transfer dock's columns, one tensor per answer."""
+        """`step` updates are done. `metrics` by upstream's names; `experience`: the transfer dock's columns, one
+        tensor per answer."""
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` is whole."""
 
     def evaluate(self, step: int, generate: Callable) -> None:
-        """The place to evaluate, if it is time; generate(prompts, n, temperature) -> n answers' token ids per prompt."""
+        """The place to evaluate, if it is time; generate(prompts, n, temperature) -> n answers' token ids per
+        prompt."""
 
 
 class KeptDataStrategy(DataStrategy):
-    """Upstream's data strategy; `experience` is the dock's content at the end of the last iteration, which upstream throws away."""
+    """Upstream's data strategy; `experience` is the dock's content at the end of the last iteration, which upstream
+    throws away."""
 
     experience: dict[str, list] | None = None
 
@@ -38,8 +42,8 @@ class KeptDataStrategy(DataStrategy):
 class QeRLTrainer(RayGRPOTrainer):
     """Upstream's trainer; `observer` hears of each step.
 
-    `fit` ends each iteration with `self.wandb.log_metrics(metrics, iteration)` (grpo_trainer_hybrid.py:289), before it saves: that is
-    where we listen. Weights & Biases itself is written from the run directory (run.wandb_project).
+    `fit` ends each iteration with `self.wandb.log_metrics(metrics, iteration)` (grpo_trainer_hybrid.py:289), before it
+    saves: that is where we listen. Weights & Biases itself is written from the run directory (run.wandb_project).
     """
 
     def __init__(self, *args: Any, observer: Observer, **kwargs: Any):

@@ -1,9 +1,9 @@
 """Training weights to vLLM weights, adapters merged: what upstream's weight adaptors and container lack.
 
-Upstream's own LoRA sync fails for Qwen3 and Qwen3-MoE, whose adaptors do not know the names that PEFT gives (weight_adaptor.py:648,689;
-KeyError in vllm_weight_container.py:465), copies grouped experts without their adapters (:519), rounds B A and the sum separately to
-bfloat16, and has no adaptor for Qwen2-MoE. Here the container sees a model without LoRA, by the names it has without, and each weight it
-reads from it comes merged.
+Upstream's own LoRA sync fails for Qwen3 and Qwen3-MoE, whose adaptors do not know the names that PEFT gives
+(weight_adaptor.py:648,689; KeyError in vllm_weight_container.py:465), copies grouped experts without their adapters
+(:519), rounds B A and the sum separately to bfloat16, and has no adaptor for Qwen2-MoE. Here the container sees a
+model without LoRA, by the names it has without, and each weight it reads from it comes merged.
 """
 
 import re
@@ -22,17 +22,20 @@ EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
 
 
 def merge_linear(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """W + scaling * B A in float32, rounded once to W's dtype. weight [out, in], a [r, in], b [out, r], this rank's shares of them."""
+    """W + scaling * B A in float32, rounded once to W's dtype. weight [out, in], a [r, in], b [out, r], this rank's
+    shares of them."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
 
 
-def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scaling: float) -> torch.Tensor:
+def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int,
+                  scaling: float) -> torch.Tensor:
     """W + scaling * A B for each local expert, in float32, rounded once to W's dtype.
 
     Args:
         name: ends in weight1 (up: h -> 2f, gate and up side by side) or weight2 (down: f -> h).
         weight, a, b: as MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468):
-            weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the memory of [E, in, out].
+            weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the memory of
+            [E, in, out].
         rank: r, the adapters' rank.
         scaling: alpha / r.
 
@@ -47,8 +50,8 @@ def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Ten
 
 
 class MergedWeights(dict):
-    """Training parameters by their names without LoRA; a weight comes merged with its adapter when it is asked for and not before: all
-    of them at once would double the model's memory."""
+    """Training parameters by their names without LoRA; a weight comes merged with its adapter when it is asked for and
+    not before: all of them at once would double the model's memory."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], rank: int, scaling: float):
         super().__init__(parameters)
@@ -58,9 +61,11 @@ class MergedWeights(dict):
     def __getitem__(self, name: str) -> torch.Tensor:
         weight, linear = super().__getitem__(name), name.removesuffix(".weight")
         if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in self:
-            merged = merge_experts(name, weight, self[f"{name}_lora_a"], self[f"{name}_lora_b"], self.rank, self.scaling)
+            merged = merge_experts(name, weight, self[f"{name}_lora_a"], self[f"{name}_lora_b"], self.rank,
+                                   self.scaling)
         elif f"{linear}.lora_A.default.weight" in self:
-            merged = merge_linear(weight, self[f"{linear}.lora_A.default.weight"], self[f"{linear}.lora_B.default.weight"], self.scaling)
+            merged = merge_linear(weight, self[f"{linear}.lora_A.default.weight"],
+                                  self[f"{linear}.lora_B.default.weight"], self.scaling)
         else:
             return weight
         for attribute in ("tensor_model_parallel", "partition_dim"):
@@ -70,12 +75,15 @@ class MergedWeights(dict):
 
 
 class MergesAdapters:
-    """Mixed into an upstream adaptor: the container reads merged weights. `model_config` has lora_r and lora_alpha (worker.py)."""
+    """Mixed into an upstream adaptor: the container reads merged weights. `model_config` has lora_r and lora_alpha
+    (worker.py)."""
 
-    def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor], train_tp_size: int) -> dict[str, torch.Tensor]:
+    def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor],
+                                   train_tp_size: int) -> dict[str, torch.Tensor]:
         """Called by the container before it reads (vllm_weight_container.py:459,516)."""
         param_dict = super().adjust_megatron_param_dict(param_dict, train_tp_size)
-        return MergedWeights(param_dict, self.model_config.lora_r, self.model_config.lora_alpha / self.model_config.lora_r)
+        return MergedWeights(param_dict, self.model_config.lora_r,
+                             self.model_config.lora_alpha / self.model_config.lora_r)
 
 
 def make_adaptor(description: Adaptor) -> type:
@@ -96,7 +104,8 @@ def make_adaptor(description: Adaptor) -> type:
 
 
 class PlainNames:
-    """A chunk of the training model by the names it has without LoRA (`.base_layer` left out); the adapters keep theirs."""
+    """A chunk of the training model by the names it has without LoRA (`.base_layer` left out); the adapters keep
+    theirs."""
 
     def __init__(self, chunk: torch.nn.Module):
         self.chunk = chunk.base_model.model if hasattr(chunk, "base_model") else chunk  # PEFT's wrapping
@@ -117,7 +126,8 @@ class WeightContainer(MegatronStyleVllmWeightContainer):
 
 
 def install() -> None:
-    """Register the adaptors and the container in this process. vllm-ascend's model classes have the same names with Custom before."""
+    """Register the adaptors and the container in this process. vllm-ascend's model classes have the same names with
+    Custom before."""
     for family in FAMILIES.values():
         adaptor = family.adaptor and make_adaptor(family.adaptor)
         for name in (family.architecture, f"Custom{family.architecture}") if adaptor else ():

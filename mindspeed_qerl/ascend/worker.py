@@ -1,4 +1,5 @@
-"""One NPU rank: upstream's integrated worker (actor, reference and rollout in one process) with adapters, noise and evaluation."""
+"""One NPU rank: upstream's integrated worker (actor, reference and rollout in one process) with adapters, noise and
+evaluation."""
 
 from collections import Counter
 from typing import Any
@@ -27,18 +28,21 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             expert_lora.install(self.megatron_config.tensor_model_parallel_size)
 
     def get_consumed_train_samples(self) -> int:
-        """Prompts asked so far. Upstream adds the batch at each dispatch of an update (actor_hybrid_worker.py:334), so that with several
-        dispatches in an iteration a resumed run would leave prompts out. (Here global_batch_size counts answers, cli/train_grpo.py:99.)"""
+        """Prompts asked so far. Upstream adds the batch at each dispatch of an update (actor_hybrid_worker.py:334), so
+        that with several dispatches in an iteration a resumed run would leave prompts out. (Here global_batch_size
+        counts answers, cli/train_grpo.py:99.)"""
         return self.get_iteration() * self.megatron_config.global_batch_size // self.rl_config.n_samples_per_prompt
 
     def _build_rollout(self) -> Any:
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
         rollout = super()._build_rollout()
-        self.actor_model_config.lora_target_modules = None  # the weight container sees a model without LoRA (weights.py)
+        # the weight container sees a model without LoRA (weights.py)
+        self.actor_model_config.lora_target_modules = None
         recipe = self.rl_config.qerl
         if recipe.noise.enabled:
             schedule = recipe.noise.noise_schedule(self.megatron_config.train_iters, epoch_steps(recipe))
-            rollout.injector = NoiseInjector(rollout.model, schedule, recipe.noise.targets, recipe.noise.exclude, recipe.noise.factors,
+            rollout.injector = NoiseInjector(rollout.model, schedule, recipe.noise.targets, recipe.noise.exclude,
+                                             recipe.noise.factors,
                                              seed=recipe.noise_seed)
         return rollout
 
@@ -47,7 +51,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return super()._build_sharding_manager()
 
     def generate_sequences(self) -> None:
-        """Upstream's rollout of one iteration, with this iteration's noise; its report goes with upstream's metrics."""
+        """Upstream's rollout of one iteration, with this iteration's noise; its report goes with upstream's
+        metrics."""
         rollout = self.inference_model
         rollout.noise_step, rollout.seed_of = self.iteration, ("rollout", self.iteration)
         super().generate_sequences()
@@ -65,7 +70,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         with adapters_disabled(self.model):
             super().compute_ref_log_prob()
 
-    def evaluate(self, prompts: list[list[int]], n: int, temperature: float, step: int) -> list[tuple[int, list[list[int]]]] | None:
+    def evaluate(self, prompts: list[list[int]], n: int, temperature: float,
+                 step: int) -> list[tuple[int, list[list[int]]]] | None:
         """Answers of this rank's share of `prompts`, noise off, on the weights after `step` updates.
 
         Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so that none waits.
@@ -75,7 +81,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """
         rollout, tp = self.inference_model, self.generate_config.infer_tensor_parallel_size
         group, groups = self._rank // tp, self._world_size // tp
-        share = [min(index, len(prompts) - 1) for index in range(group, group + -(-len(prompts) // groups) * groups, groups)]
+        share = [min(index, len(prompts) - 1)
+                 for index in range(group, group + -(-len(prompts) // groups) * groups, groups)]
         rollout.noise_step, rollout.seed_of = None, ("evaluation", step)
         self.sharding_manager.enter_infer_mode()
         tokens, _ = rollout.generate_sequences([prompts[index] for index in share], n=n, temperature=temperature)
@@ -89,9 +96,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return [(index, answers[i]) for i, index in enumerate(share)]
 
     def describe(self) -> dict[str, Any]:
-        """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of norms}.
+        """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of
+        norms}.
 
-        Summed over the ranks, each layer counts as one module and each parameter once, however often ranks hold copies.
+        Summed over the ranks, each layer counts as one module and each parameter once, however often ranks hold
+        copies.
         """
         modules, parameters = Counter(), Counter()
         state = self.parallel_state
@@ -102,9 +111,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 if not parameter.requires_grad or "lora_" not in name:
                     continue
                 target, expert = _target_of(name)
-                replica = state.get_expert_data_parallel_rank() if expert else state.get_data_parallel_rank(with_context_parallel=True)
+                replica = (state.get_expert_data_parallel_rank() if expert
+                           else state.get_data_parallel_rank(with_context_parallel=True))
                 if replica == 0:
-                    modules[target] += name.endswith(("lora_a", "lora_A.default.weight")) and first_of_tp and (first_of_ep or not expert)
+                    is_a = name.endswith(("lora_a", "lora_A.default.weight"))
+                    modules[target] += is_a and first_of_tp and (first_of_ep or not expert)
                     parameters[target] += parameter.numel() if first_of_tp or parameter.tensor_model_parallel else 0
         injector = self.inference_model.injector
         return {"lora": {target: {"modules": modules[target], "parameters": parameters[target]} for target in modules},
@@ -112,8 +123,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
 
 def _target_of(name: str) -> tuple[str, bool]:
-    """The LoRA target that an adapter parameter belongs to, and whether it is a grouped expert's: `...linear_qkv.lora_A.default.weight`,
-    `...experts.weight1_lora_a`."""
+    """The LoRA target that an adapter parameter belongs to, and whether it is a grouped expert's:
+    `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a`."""
     parts = name.split(".")
     if "experts" in parts:
         return {"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]], True

@@ -214,16 +214,16 @@ def reasons(plan: Plan, memory: Memory) -> tuple[str, ...]:
     training, _ = layer_collectives(plan)
     across = [group for side in groups_across_nodes(plan) for group in side]
     tight = ", tight" if memory.tight else ""
-    said = list(memory.faults) or [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
-    said += [f"across nodes, slow: {', '.join(across)}"] if across else []
+    reasons = list(memory.faults) or [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
+    reasons += [f"across nodes, slow: {', '.join(across)}"] if across else []
     it = plan.layout
     kinds = ["TP: 2 all-gathers, 2 reduce-scatters"] if it.tp > 1 else []
     kinds += ["experts: 2 all-to-alls"] if plan.shape.moe and it.tp * it.ep > 1 else []
-    said += [f"waits {idle_share(plan):.0%} for the pipeline"] if it.pp > 1 else []
-    said.append(f"{training} collectives a layer" + (f" ({'; '.join(kinds)})" if kinds else ""))
+    reasons += [f"waits {idle_share(plan):.0%} for the pipeline"] if it.pp > 1 else []
+    reasons.append(f"{training} collectives a layer" + (f" ({'; '.join(kinds)})" if kinds else ""))
     if memory.answers_at_once < memory.answers_needed:
-        said.append(f"KV cache for {memory.answers_at_once} of {memory.answers_needed} answers at once")
-    return tuple(said)
+        reasons.append(f"KV cache for {memory.answers_at_once} of {memory.answers_needed} answers at once")
+    return tuple(reasons)
 
 
 # ---- what is near, and why there is nothing ----
@@ -265,20 +265,20 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
 
 def changes(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE, batch: bool = True) -> list[str]:
     """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, switches and batch as well."""
-    said = [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}" for name in names
+    changes = [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}" for name in names
             if getattr(plan.layout, name) != getattr(other.layout, name)]
     if not batch:
-        return said
-    said += [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}".lower()
+        return changes
+    changes += [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}".lower()
              for name in ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel")
              if getattr(plan.layout, name) != getattr(other.layout, name)]
-    said += ["num_layer_list left out"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
-    said += [f"{name} {getattr(plan.batch, name)} -> {getattr(other.batch, name)}"
+    changes += ["num_layer_list left out"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
+    changes += [f"{name} {getattr(plan.batch, name)} -> {getattr(other.batch, name)}"
              for name in ("global_batch_size", "mini_batch_size", "micro_batch_size")
              if getattr(plan.batch, name) != getattr(other.batch, name)]
-    said += [f"{name} left out" for name, size in plan.batch.dispatch.items() if size
+    changes += [f"{name} left out" for name, size in plan.batch.dispatch.items() if size
              and not other.batch.dispatch.get(name)]
-    return said
+    return changes
 
 
 def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> list[tuple[str, int]]:

@@ -222,7 +222,7 @@ def _folder(rank: Rank, sizes: Rank) -> str:
 
 
 def _read(file: Path) -> dict:
-    """A rank's file, its tensors mapped: what nobody uses is never read."""
+    """A rank's file, its tensors mapped: what is unused is never read."""
     unpickling = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
     try:
         return torch.load(file, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickling)

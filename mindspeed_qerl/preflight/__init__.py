@@ -49,7 +49,7 @@ def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 
         for function in functions:
             try:
                 checks += [replace(check, group=group) for check in function(machine, case)]
-            except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: the others are still worth knowing
+            except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on with the others
                 checks.append(Check(function.__name__.replace("_", " "), FAILED,
                                     f"could not be checked: {type(error).__name__}: {error}", group=group))
     return checks

@@ -33,11 +33,13 @@ class Check:
 @dataclass(frozen=True)
 class Case:
     """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its
-    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `plan` is None if the config's values make none
-    (`faults` says which)."""
+    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are the faults of
+    values that could not be read, in whose place `recipe` has defaults: then there is no `plan`, nor without a model.
+    """
 
     recipe: Recipe
     faults: tuple[str, ...]
+    unread: tuple[str, ...]
     plan: Plan | None
     name: str
     nodes: int
@@ -78,12 +80,13 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
     recipe, found = examine(raw)
     engine_of(recipe)
     faults, plan = list(found.faults), None
-    if not any(fault.startswith(UPSTREAM_SECTIONS) for fault in read(raw)[1].faults):  # such values are defaults here
+    unread = tuple(fault for fault in read(raw)[1].faults if fault.startswith(UPSTREAM_SECTIONS))
+    if not unread:
         try:
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
         except ConfigError as error:
             faults += [line for line in str(error).splitlines() if line not in faults]
-    return Case(recipe, tuple(faults), plan, name, nodes, own_ray, seen or Seen())
+    return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray, seen or Seen())
 
 
 def gigabytes(size: float) -> str:

@@ -59,7 +59,8 @@ def memory(machine: Machine, case: Case) -> Iterator[Check]:
         return
     held = estimate(case.plan, settings_of(case.recipe))
     fix = f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits"
-    sums = f"weight sync {gigabytes(held.total('weight sync'))}, update {gigabytes(held.total('update'))} of {gigabytes(held.capacity)}"
+    sync, update = (gigabytes(held.total(moment)) for moment in ("weight sync", "update"))
+    sums = f"weight sync {sync}, update {update} of {gigabytes(held.capacity)}"
     if not held.fits:
         yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}", fix)
     else:
@@ -88,11 +89,11 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("shape", FAILED, fault,
                     "The model directory decides: correct the model's YAML, or give the directory that it describes")
     if not wrong:
+        experts = f", {shape.num_experts} experts" if shape.moe else ""
+        agree = ": YAML and config.json agree" if case.upstream else ""
         yield Check("shape", PASSED,
                     f"{shape.model_type}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
-                    f"{shape.num_attention_heads} heads, {shape.num_key_value_heads} KV" +
-                    (f", {shape.num_experts} experts" if shape.moe else "") + (": YAML and config.json agree"
-                                                                               if case.upstream else ""))
+                    f"{shape.num_attention_heads} heads, {shape.num_key_value_heads} KV{experts}{agree}")
     if case.upstream:
         yield rotary_base(shape.rope_theta, case)
     yield tokenizer(folder, case.recipe.task.prompt)

@@ -87,7 +87,7 @@ def conversion(case: Case) -> list[str]:
         ConfigError: the layout breaks a rule, `load` is named after another one, or there is no such command.
     """
     if case.plan is None:
-        raise ConfigError("\n".join(case.faults))
+        raise ConfigError("\n".join(case.unread or case.faults))
     if not case.recipe.model.load:
         return conversion_command(case.recipe)  # says so
     rules = [rule.message for rule in broken(case.plan)]
@@ -124,7 +124,8 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     try:
         fix = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
-        fix = str(error) if case.legal else "First a layout that can exist, above; the base weights are converted for it"
+        first = "First a layout that can exist, above; the base weights are converted for it"
+        fix = str(error) if case.legal else first
     try:
         written = (Path(load) / TRACKER).read_text().strip()
     except OSError:
@@ -134,7 +135,9 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
     files = {path.parent.name: path for path in folder.glob("mp_rank_*/model_optim_rng.pt")}
     cut = sorted(name for name, path in files.items() if not is_zipfile(path))
     if files.keys() != expected:
-        why = "another layout" if files.keys() - expected else "another layout, or a conversion that was interrupted (it writes the tracker first)"
+        why = "another layout"
+        if not files.keys() - expected:
+            why += ", or a conversion that was interrupted (it writes the tracker first)"
         yield Check("base weights", FAILED, f"{load} has {_range(files)}; {wanted} needs {_range(expected)}: {why}",
                     f"{fix}\nA directory holds one layout: for two, give actor_config.load a name of its own")
     elif cut:
@@ -148,5 +151,5 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
 def _range(folders: Iterable[str]) -> str:
     """Rank folders in words: "16 files, mp_rank_00_000 to mp_rank_00_015"."""
     names = sorted(folders)
-    return f"{len(names)} file{'s' * (len(names) != 1)}" + (f", {names[0]} to {names[-1]}" if len(names) > 1
-                                                            else f", {names[0]}" if names else "")
+    shown = " to ".join(dict.fromkeys([names[0], names[-1]])) if names else ""
+    return f"{len(names)} file{'s' * (len(names) != 1)}" + (f", {shown}" if shown else "")

@@ -139,7 +139,8 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
         return
     preloaded = [path for path in re.split(r"[\s:]+", machine.environment.get("LD_PRELOAD", "")) if "jemalloc" in path]
     there = machine.glob("/usr/lib/*/libjemalloc.so.2") + machine.glob("/usr/lib*/libjemalloc.so.2")
-    fix = f"export LD_PRELOAD={there[0]}" if there else "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
+    install = "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
+    fix = f"export LD_PRELOAD={there[0]}" if there else install
     if not preloaded:
         yield Check("jemalloc", WARNING, "not in LD_PRELOAD; the workers' host memory fragments without it", fix)
     elif not machine.glob(preloaded[0]):
@@ -150,7 +151,8 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
 
 def cann(machine: Machine, case: Case) -> Iterator[Check]:
     """CANN's environment: its root, and its Python packages on the path."""
-    home, fix = machine.environment.get("ASCEND_HOME_PATH"), "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
+    home = machine.environment.get("ASCEND_HOME_PATH")
+    fix = "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
     if not case.on_npus:
         yield Check("CANN's paths", SKIPPED, "no NPU is used")
     elif not home and not machine.importable("acl") and not case.seen.any:

@@ -60,8 +60,8 @@ class Machine:
             raise ProbeError(f"{command[0]}: no answer within {timeout:g} s") from None
         if process.returncode:
             lines = [line for line in (complaint or output).splitlines() if line.strip()]
-            raise ProbeError(f"{command[0]}: exit {process.returncode}" + (f": {lines[-1].strip()[:200]}" if lines
-                                                                           else ""))
+            raise ProbeError(f"{command[0]}: exit {process.returncode}" + (
+                f": {lines[-1].strip()[:200]}" if lines else ""))
         return output
 
     @property

@@ -192,8 +192,8 @@ def _healthy(smi: list[Die], asked: int) -> Check:
         cards = Counter(die.card for die in smi)
         odd = ", ".join(str(card) for card, chips in cards.items() if chips < max(cards.values()))
         return Check("npu-smi", FAILED, f"{len(smi)} dies" + (f"; one chip of NPU {odd} is missing" if odd else ""),
-                     f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the container; "
-                     "if not, it is a case for the vendor")
+                     f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the "
+                     "container; if not, it is a case for the vendor")
     busy = [die for die in smi if die.used > die.total // 8]
     if busy:
         names = [f"NPU {die.card} chip {die.chip} ({die.used:,} MB)" for die in busy]

@@ -103,7 +103,8 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
     reports = [report for report in machine.upstream() if report.pin in needed]
     if missing := sorted({pin.title for pin in needed} - {report.pin.title for report in reports}):
         yield Check("upstream's sources", FAILED, f"cannot be imported here: {', '.join(missing)}",
-                    "export PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:$PYTHONPATH    # where they were cloned")
+                    "export PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:"
+                    "$PYTHONPATH    # where they were cloned")
     for report in reports:
         if report.changed or report.unused or not report.at_pin:
             first = "".join(f"; {each.change} {each.file} {each.name}".rstrip() for each in report.changed[:3])

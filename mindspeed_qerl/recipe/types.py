@@ -21,14 +21,14 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
 
+MAX_STEPS = 1_000_000  # more are a typing error too, and a schedule of them takes gigabytes
 MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
 
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
 def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
-    """A field that is read from the YAML key `name`; `default` where it is left out; `limits` are pydantic's (ge, le,
-    ...)."""
+    """A field that is read from the YAML key `name`; `limits` are pydantic's (ge, le, ...)."""
     return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
 
 
@@ -54,8 +54,7 @@ def _layer_list(value: Any) -> Any:
     """num_layer_list, "14,14", as numbers."""
     parts = (str(value).split(",")
              if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "" else value or ())
-    if isinstance(parts, (list, tuple)) and all(isinstance(item, int) or str(item).strip().isdecimal()
-                                                for item in parts):
+    if isinstance(parts, (list, tuple)) and all(str(item).strip().isdecimal() for item in parts):
         return tuple(map(int, parts))
     raise ValueError("must be whole numbers with commas between them, such as 14,14")
 
@@ -68,20 +67,18 @@ Size = Annotated[int, Field(ge=1)]
 
 @part
 class Model:
-    """The Hugging Face directory that vLLM loads, and what Megatron is told of the model (`arguments`, Megatron's
-    names)."""
+    """The Hugging Face directory that vLLM loads, and `arguments`: what Megatron is told of the model."""
 
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
-    # the base weights in Megatron's format; the local engine reads the Hugging Face files
-    load: str | None = key("megatron.load")
+    load: str | None = key("megatron.load")  # base weights in Megatron's format; the local engine reads `path`'s
     arguments: Mapping[str, Any] = Field(default_factory=dict)
 
 
 @part
 class Layout:
     """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep).
-    Rollout: vLLM instances of infer TP x EP ranks."""
+    Rollout: vLLM instances of infer TP x EP ranks. num_layer_list: layers of each stage, () for equal ones."""
 
     world: int = key("rl_config.actor_resource.num_npus", 1, required=True, ge=1, le=MAX_RANKS)
     tp: Size = key("megatron.tensor_model_parallel_size", 1)
@@ -92,9 +89,7 @@ class Layout:
     infer_pp: Size = key("generate_config.infer_pipeline_parallel_size", 1)
     infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
     ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
-    # of each stage; (): equal
     num_layer_list: Annotated[tuple[int, ...], BeforeValidator(_layer_list)] = key("megatron.num_layer_list", ())
-    # None: no virtual pipeline
     layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")
     cp_algorithm: str = key("megatron.context_parallel_algo", "ulysses_cp_algo")
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
@@ -113,8 +108,7 @@ class Layout:
 
     @property
     def infer_dp(self) -> int:
-        """Rollout replicas of the prompts, as upstream counts them: world // infer TP; expert parallel ranks serve
-        their own prompts."""
+        """Rollout replicas, as upstream counts them: expert parallel ranks serve their own prompts."""
         return self.world // (self.infer_tp * self.infer_pp)
 
     @property
@@ -129,19 +123,16 @@ class Layout:
 
 @part
 class Batch:
-    """Batch arithmetic. Sizes count prompts, except micro-batch and dispatch sizes, which count answers; None follows
-    from the others."""
+    """Sizes count prompts, but micro-batch and dispatch sizes answers; None follows from the others."""
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
     samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=1)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
-    # None: micro_batch_size
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
-    # actor_rollout_dispatch_size and so on; None: upstream's default
-    dispatch: Mapping[str, int | None] = Field(default_factory=dict)
+    dispatch: Mapping[str, int | None] = Field(default_factory=dict)  # the keys DISPATCH; None: upstream's default
     guarantee_order: bool = key("rl_config.guarantee_order", True)
     seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
     max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
@@ -211,8 +202,7 @@ class Optimizer:
 
 @part
 class Sampling:
-    """How training answers are sampled. The policy that is trained is the whole distribution, so top_p, top_k and
-    min_p stay off."""
+    """How training answers are sampled: from the whole distribution, which is trained, so without top_p and such."""
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
     temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
@@ -249,15 +239,14 @@ class Noise:
     schedule: str = "exponential"
     sigma_start: Float = 0.05
     sigma_end: Float = 0.0005
-    num_stages: int = 10
+    num_stages: int = Field(10, le=MAX_STEPS)
     targets: Any = "auto"
     exclude: Names = ()
     restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
     multipliers: Mapping[Any, Any] | None = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
     seed: int | None = None  # None: the run's
-    # the multipliers of both, as `NoiseInjector` takes them; the reader fills it in
-    factors: tuple[tuple[str, float], ...] = ()
+    factors: tuple[tuple[str, float], ...] = ()  # the multipliers of both, as `NoiseInjector` takes them
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range.
@@ -272,8 +261,7 @@ class Noise:
 
 @part
 class Correction:
-    """What is done about answers that another policy sampled than the one that is trained: "none", or "token_tis",
-    each token's loss times min(p_trained / p_sampled, cap)."""
+    """For answers that another policy sampled: "token_tis", the loss times min(p_trained / p_sampled, cap)."""
 
     section: ClassVar[str] = "rollout_correction"
     method: Literal["none", "token_tis"] = "none"
@@ -304,8 +292,7 @@ class HardwareError:
 
 @part
 class Task:
-    """Rows with prompts and gold answers, and the rewards of an answer: `verifiers` are (name or module:function,
-    weight)."""
+    """Rows with prompts and gold answers; `verifiers`: (name or module:function, weight) of each reward."""
 
     section: ClassVar[str] = "task"
     train_file: str = ""
@@ -329,13 +316,11 @@ class Evaluation:
 
 @part
 class Run:
-    """How long a run is, where it is kept and what is written beside metrics.jsonl; `resume` is the directory of a run
-    that stopped, or "auto": the newest one of this config, if there is one."""
+    """`resume` is the directory of a run that stopped, or "auto": the newest one of this config, if there is one."""
 
     section: ClassVar[str] = "run"
-    train_iters: Size = key("megatron.train_iters", 1, required=True)
-    # iterations; there is a checkpoint after the last one in any case
-    save_interval: Size | None = key("megatron.save_interval")
+    train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
+    save_interval: Size | None = key("megatron.save_interval")  # steps; there is always one after the last
     seed: int = key("megatron.seed", 1, ge=0)
     root: str = "runs"
     name: str | None = None
@@ -347,8 +332,7 @@ class Run:
 
 @part
 class Local:
-    """The local engine's own needs: vLLM's memory for keys and values, GiB; how many checkpoints are kept; how much of
-    its merged weights a rank hands over at once, MiB."""
+    """The local engine: vLLM's keys and values, GiB; checkpoints kept; weights that a rank hands over at once, MiB."""
 
     section: ClassVar[str] = "local"
     kv_cache_gib: Size = 1
@@ -371,8 +355,7 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`, for `steps` steps, answers
-    of at most `max_tokens` tokens; `layers` None: as many as the model has."""
+    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; `layers` None: all."""
 
     section: ClassVar[str] = "rehearsal"
     enabled: bool = False

@@ -1,5 +1,4 @@
-"""A model of a given shape but narrow, with random weights and a tokenizer of its own: everything that a layout
-divides is kept.
+"""A narrow model of a given shape, with random weights and a tokenizer of its own: what a layout divides stays.
 
 Random weights on real questions would never be right, and equal rewards teach nothing: no gradient would reach an
 adapter. So the model is made to answer with numbers that GSM8K has often: about one answer in forty is right.
@@ -34,13 +33,13 @@ def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> Mode
         layers: fewer layers, or None for all of them.
     """
     widths = math.lcm(layout.tp, layout.infer_tp)
+    shared, expert = shape.shared_expert_intermediate_size, shape.moe_intermediate_size
     return replace(
         shape, num_hidden_layers=layers or shape.num_hidden_layers, head_dim=HEAD_DIM,
         hidden_size=2 * HEAD_DIM if family_of(shape).own_head_dim else shape.num_attention_heads * HEAD_DIM,
         intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
         moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,
-        shared_expert_intermediate_size=shape.shared_expert_intermediate_size and
-        EXPERT_WIDTH * widths * math.ceil(shape.shared_expert_intermediate_size / shape.moe_intermediate_size / widths),
+        shared_expert_intermediate_size=shared and EXPERT_WIDTH * widths * math.ceil(shared / expert / widths),
         vocab_size=math.lcm(VOCABULARY, widths), max_position_embeddings=4096)
 
 
@@ -56,7 +55,8 @@ def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path)
         return directory
     rows = list(rows)
     with new_directory(directory) as making:
-        print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights", flush=True)
+        print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights",
+              flush=True)
         tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row["messages"]], shape.vocab_size)
         _random_model(shape, tokenizer, [row["answer"] for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
@@ -71,10 +71,11 @@ def train_tokenizer(texts: Iterable[str], size: int):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[PAD, TURN, END], show_progress=False,
-                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, additional_special_tokens=[TURN],
-                                   chat_template=TEMPLATE)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[PAD, TURN, END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD,
+                                   additional_special_tokens=[TURN], chat_template=TEMPLATE)
 
 
 def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
@@ -91,14 +92,16 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        # The prompt's last token and the commonest answers share a direction: after the one, the others are likely, and likely again.
+        # The prompt's last token and the commonest answers share a direction: after the one, the others are likely.
         common = {f" {answer}" for answer, _ in Counter(answers).most_common(8)}
         numbers = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) in common]
-        last = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=False)[-1]
+        empty = [{"role": "user", "content": ""}]
+        last = tokenizer.apply_chat_template(empty, add_generation_prompt=True, return_dict=False)[-1]
         direction = torch.nn.functional.normalize(torch.randn(shape.hidden_size), dim=0)
         embedding = model.get_input_embeddings().weight
         embedding[last] += 4 * direction
-        embedding[numbers] += 8 * direction  # where output and embedding are one: more than the last token, which is likest to itself
+        # Where output and embedding are one: more than the last token, which is likest to itself.
+        embedding[numbers] += 8 * direction
         for name, weight in model.named_parameters():  # many layers of random additions would drown it
             if "o_proj" in name or "down_proj" in name:
                 weight /= shape.num_hidden_layers

@@ -58,7 +58,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         known = [{"messages": row.messages, "answer": row.answer} for row in rows]
         directory = make_model(shape, known, Path(settings.models))
     except OSError as error:
-        raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: {error}") from error
+        raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
+                          f"{error}") from error
     return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
 
 

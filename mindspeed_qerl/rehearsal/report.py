@@ -39,8 +39,8 @@ def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations
             fewer: int | None) -> Iterator[str]:
     layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
     experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
-    layers = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else " or ".join(map(str,
-                                                                                                        sorted(set(plan.layers)))) + " layers"
+    here = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else ""
+    layers = here or f"{' or '.join(map(str, sorted(set(plan.layers))))} layers"
     yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP "
            f"{layout.pp} x DP {layout.dp}, EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, "
            f"{shape.num_key_value_heads // layout.tp} KV groups{experts}, {layers}.")
@@ -63,11 +63,13 @@ def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations
 
 def _not_proved(plan: Plan, facts: Mapping[str, Any], upstream: bool, unused: Sequence[str]) -> Iterator[str]:
     yield "The NPU: its kernels and their numbers, HCCL, speed, and memory, which `tools/plan_layout.py` estimates."
-    yield "The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about accuracy."
+    yield ("The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about "
+           "accuracy.")
     if upstream:
         yield "The real vllm-ascend: the emulation dresses vLLM's CPU build."
         return
-    yield "Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal runs upstream's own."
+    yield ("Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal "
+           "runs upstream's own.")
     yield (f"vLLM's layout, infer TP {plan.layout.infer_tp} x EP {plan.layout.infer_ep}: its rules were checked, but "
            "one vLLM process sampled here.")
     yield "BF16: this was computed in float32."

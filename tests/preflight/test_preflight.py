@@ -663,7 +663,7 @@ def test_the_family_is_that_of_the_config_json(ready):
     """Of the Megatron arguments only while there is none."""
     file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
     file.write_text(json.dumps({**QWEN3_MOE, "model_type": "gemma2"}))
-    with pytest.raises(ConfigError, match="unknown model_type for the conversion of weights 'gemma2'"):
+    with pytest.raises(ConfigError, match="Qwen3-30B-A3B: unknown model_type 'gemma2'. Known: llama, qwen2"):
         conversion_command(read(ready)[0])
     file.unlink()
     assert "qwen3-moe" in conversion_command(read(ready)[0])

@@ -68,9 +68,8 @@ def finished_run(config, upstream, folder) -> RunDirectory:
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):
-    """Without LoRA, at a learning rate that is 0 to float32: what the run saves is what it loaded, name by name. The converter
-    knows no
-    Qwen2-MoE."""
+    """Without LoRA, at a learning rate that is 0 to float32: what the run saves is what it loaded, name by name. The
+    converter knows no Qwen2-MoE."""
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the run's arguments have its enums
     model, data = tiny("qwen2_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=2)

@@ -1,6 +1,8 @@
-"""Stands for torch_npu: importing it turns torch into an emulated NPU; its operators are emulation/operators.py and attention.py.
+"""Stands for torch_npu: importing it turns torch into an emulated NPU; its operators are emulation/operators.py and
+attention.py.
 
-One that is not emulated can be read, as code does that asks whether it exists, and raises NotImplementedError when called.
+One that is not emulated can be read, as code does that asks whether it exists, and raises NotImplementedError when
+called.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Stands for torchair: MindSpeed's op builders register graph converters when they are imported; no graph is ever built."""
+"""Stands for torchair: MindSpeed's op builders register graph converters when they are imported; no graph is ever
+built."""
 
 from torchair import ge  # noqa: F401
 

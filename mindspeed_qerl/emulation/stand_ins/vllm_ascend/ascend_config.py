@@ -1,4 +1,5 @@
-"""vllm-ascend's configuration, read only by a class of MindSpeed-RL that nothing makes (vllm_adapter/fused_moe.py:386)."""
+"""vllm-ascend's configuration, read only by a class of MindSpeed-RL that nothing makes
+(vllm_adapter/fused_moe.py:386)."""
 
 from mindspeed_qerl.emulation.extensions import not_emulated
 

@@ -20,12 +20,15 @@ class NPUPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         parallel.distributed_executor_backend = executor  # the CPU platform would turn "external_launcher" into "mp"
         if local_world_size is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = local_world_size  # overwritten as a hint to a library that is not used here
+            # overwritten as a hint to a library that is not used here
+            os.environ["LOCAL_WORLD_SIZE"] = local_world_size
 
-        # VA turns chunked prefill off for these models and makes room for the longest prompt (platform.py, "Non-MLA LLMs").
+        # VA turns chunked prefill off for these models and makes room for the longest prompt (platform.py, "Non-MLA
+        # LLMs").
         scheduler.chunked_prefill_enabled = scheduler.enable_chunked_prefill = False
         scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_model_len)
-        # As VA does: with this name vLLM does not split the tokens of a mixture of experts over the tensor parallel ranks.
+        # As VA does: with this name vLLM does not split the tokens of a mixture of experts over the tensor parallel
+        # ranks.
         os.environ["VLLM_ALL2ALL_BACKEND"] = "flashinfer_all2allv"
         register_ascend_customop()
 

@@ -6,7 +6,8 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 class NPUCommunicator(CpuCommunicator):
     """vLLM's communicator without its shared memory, whose name holds the launcher's address to be unique.
 
-    Under an external launcher that address is "env://" in every run: two runs on one machine would write into the same memory.
+    Under an external launcher that address is "env://" in every run: two runs on one machine would write into the same
+    memory.
     """
 
     def __init__(self, cpu_group, device=None, device_group=None, unique_name=""):

@@ -1,8 +1,9 @@
-"""The mixture of experts: weights laid out as on an NPU, computed by the emulated operators, experts spread over all ranks.
+"""The mixture of experts: weights laid out as on an NPU, computed by the emulated operators, experts spread over all
+ranks.
 
-The flow is that of VA's AllGatherCommImpl (ops/moe/moe_comm_method.py, fused_moe_prepare_and_finalize.py): gather the tokens of
-the data parallel ranks, compute the experts that live here, sum over the data parallel ranks, keep one's own tokens, then sum
-over the tensor parallel ranks.
+The flow is that of VA's AllGatherCommImpl (ops/moe/moe_comm_method.py, fused_moe_prepare_and_finalize.py): gather the
+tokens of the data parallel ranks, compute the experts that live here, sum over the data parallel ranks, keep one's own
+tokens, then sum over the tensor parallel ranks.
 """
 
 import torch
@@ -31,17 +32,22 @@ class AscendUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
             setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
 
     def apply(
-        self, layer, x: Tensor, router_logits: Tensor, top_k: int, renormalize: bool, use_grouped_topk=False, expert_map=None,
-        custom_routing_function=None, scoring_func="softmax", apply_router_weight_on_input=False, activation="silu", **unused,
+        self, layer, x: Tensor, router_logits: Tensor, top_k: int, renormalize: bool, use_grouped_topk=False,
+        expert_map=None,
+        custom_routing_function=None, scoring_func="softmax", apply_router_weight_on_input=False, activation="silu",
+        **unused,
     ) -> Tensor:  # fmt: skip
-        """Sum over the experts of this rank of routing weight * expert(x); x (T, hidden), router_logits (T, all experts).
+        """Sum over the experts of this rank of routing weight * expert(x); x (T, hidden), router_logits (T, all
+        experts).
 
         Raises:
             NotImplementedError: any routing but softmax over all experts, any activation but silu.
         """
-        other_routing = use_grouped_topk or custom_routing_function or scoring_func != "softmax" or apply_router_weight_on_input
+        other_routing = (use_grouped_topk or custom_routing_function or scoring_func != "softmax"
+                         or apply_router_weight_on_input)
         if other_routing or activation != "silu":
-            raise NotImplementedError("the emulated experts know softmax routing over all experts and silu (docs/emulation.md)")
+            raise NotImplementedError(
+                "the emulated experts know softmax routing over all experts and silu (docs/emulation.md)")
         weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(router_logits, None, top_k)
         if renormalize:
             weights = weights / weights.sum(-1, keepdim=True)

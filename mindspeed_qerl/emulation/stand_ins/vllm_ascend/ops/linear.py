@@ -1,8 +1,8 @@
 """Linear layers whose weights stay as they were loaded.
 
-vLLM's CPU platform packs them after loading and drops the original, which the weight sync could then not write. And vLLM gives
-v2 weight loaders to classes that it knows by name: the name of these is not among them, as on an NPU, and MindSpeed-RL replaces
-the v1 loaders (megatron_weight_loaders.py).
+vLLM's CPU platform packs them after loading and drops the original, which the weight sync could then not write. And
+vLLM gives v2 weight loaders to classes that it knows by name: the name of these is not among them, as on an NPU, and
+MindSpeed-RL replaces the v1 loaders (megatron_weight_loaders.py).
 """
 
 import torch.nn.functional as F

@@ -1,1 +1,2 @@
-"""MindSpeed-RL imports the two modules for their effect (vllm_engine.py:144); here the platform has done everything already."""
+"""MindSpeed-RL imports the two modules for their effect (vllm_engine.py:144); here the platform has done everything
+already."""
