@@ -37,7 +37,8 @@ def can_run(plan: Plan) -> bool:
     world = tuple(range(it.world))
     stages = [ranks for ranks in _stages(world, it.pp)]
     return bool(
-        stages and _trains(plan, stages) and _generates(plan, world, stages)
+        len(world) > 1  # upstream on an emulated NPU: "vllm dp groups is None"
+        and stages and _trains(plan, stages) and _generates(plan, world, stages)
         and blocks(world, min(it.ranks_per_node, it.world)) is not None
         and (not shape.moe or _experts_arrive(plan, world, stages))
         and _deals_batches(plan, stages, world))

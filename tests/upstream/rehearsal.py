@@ -145,10 +145,11 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
     return config
 
 
-def environment(upstream: Path) -> dict[str, str]:
-    """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is installed."""
-    path = os.pathsep.join([*(str(upstream / name) for name in CHECKOUTS), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+def environment(upstream: Path, *folders: Path) -> dict[str, str]:
+    """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is installed; and
+    `folders`."""
+    path = [*(upstream / name for name in CHECKOUTS), ROOT, *folders]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONUNBUFFERED": "1"}
 
 
 def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
@@ -163,10 +164,10 @@ def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
             "rehearsal"]
 
 
-def run_engine(config: dict[str, Any], upstream: Path, folder: Path,
+def run_engine(config: dict[str, Any], upstream: Path, folder: Path, *folders: Path,
                timeout: float = 900) -> subprocess.CompletedProcess:
-    """A whole run from the command line."""
-    return subprocess.run(engine_command(config, folder), check=False, cwd=folder, env=environment(upstream),
+    """A whole run from the command line, with `folders` on PYTHONPATH."""
+    return subprocess.run(engine_command(config, folder), check=False, cwd=folder, env=environment(upstream, *folders),
                           capture_output=True, text=True, timeout=timeout)
 
 

@@ -106,11 +106,11 @@ def infer_experts_are_whole(plan: Plan) -> str | None:
     return None
 
 
-@rule("A mixture of experts needs at least 2 NPUs: vLLM's expert group is not made for one.", PARALLEL_STATE, 317,
-      "def initialize_model_parallel(")
-def experts_need_two_ranks(plan: Plan) -> str | None:
-    if plan.shape.moe and plan.layout.world == 1:
-        return "a mixture of experts needs at least 2 NPUs: vLLM's expert group is not made for one"
+@rule("There are at least 2 NPUs: the groups that vLLM's ranks are found by are not made for one.", PARALLEL_STATE, 80,
+      "if torch.distributed.get_world_size() > 1:")
+def two_ranks(plan: Plan) -> str | None:
+    if plan.layout.world == 1:
+        return "1 NPU: it takes at least 2, since the groups that vLLM's ranks are found by are not made for one"
     return None
 
 
