@@ -14,7 +14,8 @@ LARGEST = 10 ** 9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers or other tensors
 ALIKE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {})}
 # the same for what changes no size: planned, but neither engine computes it
-BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False), "mlp_bias": (None, False),
+BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False),
+         "mlp_bias": (None, False),
          "qkv_bias": (None, True)}
 HF_KEYS = {  # argument of Megatron -> key of config.json that it repeats
     "num_layers": "num_hidden_layers",
@@ -186,8 +187,10 @@ class Family:
         keys = Keys(config, " in config.json")
         for key, values in ALIKE.items():
             if config.get(key) not in values:
-                keys.faults.append(f"{key} = {config[key]!r} in config.json is not modelled here: layouts and memory would be another model's")
-        sizes = {key: keys.size(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")}
+                keys.faults.append(f"{key} = {config[key]!r} in config.json is not modelled here: layouts and memory "
+                                   "would be another model's")
+        sizes = {key: keys.size(key)
+                 for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")}
         heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
         if self.experts:
             if config.get("num_experts") is None and "num_local_experts" in config:  # as transformers 5 writes it
@@ -196,18 +199,23 @@ class Family:
             if self.shared_expert:
                 sizes["shared_expert_intermediate_size"] = keys.size("shared_expert_intermediate_size", 0, low=0)
             if sizes["num_experts_per_tok"] > sizes["num_experts"]:
-                keys.fault("num_experts_per_tok", sizes["num_experts_per_tok"], f"at most num_experts = {sizes['num_experts']}")
+                keys.fault("num_experts_per_tok", sizes["num_experts_per_tok"],
+                           f"at most num_experts = {sizes['num_experts']}")
         if config.get("head_dim") is None:
             sizes["head_dim"] = hidden // heads
             if hidden < heads and not keys.faults:
-                keys.fault("head_dim", 0, "a whole number of at least 1: hidden_size / num_attention_heads, unless config.json says it")
+                keys.fault("head_dim", 0, "a whole number of at least 1: hidden_size / num_attention_heads, unless "
+                                          "config.json says it")
         else:
             sizes["head_dim"] = keys.size("head_dim")
         shape = ModelShape(
-            name=name, model_type=self.model_type, **sizes, intermediate_size=0 if self.experts else keys.size("intermediate_size"),
+            name=name, model_type=self.model_type, **sizes,
+            intermediate_size=0 if self.experts else keys.size("intermediate_size"),
             num_key_value_heads=keys.size("num_key_value_heads", heads),
-            rope_theta=keys.number("rope_theta", _rope(keys).get("rope_theta"), 10000.0), tie_word_embeddings=keys.truth("tie_word_embeddings"),
-            max_position_embeddings=keys.size("max_position_embeddings", 32768), norm_topk_prob=self.experts and keys.truth("norm_topk_prob"),
+            rope_theta=keys.number("rope_theta", _rope(keys).get("rope_theta"), 10000.0),
+            tie_word_embeddings=keys.truth("tie_word_embeddings"),
+            max_position_embeddings=keys.size("max_position_embeddings", 32768),
+            norm_topk_prob=self.experts and keys.truth("norm_topk_prob"),
             rms_norm_eps=keys.number("rms_norm_eps", config.get("rms_norm_eps"), 1e-6))
         keys.check(name)
         return shape
@@ -218,17 +226,20 @@ class Family:
         groups, shared = shape.num_key_value_heads, shape.shared_expert_intermediate_size
         arguments = dict(
             use_mcore_models=True, num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads, group_query_attention=True, num_query_groups=groups, kv_channels=shape.head_dim,
-            add_qkv_bias=self.qkv_bias, qk_layernorm=self.qk_norm, disable_bias_linear=True, swiglu=True,
-            normalization="RMSNorm", norm_epsilon=shape.rms_norm_eps,
-            position_embedding_type="rope", rotary_base=int(shape.rope_theta) if shape.rope_theta.is_integer() else shape.rope_theta,
-            untie_embeddings_and_output_weights=not shape.tie_word_embeddings, hidden_dropout=0.0, attention_dropout=0.0)
+            num_attention_heads=shape.num_attention_heads, group_query_attention=True, num_query_groups=groups,
+            kv_channels=shape.head_dim, add_qkv_bias=self.qkv_bias, qk_layernorm=self.qk_norm,
+            disable_bias_linear=True, swiglu=True, normalization="RMSNorm", norm_epsilon=shape.rms_norm_eps,
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope_theta) if shape.rope_theta.is_integer() else shape.rope_theta,
+            untie_embeddings_and_output_weights=not shape.tie_word_embeddings, hidden_dropout=0.0,
+            attention_dropout=0.0)
         if not self.experts:
             return arguments | dict(ffn_hidden_size=shape.intermediate_size, num_experts=None, **self.megatron)
         copies = shared / shape.moe_intermediate_size  # Megatron counts in widths of an expert
         return arguments | dict(
-            num_experts=shape.num_experts, moe_router_topk=shape.num_experts_per_tok, moe_ffn_hidden_size=shape.moe_intermediate_size,
-            norm_topk_prob=shape.norm_topk_prob, n_shared_experts=(int(copies) if copies.is_integer() else copies) or None,
+            num_experts=shape.num_experts, moe_router_topk=shape.num_experts_per_tok,
+            moe_ffn_hidden_size=shape.moe_intermediate_size, norm_topk_prob=shape.norm_topk_prob,
+            n_shared_experts=(int(copies) if copies.is_integer() else copies) or None,
             moe_router_load_balancing_type="aux_loss", **self.megatron)
 
     def transformer_config(self, shape: ModelShape) -> dict[str, Any]:
@@ -236,15 +247,17 @@ class Family:
         from torch.nn.functional import silu
 
         config = dict(
-            num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
-            num_query_groups=shape.num_key_value_heads, kv_channels=shape.head_dim,
-            ffn_hidden_size=shape.intermediate_size or shape.moe_intermediate_size, gated_linear_unit=True, activation_func=silu,
-            normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=self.qk_norm, add_bias_linear=False,
+            num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads, num_query_groups=shape.num_key_value_heads,
+            kv_channels=shape.head_dim, ffn_hidden_size=shape.intermediate_size or shape.moe_intermediate_size,
+            gated_linear_unit=True, activation_func=silu, normalization="RMSNorm",
+            layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=self.qk_norm, add_bias_linear=False,
             add_qkv_bias=self.qkv_bias, hidden_dropout=0.0, attention_dropout=0.0)
         if self.experts:
             config |= dict(
-                num_moe_experts=shape.num_experts, moe_router_topk=shape.num_experts_per_tok, moe_router_pre_softmax=not shape.norm_topk_prob,
-                moe_ffn_hidden_size=shape.moe_intermediate_size, moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+                num_moe_experts=shape.num_experts, moe_router_topk=shape.num_experts_per_tok,
+                moe_router_pre_softmax=not shape.norm_topk_prob, moe_ffn_hidden_size=shape.moe_intermediate_size,
+                moe_router_load_balancing_type="none", moe_router_dtype="fp32",
                 moe_shared_expert_intermediate_size=shape.shared_expert_intermediate_size or None)
         return config
 
@@ -257,7 +270,8 @@ class Family:
             left_out |= {"shared_expert_intermediate_size"}
         return {key: value for key, value in asdict(shape).items() if key not in left_out}
 
-    def tensors(self, shape: ModelShape, layers: range, experts: range, first: bool = True, last: bool = True) -> "list[tensors.Mapping]":
+    def tensors(self, shape: ModelShape, layers: range, experts: range, first: bool = True,
+                last: bool = True) -> "list[tensors.Mapping]":
         """The table of what one rank holds: for loading, sync, proof and export.
 
         Args:
@@ -272,14 +286,16 @@ class Family:
 
     def linears(self, shape: ModelShape) -> tuple[Linear, ...]:
         """The linear layers of one layer that LoRA knows."""
-        h, q, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        h, d = shape.hidden_size, shape.head_dim
+        q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
         width, f = shape.intermediate_size + shape.shared_expert_intermediate_size, shape.moe_intermediate_size
         linears = [Linear("linear_qkv", h, q + 2 * kv, "column"), Linear("linear_proj", q, h, "row")]
         if width:
             linears += [Linear("linear_fc1", h, 2 * width, "column"), Linear("linear_fc2", width, h, "row")]
         if self.experts:
             copies = shape.num_experts, shape.num_experts_per_tok
-            linears += [Linear("linear_fc1", h, 2 * f, "expert", *copies), Linear("linear_fc2", f, h, "expert", *copies)]
+            linears += [Linear("linear_fc1", h, 2 * f, "expert", *copies),
+                        Linear("linear_fc2", f, h, "expert", *copies)]
         return tuple(linears)
 
     def other_parameters(self, shape: ModelShape, tp: int) -> int:
@@ -312,7 +328,8 @@ def not_built(config: Mapping[str, Any]) -> list[str]:
     >>> not_built({"hidden_act": "gelu", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     ["hidden_act is 'gelu'; only 'silu' is built", "rope_type is 'yarn'; only 'default' is built"]
     """
-    faults = [f"{key} is {config[key]!r}; only {values[-1]!r} is built" for key, values in BUILT.items() if config.get(key) not in values]
+    faults = [f"{key} is {config[key]!r}; only {values[-1]!r} is built"
+              for key, values in BUILT.items() if config.get(key) not in values]
     rope = _rope(Keys(config))
     kind = rope.get("rope_type", rope.get("type", "default"))  # transformers below 4.43 wrote the second
     return faults + ([f"rope_type is {kind!r}; only 'default' is built"] if kind != "default" else [])

@@ -56,7 +56,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json") -> list[str]:
+def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any],
+                       source: str = "config.json") -> list[str]:
     """Faults where the model that Megatron is told of is not the one that vLLM loads. No value of either raises.
 
     Args:
@@ -70,11 +71,13 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
         return str(error).splitlines()
     family = family_of(shape)
     if not family.adaptor:
-        return [f"{source}: the NPU engine has no weight adaptor for model_type {family.model_type!r}; the local engine runs it"]
+        return [(f"{source}: the NPU engine has no weight adaptor for model_type {family.model_type!r}; the local "
+                "engine runs it")]
     faults = [f"{source}: {fault}, by Megatron as by vLLM" for fault in not_built(hf_config)]
     expected = family.megatron_arguments(shape)
     if shape.num_key_value_heads == shape.num_attention_heads and not arguments.get("group_query_attention"):
-        expected = {key: value for key, value in expected.items() if key not in ("group_query_attention", "num_query_groups")}
+        expected = {key: value
+                    for key, value in expected.items() if key not in ("group_query_attention", "num_query_groups")}
     if arguments.get("kv_channels") is None and shape.head_dim * shape.num_attention_heads == shape.hidden_size:
         del expected["kv_channels"]  # Megatron derives it
     if arguments.get("use_rotary_position_embeddings") is True:
@@ -84,13 +87,17 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
         told = MEGATRON_DEFAULTS[key] if given is None else given
         if _same(told, value):
             continue
-        says = f"{key} is left out of the config, which is {told!r} to Megatron" if given is None else f"{key} = {given!r} in the config"
-        model = f"{HF_KEYS[key]} = {getattr(shape, HF_KEYS[key])!r}" if key in HF_KEYS else f"model_type = {family.model_type!r}"
-        faults.append(f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set {key}: {json.dumps(value)}")
+        says = (f"{key} is left out of the config, which is {told!r} to Megatron"
+                if given is None else f"{key} = {given!r} in the config")
+        model = (f"{HF_KEYS[key]} = {getattr(shape, HF_KEYS[key])!r}"
+                 if key in HF_KEYS else f"model_type = {family.model_type!r}")
+        faults.append(f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set {key}: "
+                      f"{json.dumps(value)}")
     for key, values in NEUTRAL.items():
         given = arguments.get(key)
         if given is not None and not any(_same(given, value) for value in values):
-            faults.append(f"{key} = {given!r} in the config, but {family.model_type} in {source} has nothing of the kind: leave it out")
+            faults.append(f"{key} = {given!r} in the config, but {family.model_type} in {source} has nothing of the "
+                          "kind: leave it out")
     return faults
 
 

@@ -19,5 +19,6 @@ QWEN2_MOE = Family(
         ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
         ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate"),
     ), corrections=((".gate_weight.weight", ".gate_weight"),)), named=(
-        ModelShape("qwen15_moe_a2_7b", "qwen2_moe", 24, 2048, 16, 16, 128, 0, 151936, 1e6, False, 8192, 60, 4, 1408, 5632, False),
+        ModelShape("qwen15_moe_a2_7b", "qwen2_moe", 24, 2048, 16, 16, 128, 0, 151936, 1e6, False, 8192, 60, 4, 1408,
+                   5632, False),
     ))

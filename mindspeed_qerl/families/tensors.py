@@ -28,7 +28,8 @@ class Split:
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The inverse: the whole from the parts of all ranks, in their order."""
-        return torch.cat([part for block in zip(*(shard.chunk(self.blocks, self.dim) for shard in shards)) for part in block], self.dim)
+        return torch.cat([part for block in zip(*(shard.chunk(self.blocks, self.dim) for shard in shards))
+                          for part in block], self.dim)
 
 
 COLUMN, ROW, GATED = Split(0), Split(1), Split(0, blocks=2)
@@ -86,17 +87,21 @@ def table(family: Family, shape: ModelShape, layers: range, experts: range, firs
 
 def _layer(family: Family, shape: ModelShape, ours: str, theirs: str, experts: range) -> list[Mapping]:
     groups, head_dim, attention = shape.num_key_value_heads, shape.head_dim, ours + "self_attention."
-    qkv = dict(merge=partial(merge_qkv, groups=groups), split=partial(split_qkv, groups=groups, head_dim=head_dim), shared=COLUMN)
+    qkv = dict(merge=partial(merge_qkv, groups=groups), split=partial(split_qkv, groups=groups, head_dim=head_dim),
+               shared=COLUMN)
     rows = [
         Mapping(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",)),
-        Mapping(attention + "linear_qkv.weight", tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"), **qkv),
+        Mapping(attention + "linear_qkv.weight", tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"),
+                **qkv),
         Mapping(attention + "linear_proj.weight", (theirs + "self_attn.o_proj.weight",), shared=ROW),
         Mapping(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",)),
     ]
     if family.qkv_bias:
-        rows.append(Mapping(attention + "linear_qkv.bias", tuple(f"{theirs}self_attn.{part}_proj.bias" for part in "qkv"), **qkv))
+        rows.append(Mapping(attention + "linear_qkv.bias",
+                            tuple(f"{theirs}self_attn.{part}_proj.bias" for part in "qkv"), **qkv))
     if family.qk_norm:
-        rows += [Mapping(f"{attention}{part}_layernorm.weight", (f"{theirs}self_attn.{part}_norm.weight",)) for part in "qk"]
+        rows += [Mapping(f"{attention}{part}_layernorm.weight", (f"{theirs}self_attn.{part}_norm.weight",))
+                 for part in "qk"]
     if not family.experts:
         return rows + _mlp(ours + "mlp.", theirs + "mlp.")
     rows.append(Mapping(ours + "mlp.router.weight", (theirs + "mlp.gate.weight",)))

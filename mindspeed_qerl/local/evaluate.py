@@ -61,19 +61,22 @@ class Evaluation:
     hardware_error: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("problems", 1), ("samples", 0), ("max_tokens", 1), ("max_prompt_length", 1), ("max_num_seqs", 1),
-                            ("kv_cache_gib", 1), ("tensor_parallel_size", 1)):
+        for name, least in (("step", 0), ("problems", 1), ("samples", 0), ("max_tokens", 1), ("max_prompt_length", 1),
+                            ("max_num_seqs", 1), ("kv_cache_gib", 1), ("tensor_parallel_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} = {value} must be at least {least}")
         if self.samples and self.temperature <= 0:
-            raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 samples")
+            raise ConfigError(
+                f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 samples")
         load_reward(self.verifier)
         if self.hardware_error:
             if self.tensor_parallel_size > 1:
-                raise ConfigError("errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
+                raise ConfigError(
+                    "errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
             if not 0 < self.hardware_error.get("gaussian_std", 0.05) < 1 or self.hardware_error.get("block", 64) < 1:
-                raise ConfigError(f"hardware_error = {self.hardware_error}: gaussian_std must be between 0 and 1, and block at least 1")
+                raise ConfigError(f"hardware_error = {self.hardware_error}: gaussian_std must be between 0 and 1, and "
+                                  "block at least 1")
 
 
 def of_run(path: str, **given: Any) -> Evaluation:
@@ -88,15 +91,17 @@ def of_run(path: str, **given: Any) -> Evaluation:
         given["step"] = max(there)
     recipe, _ = read(run.config())  # of a run of another version, too: what it does not say has its default
     if not recipe.model.path or not recipe.task.test_file:
-        raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and task.test_file: give "
-                          "--model, --data and --adapter instead of --run")
+        raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
+                          "task.test_file: give --model, --data and --adapter instead of --run")
     asked = recipe.evaluation
-    samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature} if asked.temperature else {"samples": 0}
+    samples = ({"samples": asked.samples_per_problem, "temperature": asked.temperature}
+               if asked.temperature else {"samples": 0})
     values = dict(
         model=recipe.model.path, data=recipe.task.test_file, run=str(path), prompt=recipe.task.prompt,
-        verifier=next(filter(is_reward, (name for name, _ in recipe.task.verifiers)), "gsm8k"), problems=asked.n_problems, **samples,
-        max_tokens=recipe.sampling.max_tokens, max_prompt_length=recipe.sampling.max_prompt_length,
-        max_num_seqs=recipe.rollout.max_num_seqs, dtype=recipe.model.dtype, seed=run.status()["seed"],
+        verifier=next(filter(is_reward, (name for name, _ in recipe.task.verifiers)), "gsm8k"),
+        problems=asked.n_problems, **samples, max_tokens=recipe.sampling.max_tokens,
+        max_prompt_length=recipe.sampling.max_prompt_length, max_num_seqs=recipe.rollout.max_num_seqs,
+        dtype=recipe.model.dtype, seed=run.status()["seed"],
         hardware_error=recipe.hardware_error.arguments("evaluation"))
     return Evaluation(**values | given)
 
@@ -126,12 +131,16 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
         written = {}
         for name, n, temperature in (("greedy", 1, 0.0), ("sampled", what.samples, what.temperature)):
             if n:
-                tell(f"{len(task.rows)} questions, {'greedy' if not temperature else f'{n} samples each at temperature {temperature:g}'}")
-                texts, truncated = answer(task.prompts, n, temperature, derived_seed(what.seed, f"evaluation {name}", step or 0))
+                tell(f"{len(task.rows)} questions, "
+                     f"{'greedy' if not temperature else f'{n} samples each at temperature {temperature:g}'}")
+                texts, truncated = answer(task.prompts, n, temperature,
+                                          derived_seed(what.seed, f"evaluation {name}", step or 0))
                 summary[name], written[name] = evaluate_answers(task.rows, texts, truncated, n, what.verifier)
     output.mkdir(parents=True)
-    for file, name in (("answers.jsonl", "sampled" if what.samples else "greedy"), *([("greedy.jsonl", "greedy")] if what.samples else [])):
-        (output / file).write_text("".join(json.dumps({"step": step or 0, **row}) + "\n" for row in written[name]), encoding="utf-8")
+    for file, name in (("answers.jsonl", "sampled" if what.samples else "greedy"),
+                       *([("greedy.jsonl", "greedy")] if what.samples else [])):
+        (output / file).write_text("".join(json.dumps({"step": step or 0, **row}) + "\n" for row in written[name]),
+                                   encoding="utf-8")
     (output / "summary.json").write_text(json.dumps(summary, indent=2, default=float) + "\n", encoding="utf-8")
     return summary
 
@@ -175,6 +184,7 @@ def _answerer(what: Evaluation, model: str, tokenizer: Any) -> Callable:
         else:
             completions = complete(llm, prompts, use_tqdm=True, n=n, seed=seed, **sampling)
         flat = [completion for group in completions for completion in group]
-        return tokenizer.batch_decode([one.token_ids for one in flat], skip_special_tokens=True), [one.truncated for one in flat]
+        return tokenizer.batch_decode([one.token_ids for one in flat],
+                                      skip_special_tokens=True), [one.truncated for one in flat]
 
     return answer

@@ -7,8 +7,9 @@
 | `reordered`   | k in blocks: acc = acc + A_j B_j in float32, from the last block to the first                   |
 | `silu_table`  | silu(x) = x s(x), s the sigmoid interpolated linearly between knots 1/2 apart on [-8, 8]        |
 
-Every product of two matrices (aten's mm, bmm, addmm) is meant: linear layers, router, output layer, adapters, and in training their gradients. Attention's own
-products, norms, softmax and the optimizer are left alone. docs/hardware_error.md has the measured effects.
+Every product of two matrices (aten's mm, bmm, addmm) is meant: linear layers, router, output layer, adapters, and in
+training their gradients. Attention's own products, norms, softmax and the optimizer are left alone.
+docs/hardware_error.md has the measured effects.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,7 +38,8 @@ class HardwareErrorMode(TorchDispatchMode):
         self._own: dict[Any, Callable] = {}
         aten = torch.ops.aten
         if self.kinds - {"silu_table"}:
-            self._own |= {aten.mm.default: self._product, aten.bmm.default: self._product, aten.addmm.default: self._addmm}
+            self._own |= {aten.mm.default: self._product, aten.bmm.default: self._product,
+                          aten.addmm.default: self._addmm}
         if "silu_table" in self.kinds:
             self._own |= {aten.silu.default: silu_of_table, aten.silu_backward.default: silu_of_table_backward}
 
@@ -71,7 +73,8 @@ class HardwareErrorMode(TorchDispatchMode):
             total = kept(total + kept(part_a @ part_b))
         return total
 
-    def _addmm(self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    def _addmm(self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1,
+               alpha: float = 1) -> torch.Tensor:
         return beta * bias + alpha * self._product(a, b)
 
 
@@ -90,19 +93,22 @@ def silu_of_table_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Ten
 def _sigmoid_of_table(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(s(x), s'(x)), float32 or wider; beyond the last knots s stays what it is there."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    knots = torch.linspace(-LAST_KNOT, LAST_KNOT, 2 * LAST_KNOT * KNOTS_PER_UNIT + 1, device=x.device, dtype=x.dtype).sigmoid()
+    knots = torch.linspace(-LAST_KNOT, LAST_KNOT, 2 * LAST_KNOT * KNOTS_PER_UNIT + 1, device=x.device,
+                           dtype=x.dtype).sigmoid()
     position = (x.clamp(-LAST_KNOT, LAST_KNOT) + LAST_KNOT) * KNOTS_PER_UNIT
     left = position.floor().clamp(max=len(knots) - 2).nan_to_num().long()  # NaN stays NaN by way of `position`
     rise = knots[left + 1] - knots[left]
     return knots[left] + (position - left) * rise, rise * KNOTS_PER_UNIT * (x.abs() < LAST_KNOT)
 
 
-def plain_experts(gate_up: torch.Tensor, down: torch.Tensor, /, *, output: torch.Tensor, hidden_states: torch.Tensor, topk_weights: torch.Tensor,
-                  topk_ids: torch.Tensor, **_: Any) -> None:
-    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, which `HardwareErrorMode` can take the place of.
+def plain_experts(gate_up: torch.Tensor, down: torch.Tensor, /, *, output: torch.Tensor, hidden_states: torch.Tensor,
+                  topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any) -> None:
+    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, which `HardwareErrorMode` can
+    take the place of.
 
     Args:
-        gate_up: [E, 2 f, h], gate above up. down: [E, h, f]. output, hidden_states: [tokens, h]. topk_weights, topk_ids: [tokens, k].
+        gate_up: [E, 2 f, h], gate above up. down: [E, h, f]. output, hidden_states: [tokens, h]. topk_weights,
+            topk_ids: [tokens, k].
     """
     output.zero_()
     for expert in topk_ids.unique().tolist():

@@ -17,7 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read_hf_config(directory: str | Path):
-    """transformers' config of a model directory; ConfigError if there is none, or it asks for something that is not built here."""
+    """transformers' config of a model directory; ConfigError if there is none, or it asks for something that is not
+    built here."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -33,8 +34,8 @@ def read_hf_config(directory: str | Path):
 class CausalAttention(nn.Module):
     """megatron-core's core_attention slot filled by torch's scaled_dot_product_attention.
 
-    megatron-core's own DotProductAttention builds the full score matrix and a mask on "cuda". Padding must be on the right:
-    a causal row never looks at it.
+    megatron-core's own DotProductAttention builds the full score matrix and a mask on "cuda". Padding must be on the
+    right: a causal row never looks at it.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
@@ -48,8 +49,8 @@ class CausalAttention(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm under megatron-core's signature; its own wrapper (torch_norm.py) refuses sequence parallelism, which only matters
-    for a norm that is trained."""
+    """torch's RMSNorm under megatron-core's signature; its own wrapper (torch_norm.py) refuses sequence parallelism,
+    which only matters for a norm that is trained."""
 
     def __init__(self, config, hidden_size: int, eps: float):
         super().__init__(hidden_size, eps=eps)
@@ -57,7 +58,8 @@ class RMSNorm(nn.RMSNorm):
 
 @dataclass(frozen=True)
 class RankModel:
-    """What one rank holds: its part of the model, the table that names its parameters, its layers and experts by their global numbers."""
+    """What one rank holds: its part of the model, the table that names its parameters, its layers and experts by their
+    global numbers."""
 
     model: nn.Module
     table: list[Mapping]
@@ -66,13 +68,15 @@ class RankModel:
 
 
 def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int = 0) -> RankModel:
-    """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be that of `layout`.
+    """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be
+    that of `layout`.
 
-    Experts are spread over tensor x expert parallel ranks, whole, as MindSpeed does with moe_tp_extend_ep: for megatron-core that is an
-    expert parallel size of TP x EP and an expert tensor parallel size of 1.
+    Experts are spread over tensor x expert parallel ranks, whole, as MindSpeed does with moe_tp_extend_ep: for
+    megatron-core that is an expert parallel size of TP x EP and an expert tensor parallel size of 1.
 
     Args:
-        recompute_layers: this many layers of the stage keep their input only, and are computed again for their gradient.
+        recompute_layers: this many layers of the stage keep their input only, and are computed again for their
+            gradient.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -89,11 +93,12 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, which is checked for dense models, too
+        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, dense models too
         pipeline_dtype=dtype,
     )
     if shape.moe:
-        parallel |= dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1, moe_grouped_gemm=False)
+        parallel |= dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1,
+                         moe_grouped_gemm=False)
     transformer_config = TransformerConfig(
         **family_of(shape).transformer_config(shape),
         **parallel,
@@ -112,7 +117,8 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     )
     model = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers), layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers),
+                                                          layer_norm=RMSNorm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=first,
@@ -122,7 +128,8 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
         rotary_base=shape.rope_theta,
         parallel_output=True,
     ).to(dtype)
-    if recompute_layers and first:  # a layer that is computed again passes a gradient on only to an input that asks for one
+    # a layer that is computed again passes a gradient on only to an input that asks for one
+    if recompute_layers and first:
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     table, checkpoint = family_of(shape).tensors(shape, layers, experts, first, last), Checkpoint(model_dir)
     check_tensors(checkpoint, shape, config.dtype, (name for mapping in table for name in mapping.hf))
@@ -148,7 +155,8 @@ def _layer_spec(shape: ModelShape):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     qk_norm = family_of(shape).qk_norm
-    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, moe_grouped_gemm=False, qk_layernorm=qk_norm)
+    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, moe_grouped_gemm=False,
+                                    qk_layernorm=qk_norm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention

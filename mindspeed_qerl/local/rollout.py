@@ -1,8 +1,8 @@
 """vLLM samples the answers: weights pushed in place, noise on for rollouts and off for everything else.
 
-vLLM's CPU backend packs linear weights at load time and empties `weight`; a later update would change nothing and say nothing.
-`keep_linear_weights` stops that before the engine is built, and expert weights are unpacked and packed again around each sync. What the
-engine then really holds is read back by `movement`.
+vLLM's CPU backend packs linear weights at load time and empties `weight`; a later update would change nothing and say
+nothing. `keep_linear_weights` stops that before the engine is built, and expert weights are unpacked and packed again
+around each sync. What the engine then really holds is read back by `movement`.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from mindspeed_qerl.local.weights import Checkpoint
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer: token ids (the end token included, if it was reached), their logprobs under the policy that sampled."""
+    """One sampled answer: token ids (the end token included, if it was reached), their logprobs under the policy that
+    sampled."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -41,42 +42,50 @@ def keep_linear_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, **more: Any) -> Any:
-    """vLLM's LLM over token ids. kv_cache_gib: memory for the KV cache where there is no accelerator, GiB; `more` goes to LLM."""
-    os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib), VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
+def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
+               **more: Any) -> Any:
+    """vLLM's LLM over token ids. kv_cache_gib: memory for the KV cache where there is no accelerator, GiB; `more` goes
+    to LLM."""
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib), VLLM_CPU_OMP_THREADS_BIND="nobind",
+                      VLLM_NO_USAGE_STATS="1")
     from vllm import LLM
 
-    return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
-               skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True, **more)
+    return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+               enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
+               **more)
 
 
 def name_shared_memory(name: str) -> None:
-    """Let vLLM's CPU engines of one model meet in shared memory of this name. With vLLM's own, which it makes of the address where they meet
-    ("env://", cpu_worker.py), two runs would meet. Call before the engine is built."""
+    """Let vLLM's CPU engines of one model meet in shared memory of this name. With vLLM's own, which it makes of the
+    address where they meet ("env://", cpu_worker.py), two runs would meet. Call before the engine is built."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     Shared.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}-cpushm")
 
 
 def forget_shared_memory() -> None:
-    """Take the names off the shared memory that this process has mapped and vLLM made, once all engines have it: it lives as long as they do,
-    and nothing is left of it when they are killed."""
-    mapped = {line[line.index("/dev/shm/"):] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    """Take the names off the shared memory that this process has mapped and vLLM made, once all engines have it: it
+    lives as long as they do, and nothing is left of it when they are killed."""
+    mapped = {line[line.index("/dev/shm/"):]
+              for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
     for path in mapped:
         if "cpushm" in path or path.startswith("/dev/shm/psm_"):
             Path(path).unlink(missing_ok=True)
 
 
-def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, **sampling: Any) -> list[list[Completion]]:
+def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
+             **sampling: Any) -> list[list[Completion]]:
     """Per prompt (token ids) its sampled completions. sampling: keyword arguments of vLLM's SamplingParams."""
     return [[Completion(token_ids=list(answer.token_ids),
                         logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
                         truncated=answer.finish_reason == "length") for answer in output.outputs]
-            for output in _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)]  # logprobs=0: of the sampled token alone
+            for output in _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)]  # of the sampled token alone
 
 
-def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, seed: int | None = None, **sampling: Any) -> list:
-    """With a `seed`, each answer is drawn from a seed of its own: vLLM counts on from a prompt's for its further answers."""
+def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, seed: int | None = None,
+             **sampling: Any) -> list:
+    """With a `seed`, each answer is drawn from a seed of its own: vLLM counts on from a prompt's for its further
+    answers."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(detokenize=False, **sampling)
@@ -87,7 +96,8 @@ def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
 
 
 def expert_modules(model: torch.nn.Module):
-    """(name, module) of the modules that hold routed experts' weights, `w13_weight` [E, 2f, h] and `w2_weight` [E, h, f]."""
+    """(name, module) of the modules that hold routed experts' weights, `w13_weight` [E, 2f, h] and `w2_weight` [E, h,
+    f]."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
@@ -102,9 +112,11 @@ def join_movement(reports: Sequence[dict[str, dict[str, float]]]) -> dict[str, d
 
 
 class ExpertPacking:
-    """vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert, and how to undo it.
+    """vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert, and how to
+    undo it.
 
-    The permutation is found by packing element numbers, eight bits at a time, since bfloat16 holds no more of an integer.
+    The permutation is found by packing element numbers, eight bits at a time, since bfloat16 holds no more of an
+    integer.
     """
 
     def __init__(self, weight: torch.Tensor, isa: str):
@@ -131,21 +143,23 @@ class RolloutEngine:
         dtype: "float32" or "bfloat16". max_model_len: prompt and completion together, tokens.
         kv_cache_gib: memory set aside for the KV cache, GiB.
         aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
-        tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every method is called on
-            all of them at once, with the same arguments.
+        tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every
+            method is called on all of them at once, with the same arguments.
     """
 
-    def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int, aqn: dict | None = None,
-                 tp_rank: int = 0, tp_size: int = 1, port: int | None = None):
+    def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
+                 aqn: dict | None = None, tp_rank: int = 0, tp_size: int = 1, port: int | None = None):
         keep_linear_weights()
         self.model_dir, self.tp_rank, self.tp_size = model_dir, tp_rank, tp_size
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where its weights can be reached
         if tp_size > 1:  # torchrun's variables
-            os.environ.update(RANK=str(tp_rank), LOCAL_RANK=str(tp_rank), WORLD_SIZE=str(tp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                              VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+            os.environ.update(RANK=str(tp_rank), LOCAL_RANK=str(tp_rank), WORLD_SIZE=str(tp_size),
+                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), VLLM_HOST_IP="127.0.0.1",
+                              GLOO_SOCKET_IFNAME="lo")
             name_shared_memory(f"qerl{port}")
-        self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib, logprobs_mode="processed_logprobs", seed=0,
-                              tensor_parallel_size=tp_size, **({"distributed_executor_backend": "external_launcher"} if tp_size > 1 else {}))
+        self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib,
+                              logprobs_mode="processed_logprobs", seed=0, tensor_parallel_size=tp_size,
+                              **({"distributed_executor_backend": "external_launcher"} if tp_size > 1 else {}))
         if tp_size > 1:
             forget_shared_memory()
         self.model = self.llm.apply_model(lambda model: model)[0]
@@ -155,15 +169,18 @@ class RolloutEngine:
                          for name, module in expert_modules(self.model)]
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
-                 noise_step: int | None = None, hardware_error: dict | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
+                 noise_step: int | None = None, hardware_error: dict | None = None) -> tuple[list[list[Completion]],
+                 NoiseReport | None]:
         """Sample `n` completions for each prompt.
 
-        The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced weights.
-        The sampler's generator is seeded first, so the same call on the same weights gives the same completions.
+        The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced
+        weights. The sampler's generator is seeded first, so the same call on the same weights gives the same
+        completions.
 
         Args:
             prompts: token ids. sampling: keyword arguments of vLLM's SamplingParams.
-            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, for answers as other hardware would give them; None: as it is.
+            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, for answers as other hardware
+                would give them; None: as it is.
 
         Returns:
             per prompt its completions, and the noise's report (None without noise).
@@ -186,7 +203,8 @@ class RolloutEngine:
             return
         kernels = [module.quant_method.moe_kernel.fused_experts for _, module, *_ in self._experts]
         for kernel, (_, module, w13_packing, w2_packing) in zip(kernels, self._experts):
-            kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))
+            kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight),
+                                   w2_packing.unpack(module.w2_weight))
         try:
             with mode:
                 yield
@@ -203,7 +221,7 @@ class RolloutEngine:
 
     @torch.no_grad()
     def load(self, *parts: dict[str, np.ndarray]) -> None:
-        """HF-named tensors from several ranks, into the weights in place; those that they leave out stay as they are."""
+        """HF-named tensors from several ranks, into the weights in place; those left out stay as they are."""
         self.model.load_weights((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
 
     @torch.no_grad()
@@ -213,15 +231,19 @@ class RolloutEngine:
 
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
-        """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the base weights on disk.
+        """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the
+        base weights on disk.
 
         Args:
-            factors: from each rank, HF name -> (target, (alpha / r) B [out, r], A [r, in]), see `TrainRank.adapter_factors`.
+            factors: from each rank, HF name -> (target, (alpha / r) B [out, r], A [r, in]), see
+                `TrainRank.adapter_factors`.
 
         Returns:
-            per target: tensors, the norms |weight - base| and |(alpha / r) B A|; max_error = max |weight - (base + update)| beside
-            resolution, the rounding of the largest weight; and lost, the largest share of one tensor's own rounded move that did
-            not arrive (1: a tensor that was never synced, also where bfloat16 hides the move below the resolution).
+            per target: tensors, the norms |weight - base| and |(alpha / r) B A|; max_error = max |weight - (base +
+                update)| beside
+            resolution, the rounding of the largest weight; and lost, the largest share of one tensor's own rounded
+            move that did not arrive (1: a tensor that was never synced, also where bfloat16 hides the move below the
+            resolution).
         """
         held = dict(self._held_weights())
         checkpoint = Checkpoint(self.model_dir)
@@ -231,20 +253,23 @@ class RolloutEngine:
             update = self._part(name, torch.from_numpy(b) @ torch.from_numpy(a))
             expected = (base.float() + update).to(weight.dtype)
             base, weight, expected = base.float(), weight.float(), expected.float()
-            entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0, "resolution": 0.0, "lost": 0.0})
+            entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0,
+                                               "resolution": 0.0, "lost": 0.0})
             entry["tensors"] += 1
             entry["moved"] = math.hypot(entry["moved"], (weight - base).norm().item())
             entry["expected"] = math.hypot(entry["expected"], update.norm().item())
             error = (weight - expected).abs().max().item()
             entry["max_error"] = max(entry["max_error"], math.inf if math.isnan(error) else error)
-            entry["resolution"] = max(entry["resolution"], torch.finfo(held[name].dtype).eps * expected.abs().max().item())
+            entry["resolution"] = max(entry["resolution"],
+                                      torch.finfo(held[name].dtype).eps * expected.abs().max().item())
             if move := (expected - base).norm().item():
                 entry["lost"] = max(entry["lost"], (weight - expected).norm().item() / move)
         return report
 
     def _part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """What this engine holds of a linear layer's whole weight [out, in]."""
-        return weight.chunk(self.tp_size, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
+        return weight.chunk(self.tp_size,
+                            dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
 
     def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of every linear weight as vLLM holds it now; fused and packed tensors are taken apart."""
@@ -254,17 +279,21 @@ class RolloutEngine:
             if isinstance(module, LinearBase):
                 parent, _, leaf = name.rpartition(".")
                 fused = self.model.packed_modules_mapping.get(leaf)
-                parts = zip(fused, module.weight.split(module.output_partition_sizes)) if fused else [(leaf, module.weight)]
+                parts = (zip(fused, module.weight.split(module.output_partition_sizes))
+                         if fused else [(leaf, module.weight)])
                 for part, weight in parts:
                     yield f"{parent}.{part}.weight", weight
         for name, module, w13_packing, w2_packing in self._experts:
             prefix = name.removesuffix(".routed_experts")
-            for expert, (w13, w2) in enumerate(zip(w13_packing.unpack(module.w13_weight), w2_packing.unpack(module.w2_weight))):
+            for expert, (w13, w2) in enumerate(zip(w13_packing.unpack(module.w13_weight),
+                                                   w2_packing.unpack(module.w2_weight))):
                 for part, weight in zip(("gate", "up", "down"), (*w13.chunk(2), w2)):
                     yield f"{prefix}.{expert}.{part}_proj.weight", weight
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None, hardware_error: dict | None = None) -> list[list[float]]:
-        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and hardware error."""
+    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None,
+                 hardware_error: dict | None = None) -> list[list[float]]:
+        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and
+        hardware error."""
         report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
         try:
             with self._arithmetic(hardware_error and HardwareErrorMode(**hardware_error)):

@@ -23,33 +23,38 @@ LAYOUT_RULES = (training.ranks_fill_training_groups, training.ranks_fill_expert_
                 training.layer_list_has_a_number_for_each_stage, training.layer_list_sums_to_the_layers,
                 training.dense_model_without_ep, training.experts_by_training_ranks, batch.mini_batch_by_training_dp)
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
-LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layer_list",
-               "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers")
+LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+               "num_layer_list", "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method",
+               "recompute_num_layers")
 MAY_CHANGE = frozenset([
     *(f"{section}.{key}" for section in ("megatron_training", "actor_config") for key in LAYOUT_KEYS),
-    "rl_config.actor_resource.num_npus", "rl_config.ref_forward_micro_batch_size", "rl_config.actor_forward_micro_batch_size",
+    "rl_config.actor_resource.num_npus", "rl_config.ref_forward_micro_batch_size",
+    "rl_config.actor_forward_micro_batch_size",
     "megatron_training.save_interval", "local.kv_cache_gib", "local.keep_checkpoints", "local.sync_buffer_mib"])
 
 
 def validate(recipe: Recipe) -> Found:
-    """What this engine cannot do with `recipe`: its model, layout, rollout, task. Reads config.json and looks for files."""
+    """What this engine cannot do with `recipe`: its model, layout, rollout, task. Reads config.json and looks for
+    files."""
     found = Found()
     shape = _shape(recipe.model.path, found)
     if shape:
         _check_layout(recipe, shape, found)
         _check_rollout(recipe, shape, found)
     optimizer = recipe.optimizer
-    if optimizer.recompute_granularity and (optimizer.recompute_granularity, optimizer.recompute_method) != ("full", "block"):
-        found.faults.append(f"megatron_training.recompute_granularity = {optimizer.recompute_granularity!r} with recompute_method = "
-                            f"{optimizer.recompute_method!r}: the local engine has 'full' with 'block'")
+    if optimizer.recompute_granularity and (optimizer.recompute_granularity, optimizer.recompute_method) != (
+            "full", "block"):
+        found.faults.append(f"megatron_training.recompute_granularity = {optimizer.recompute_granularity!r} with "
+                            f"recompute_method = {optimizer.recompute_method!r}: the local engine has 'full' with "
+                            "'block'")
     if not recipe.lora.targets:
-        found.faults.append("megatron_training.lora_target_modules is empty: the local engine trains LoRA adapters. Known: linear_qkv, "
-                            "linear_proj, linear_fc1, linear_fc2")
+        found.faults.append("megatron_training.lora_target_modules is empty: the local engine trains LoRA adapters. "
+                            "Known: linear_qkv, linear_proj, linear_fc1, linear_fc2")
     _check_hardware_error(recipe, found)
     available = psutil.virtual_memory().available / 2**30
     if recipe.local.kv_cache_gib >= available:
-        found.faults.append(f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are available for "
-                            "vLLM's KV cache. Ask for less, or free some")
+        found.faults.append(f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of "
+                            "memory are available for vLLM's KV cache. Ask for less, or free some")
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
     found.faults += checks.unknown_rewards(recipe.task.verifiers)
     return found
@@ -72,8 +77,9 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
 
 def _shape(path: str, found: Found) -> ModelShape | None:
     if not (Path(path) / "config.json").is_file():
-        found.faults.append(f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a Hugging Face model "
-                            "directory; the quickstart's is made by `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
+        found.faults.append(f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a "
+                            "Hugging Face model directory; the quickstart's is made by `python "
+                            "tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
         return None
     try:
         shape = read_shape(path)
@@ -82,17 +88,20 @@ def _shape(path: str, found: Found) -> ModelShape | None:
         return None
     found.faults += [f"{path}/config.json: {fault}" for fault in not_built(read_config(Path(path) / "config.json"))]
     if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
-        found.faults.append(f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of "
-                            f"{EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded experts cannot be updated in place")
+        found.faults.append(f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a "
+                            f"multiple of {EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded "
+                            "experts cannot be updated in place")
     return shape
 
 
 def _check_layout(recipe: Recipe, shape: ModelShape, found: Found) -> None:
     if recipe.layout.cp > 1:
-        found.faults.append(f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only")
+        found.faults.append(
+            f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only")
     prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
     if prompts % mini:
-        found.faults.append(f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of rl_config.mini_batch_size = {mini}")
+        found.faults.append(f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
+                            f"rl_config.mini_batch_size = {mini}")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     found.faults += [f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES)]
 
@@ -100,22 +109,26 @@ def _check_layout(recipe: Recipe, shape: ModelShape, found: Found) -> None:
 def _check_rollout(recipe: Recipe, shape: ModelShape, found: Found) -> None:
     """Sizes that vLLM's tensor parallel engines cannot share equally."""
     size = recipe.layout.infer_tp
-    widths = {"num_attention_heads": (shape.num_attention_heads, 1), "num_key_value_heads": (shape.num_key_value_heads, 1),
-              "intermediate_size": (shape.intermediate_size, 1), "moe_intermediate_size": (shape.moe_intermediate_size, EXPERT_WIDTH_STEP),
+    widths = {"num_attention_heads": (shape.num_attention_heads, 1),
+              "num_key_value_heads": (shape.num_key_value_heads, 1),
+              "intermediate_size": (shape.intermediate_size, 1),
+              "moe_intermediate_size": (shape.moe_intermediate_size, EXPERT_WIDTH_STEP),
               "shared_expert_intermediate_size": (shape.shared_expert_intermediate_size, 1)}
     for name, (width, step) in widths.items():
         if width % (size * step):
             pads = f"; vLLM's CPU backend pads experts of other widths than multiples of {step}" if step > 1 else ""
-            found.faults.append(f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = {width} is no multiple of "
-                                f"{size * step}{pads}")
+            found.faults.append(f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = {width} "
+                                f"is no multiple of {size * step}{pads}")
 
 
 def _check_hardware_error(recipe: Recipe, found: Found) -> None:
     hardware, layout = recipe.hardware_error, recipe.layout
     for side in ("rollout", "evaluation"):
         if layout.infer_tp > 1 and getattr(hardware, side):
-            found.faults.append(f"hardware_error.{side} with generate_config.infer_tensor_parallel_size = {layout.infer_tp}: errors of other "
-                                "hardware are modelled in a single engine only; set it to 1")
+            found.faults.append(f"hardware_error.{side} with generate_config.infer_tensor_parallel_size = "
+                                f"{layout.infer_tp}: errors of other hardware are modelled in a single engine only; "
+                                "set it to 1")
     if layout.tp > 1 and "gaussian" in hardware.training:
-        found.faults.append(f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold copies of some "
-                            "adapters, which would drift apart; use another kind, or expert, pipeline and data parallel ranks")
+        found.faults.append(f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its "
+                            "ranks hold copies of some adapters, which would drift apart; use another kind, or "
+                            "expert, pipeline and data parallel ranks")

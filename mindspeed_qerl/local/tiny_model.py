@@ -1,11 +1,13 @@
-"""Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to answer word problems.
+"""Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to answer word
+problems.
 
-The model is trained, supervised, on answers of which most are wrong for the strict verifier (`word_problems.Mixture`): right but
-without `####`, with the wrong operation, or with a slipped number. Sampled at temperature 1 it is right about a quarter of the
-time, on problems it has seen and on held-out ones, which leaves RL something to choose from. Nothing is downloaded.
+The model is trained, supervised, on answers of which most are wrong for the strict verifier (`word_problems.Mixture`):
+right but without `####`, with the wrong operation, or with a slipped number. Sampled at temperature 1 it is right
+about a quarter of the time, on problems it has seen and on held-out ones, which leaves RL something to choose from.
+Nothing is downloaded.
 
-    OUT/config.json, model.safetensors, generation_config.json, tokenizer.json, tokenizer_config.json   (Hugging Face, vLLM)
-    OUT/data/raw/train.jsonl, test.jsonl              raw GSM8K form; test.jsonl has the held-out operand pairs
+    OUT/config.json, model.safetensors, generation_config.json, tokenizer.json, tokenizer_config.json   (Hugging Face,
+    vLLM) OUT/data/raw/train.jsonl, test.jsonl              raw GSM8K form; test.jsonl has the held-out operand pairs
     OUT/data/train_chat.parquet, test_chat.parquet    the same as `gsm8k.convert` writes it, which is what runs read
     OUT/recipe.json                                   recipe, its hash, split facts, measured accuracy, file digests
 """
@@ -24,12 +26,14 @@ from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 from mindspeed_qerl.tasks.gsm8k.word_problems import Mixture, Problem
 
-# One digit, one newline, "####", a word with the space before it, any other single character: joined they give the text back.
+# One digit, one newline, "####", a word with the space before it, any other single character: joined they give the
+# text back.
 TOKEN_PATTERN = r"\d|####| ?[A-Za-z]+|[^\dA-Za-z]"
 UNK, PAD, EOS = "<unk>", "<pad>", "<eos>"
 
 SHAPES = {
-    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 64,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "large": {"num_hidden_layers": 4, "hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 2,
               "moe_intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
@@ -38,7 +42,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what is made. `version` is raised when the wordings, the model or the training code change."""
+    """Everything that decides what is made. `version` is raised when the wordings, the model or the training code
+    change."""
 
     seed: int = 0
     shape: str = "tiny"  # a key of SHAPES
@@ -62,8 +67,9 @@ class Recipe:
 def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
-    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in the way is left alone and
-    raises FileExistsError. Work happens in a hidden sibling that is renamed at the end, so that `output_dir` is never half made.
+    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in the way is left
+    alone and raises FileExistsError. Work happens in a hidden sibling that is renamed at the end, so that `output_dir`
+    is never half made.
     """
     output_dir = Path(output_dir)
     cached = read_cached(output_dir, recipe)
@@ -98,12 +104,14 @@ def read_cached(output_dir: str | Path, recipe: Recipe) -> dict | None:
     for name, expected in files.items():
         path = output_dir / name
         if not path.is_file() or _sha256(path) != expected:
-            raise FileExistsError(f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. {way_out}")
+            raise FileExistsError(
+                f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. {way_out}")
     return report
 
 
 def build_tokenizer():
-    """A lossless word-level tokenizer (transformers fast tokenizer) over the words of the word problems, digits and punctuation.
+    """A lossless word-level tokenizer (transformers fast tokenizer) over the words of the word problems, digits and
+    punctuation.
 
     `decode(encode(text)) == text` for every generated text; any other word becomes `<unk>`.
     """
@@ -120,7 +128,7 @@ def build_tokenizer():
 
 
 def build_model(tokenizer, shape: str):
-    """A Qwen3-MoE of `SHAPES[shape]` with random fp32 weights (drawn from torch's global generator), tied embeddings."""
+    """A Qwen3-MoE of `SHAPES[shape]` with random fp32 weights (from torch's global generator), tied embeddings."""
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -129,13 +137,15 @@ def build_model(tokenizer, shape: str):
         initializer_range=0.06,  # Qwen's 0.02 is meant for far wider models
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = Qwen3MoeForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id,
+                                               pad_token_id=tokenizer.pad_token_id)
     model.set_experts_implementation("grouped_mm")  # the fastest path on a CPU by far
     return model
 
 
 def train_supervised(model, tokenizer, training_pairs: list[word_problems.Pair], recipe: Recipe) -> list[float]:
-    """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every step, nats per answer token.
+    """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every step, nats per
+    answer token.
 
     The prompt is `plain_prompt(question)`, the completion answer + eos, loss on the completion only.
     """
@@ -147,13 +157,13 @@ def train_supervised(model, tokenizer, training_pairs: list[word_problems.Pair],
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98))
     losses = []
     model.train()
-    columns = (TextColumn("supervised training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-               TimeRemainingColumn())
+    columns = (TextColumn("supervised training"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("", total=recipe.steps, loss=float("nan"))
         for step in range(recipe.steps):
-            # Constant, then down to 0 over the last fifth: at a constant rate the share of each kind of answer sways by a third
-            # from step to step. A longer decay leaves the arithmetic half learned.
+            # Constant, then down to 0 over the last fifth: at a constant rate the share of each kind of answer sways
+            # by a third from step to step. A longer decay leaves the arithmetic half learned.
             optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, 5 * (1 - step / recipe.steps))
             problems = [word_problems.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
             answers = [word_problems.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
@@ -169,8 +179,9 @@ def train_supervised(model, tokenizer, training_pairs: list[word_problems.Pair],
     return losses
 
 
-def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed: int = 0, max_new_tokens: int = 24) -> list[str]:
-    """One response a question (prompt: `plain_prompt`), greedy or sampled at temperature 1 from the full distribution."""
+def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed: int = 0,
+                     max_new_tokens: int = 24) -> list[str]:
+    """One response a question (prompt: `plain_prompt`), greedy or sampled at temperature 1 from all tokens."""
     import torch
 
     prompts = [plain_prompt(question) for question in questions]
@@ -185,16 +196,19 @@ def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed:
 def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
     """What the responses get right, as shares.
 
-    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses; `right_operation`, `right_operands`
-    and `right_arithmetic` (the stated equation is true, whatever was asked) are shares of those that state an equation.
+    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses; `right_operation`,
+    `right_operands` and `right_arithmetic` (the stated equation is true, whatever was asked) are shares of those that
+    state an equation.
     """
     stated = [(problem, match) for problem, response in zip(problems, responses, strict=True)
               if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))]
-    correct = sum(score(response, str(problem.result), method="strict") for problem, response in zip(problems, responses))
+    correct = sum(score(response, str(problem.result), method="strict")
+                  for problem, response in zip(problems, responses))
     form = sum(re.search(r"#### \d", response) is not None for response in responses)
     operation = sum(match[2] == problem.op for problem, match in stated)
     operands = sum(sorted((int(match[1]), int(match[3]))) == list(problem.pair) for problem, match in stated)
-    arithmetic = sum(int(match[1]) + (1 if match[2] == "+" else -1) * int(match[3]) == int(match[4]) for _, match in stated)
+    arithmetic = sum(int(match[1]) + (1 if match[2] == "+" else -1) * int(match[3]) == int(match[4])
+                     for _, match in stated)
     equations = max(len(stated), 1)
     return {
         "correct": correct / len(problems),
@@ -214,7 +228,8 @@ def _make(directory: Path, recipe: Recipe) -> dict:
 
     started = time.monotonic()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # nearly as fast as two for so small a model, and four times as fast when another process wants a core
+    # nearly as fast as two for so small a model, and four times as fast when another process wants a core
+    torch.set_num_threads(1)
     training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
     problems = {"train": word_problems.make_problems(training_pairs, recipe.train_problems, f"train {recipe.seed}"),
                 "test": word_problems.make_problems(held_out_pairs, recipe.test_problems, f"test {recipe.seed}")}

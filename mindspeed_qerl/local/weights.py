@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint: read tensor by tensor, compared with its config.json, and loaded into a rank's part of a Megatron model."""
+"""A Hugging Face checkpoint: read tensor by tensor, compared with its config.json, and loaded into a rank's part of a
+Megatron model."""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from mindspeed_qerl.families.tensors import Mapping
 
 
 class Checkpoint:
-    """A Hugging Face model directory's safetensors, read tensor by tensor; files are mapped into memory, opened once."""
+    """A Hugging Face model directory's safetensors, read tensor by tensor; files are mapped, opened once."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -49,43 +50,47 @@ class Checkpoint:
         return self._open[file]
 
 
-def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype | None, tensors: Iterable[str] = ()) -> None:
+def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype | None,
+                  tensors: Iterable[str] = ()) -> None:
     """Whether `checkpoint` is of the model that its config.json describes.
 
     Args:
-        dtype: what config.json says the tensors are; None if it does not say. tensors: names whose content is looked at (their dtype is).
+        dtype: what config.json says the tensors are; None if it does not say. tensors: names whose content is looked
+            at (their dtype is).
 
     Raises:
-        ConfigError: a tensor is missing, is more than config.json calls for, has another dtype, is an output layer of its own beside a tied
-            embedding, or holds other rotary frequencies.
+        ConfigError: a tensor is missing, is more than config.json calls for, has another dtype, is an output layer of
+            its own beside a tied embedding, or holds other rotary frequencies.
     """
     directory, called_for = checkpoint.directory, {
         name for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts))
         for name in mapping.hf}
     if missing := sorted(called_for - set(checkpoint.files)):
         tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
-        raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are missing). Fetch the whole "
-                          f"model{tied}")
+        raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are "
+                          f"missing). Fetch the whole model{tied}")
     for name in sorted(set(checkpoint.files) - called_for):
         if name == "lm_head.weight" and shape.tie_word_embeddings:
             if not torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
-                raise ConfigError(f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight differs from "
-                                  "model.embed_tokens.weight: set it to false")
+                raise ConfigError(f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight "
+                                  "differs from model.embed_tokens.weight: set it to false")
         elif name.endswith("rotary_emb.inv_freq"):
             expected = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
             found = checkpoint.read(name).float()
             if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
-                raise ConfigError(f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and head_dim = {shape.head_dim} in "
-                                  "config.json give: one of them is of another model")
+                raise ConfigError(f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and head_dim = "
+                                  f"{shape.head_dim} in config.json give: one of them is of another model")
         else:
-            raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of another model (more layers or "
-                              "experts, a bias?)")
+            raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
+                              "another model (more layers or experts, a bias?)")
     for name in tensors:
         found = checkpoint.dtype(name)
         if not found.is_floating_point or found.itemsize < 2:
-            raise ConfigError(f"{directory}: {name} is {_name(found)}; give the model in bfloat16, float16 or float32, not quantised")
+            raise ConfigError(f"{directory}: {name} is {_name(found)}; give the model in bfloat16, float16 or "
+                              "float32, not quantised")
         if dtype is not None and found != dtype:
-            raise ConfigError(f"{directory}: {name} is {_name(found)} and config.json says {_name(dtype)}: one of them is of another model")
+            raise ConfigError(f"{directory}: {name} is {_name(found)} and config.json says {_name(dtype)}: one of "
+                              "them is of another model")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -93,8 +98,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, table: Iterable[Mapping], checkpoint: Checkpoint, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole Megatron tensor beside the model at a time.
+def load_weights(model: torch.nn.Module, table: Iterable[Mapping], checkpoint: Checkpoint, tp_rank: int = 0,
+                 tp_size: int = 1) -> None:
+    """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole Megatron tensor beside
+    the model at a time.
 
     Raises:
         ConfigError: a tensor is missing or has another shape, or a parameter of the model is not in the table.

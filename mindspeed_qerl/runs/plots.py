@@ -91,8 +91,9 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
             axes.set_ylim(-0.04, 1.19)
         axes.errorbar(steps, accuracy, yerr=errors, color=RED, marker="o", markersize=5, capsize=3, elinewidth=1.2)
         for k in sorted({0, len(steps) - 1}):
-            axes.annotate(f"{accuracy[k]:.1%}" if fraction else f"{accuracy[k]:.3g}", (steps[k], accuracy[k] + errors[1, k]),
-                          xytext=(0, 5), textcoords="offset points", ha="center", color=RED, fontsize=9)
+            axes.annotate(f"{accuracy[k]:.1%}" if fraction else f"{accuracy[k]:.3g}",
+                          (steps[k], accuracy[k] + errors[1, k]), xytext=(0, 5), textcoords="offset points",
+                          ha="center", color=RED, fontsize=9)
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
 
     if len(rewards[0]):

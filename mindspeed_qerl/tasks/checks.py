@@ -19,13 +19,16 @@ from mindspeed_qerl.tasks.rows import Row, read_rows
 
 def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[str]:
     """A fault for each of the `keys` of section task whose file is not there."""
-    example = ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`" if quickstart else ""
-    return [f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME "
-            f"--output DIR`{example}; of your own: docs/own_task.md" for key in keys if not Path(getattr(task, key)).is_file()]
+    example = (", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
+               if quickstart else "")
+    return [f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python tools/convert_gsm8k.py --input "
+            f"DIR_OR_HUB_NAME --output DIR`{example}; of your own: docs/own_task.md"
+            for key in keys if not Path(getattr(task, key)).is_file()]
 
 
 def unknown_rewards(verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()) -> list[str]:
-    """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names `others`, nor to be imported."""
+    """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names `others`, nor to be
+    imported."""
     faults = []
     for name, _ in verifiers:
         try:

@@ -189,7 +189,8 @@ def read_packed(prefix: str) -> tuple[Any, Any]:
     lengths = np.frombuffer(index, "<i4", rows, 34)
     size = Path(f"{prefix}.bin").stat().st_size
     if size != 4 * int(lengths.sum(dtype=np.int64)):
-        raise ValueError(f"{prefix}.bin has {size:,} bytes, its index {4 * int(lengths.sum(dtype=np.int64)):,}: a copy that was cut short?")
+        raise ValueError(f"{prefix}.bin has {size:,} bytes, its index {4 * int(lengths.sum(dtype=np.int64)):,}: a "
+                         "copy that was cut short?")
     return lengths, np.memmap(f"{prefix}.bin", "<i4", "r") if size else np.zeros(0, "<i4")
 
 

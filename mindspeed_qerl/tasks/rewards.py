@@ -40,14 +40,16 @@ def is_reward(name: object) -> bool:
 def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
     """The reward called `name`: a name of `VERIFIERS`, or "module:function", which may be in the current folder.
 
-    `others` are names that the engine has itself: for the advice only. ConfigError says what is wrong with the name, the module or the function, and what is nearest to it.
+    `others` are names that the engine has itself: for the advice only. ConfigError says what is wrong with the name,
+    the module or the function, and what is nearest to it.
     """
     if isinstance(name, str) and name in VERIFIERS:
         return VERIFIERS[name]
     if not is_reward(name):
         dotted = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         hint = f" Your own is written {dotted[0]}:{dotted[2]}" if dotted[0] else " Your own is written module:function"
-        raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, {*VERIFIERS, *others}) + "." + hint)
+        raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, {*VERIFIERS, *others}) + "."
+                          + hint)
     path, _, function = name.partition(":")
     module = _import(name, path)
     found = getattr(module, function, None)

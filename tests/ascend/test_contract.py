@@ -63,7 +63,8 @@ def digests(source: str) -> dict[str, str]:
 
 
 def test_what_does_not_change_the_code_changes_no_digest():
-    same = '"""Of the module."""\n' + WORKER.replace('"a"', "'a'").replace("    def inner", "\n    # why\n    def inner")
+    same = ('"""Of the module."""\n'
+            + WORKER.replace('"a"', "'a'").replace("    def inner", "\n    # why\n    def inner"))
     same = same.replace("return path", "return (  # why\n            path)")
     same = same.replace('"""Docstring."""', '"""Another,\n    longer."""')
     assert same.count("# why") == 2 and same.count("Another") == 2
@@ -110,7 +111,8 @@ def checkout(tmp_path, monkeypatch):
     for file, text in files.items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
-    entries = {name: f"{digests(WORKER)[name]} {why}" for name, why in (("Worker.build", "we call it"), ("registry", "we read it"))}
+    entries = {name: f"{digests(WORKER)[name]} {why}"
+               for name, why in (("Worker.build", "we call it"), ("registry", "we read it"))}
     main = digest(ast.parse("def main(): pass").body)
     monkeypatch.setattr(contract, "ENTRIES", {FILE: entries, "cli/train.py": {"": f"{main} we start it"}})
     set_pin(monkeypatch, root)
@@ -290,7 +292,8 @@ def test_the_tool_refuses_a_missing_folder(checkout):
 
 def test_a_new_pin_is_one_command(checkout, tool, tmp_path, monkeypatch, capsys):
     """The digests of what is there take the place of the old ones, everything else stays as it was written."""
-    text = (f"# why\npins: {{commit: '0123456789', content: '{content_of(checkout / 'mindspeed_rl')}'}}\nfiles:\n  {FILE}:\n"
+    text = (f"# why\npins: {{commit: '0123456789', content: '{content_of(checkout / 'mindspeed_rl')}'}}\nfiles:\n  "
+            f"{FILE}:\n"
             + "".join(f"    {name}: {entry}\n" for name, entry in contract.ENTRIES[FILE].items())
             + f"  cli/train.py: {contract.ENTRIES['cli/train.py']['']}\n")
     monkeypatch.setattr(tool, "TABLE", tmp_path / "contract.yaml")

@@ -14,7 +14,8 @@ from mindspeed_qerl.recipe.types import Recipe
 @pytest.fixture
 def cluster():
     def start(npus: int, cpus: int) -> None:
-        ray.init(address="local", num_cpus=cpus, resources={"NPU": npus}, include_dashboard=False, logging_level="ERROR")
+        ray.init(address="local", num_cpus=cpus, resources={"NPU": npus}, include_dashboard=False,
+                 logging_level="ERROR")
     yield start
     ray.shutdown()
 
@@ -27,13 +28,15 @@ def asked(npus: int, cpus_per_npu: int) -> Recipe:
 def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7,8,9,10,11")
     cluster(npus=12, cpus=200)
-    with pytest.raises(EngineError, match=r"16 NPUs are asked for .* Ray sees 12\..*ASCEND_RT_VISIBLE_DEVICES names fewer \(it is '0,1,2"):
+    with pytest.raises(EngineError, match=r"16 NPUs are asked for .* Ray sees 12\..*ASCEND_RT_VISIBLE_DEVICES names "
+                                          r"fewer \(it is '0,1,2"):
         check_resources(asked(16, 8))
 
 
 def test_too_few_cpus_for_the_placement(cluster):
     cluster(npus=16, cpus=128)  # 16 x 8: upstream's bundles take them all, and its transfer dock waits for 10 more
     assert needed_cpus(asked(16, 8)) == 128 + 2 + 10
-    with pytest.raises(EngineError, match=r"need 140 CPUs; Ray has 128\. .*num_cpus_for_placement_group=7, or start Ray with --num-cpus=140"):
+    with pytest.raises(EngineError, match=r"need 140 CPUs; Ray has 128\. .*num_cpus_for_placement_group=7, or start "
+                                          r"Ray with --num-cpus=140"):
         check_resources(asked(16, 8))
     check_resources(asked(16, 7))

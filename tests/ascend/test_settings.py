@@ -29,8 +29,9 @@ def raw(tmp_path):
         model = tmp_path / family
         model.mkdir()
         (model / "config.json").write_text(json.dumps({**FAMILIES[family][1], "model_type": family}))
-        return copy.deepcopy(make_config(family, model, tmp_path, tmp_path, **{"npus": 2, "ep": 2 if "moe" in family else 1,
-                                                                               "infer_ep": 2 if "moe" in family else 1, **layout}))
+        return copy.deepcopy(make_config(family, model, tmp_path, tmp_path,
+                                         **{"npus": 2, "ep": 2 if "moe" in family else 1,
+                                            "infer_ep": 2 if "moe" in family else 1, **layout}))
     return make
 
 
@@ -54,12 +55,15 @@ def test_each_family_is_accepted(raw, family):
 @pytest.mark.parametrize("key, value, message", [
     ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
     ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
-    ("rl_config.verifier_function", ["gsm8k_strct"], "rl_config.verifier_function: unknown verifier 'gsm8k_strct', did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo"),
+    ("rl_config.verifier_function", ["gsm8k_strct"], ("rl_config.verifier_function: unknown verifier 'gsm8k_strct', "
+                                                     "did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo")),
     ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
     ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'"),
-    ("megatron_training.lora_target_modules", ["q_proj"], "megatron_training.lora_target_modules: unknown targets 'q_proj'. Known: linear_fc1, linear_fc2"),
+    ("megatron_training.lora_target_modules", ["q_proj"],
+     "megatron_training.lora_target_modules: unknown targets 'q_proj'. Known: linear_fc1, linear_fc2"),
     ("megatron_training.stage", "ray_dapo", "megatron_training.stage = 'ray_dapo' must be 'ray_grpo'"),
-    ("generate_config.enforce_eager", False, "must be True: a captured graph replays addresses of weights that move at every sync"),
+    ("generate_config.enforce_eager", False,
+     "must be True: a captured graph replays addresses of weights that move at every sync"),
     ("rl_config.use_wandb", True, "rl_config.use_wandb = True must be False: set run.wandb_project instead"),
     ("rl_config.async_engine", True, "the synchronous rollout"),
     ("actor_config.moe_tp_extend_ep", False, "moe_tp_extend_ep = False must be True for a mixture of experts"),
@@ -74,11 +78,15 @@ def test_each_family_is_accepted(raw, family):
     ("generate_config.infer_expert_parallel_size", 4, "2 ranks cannot be divided by infer TP 1 x EP 4 = 4"),
     ("generate_config.enable_expert_parallel", False, "enable_expert_parallel must be true for a mixture of experts"),
     ("rl_config.actor_resource.num_npus", 1, "1 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2"),
-    ("megatron_training.dataset_additional_keys", [], "dataset_additional_keys = [] must be ['labels']: the verifier reads the gold answers from there"),
-    ("megatron_training.data_path", "nowhere", "no file nowhere_packed_input_ids_document.bin. Make it with `python tools/convert_gsm8k.py"),
+    ("megatron_training.dataset_additional_keys", [],
+     "dataset_additional_keys = [] must be ['labels']: the verifier reads the gold answers from there"),
+    ("megatron_training.data_path", "nowhere",
+     "no file nowhere_packed_input_ids_document.bin. Make it with `python tools/convert_gsm8k.py"),
     ("model.tiny.moe_router_topk", 4, "moe_router_topk = 4 in the config, but num_experts_per_tok = 2 in"),
-    ("model.tiny.rotary_base", None, "rotary_base is left out of the config, which is 10000 to Megatron, but rope_theta = 1000000.0 in"),
-    ("model.tiny.norm_topk_prob", None, "norm_topk_prob is left out of the config, which is False to Megatron, but norm_topk_prob = True in"),
+    ("model.tiny.rotary_base", None,
+     "rotary_base is left out of the config, which is 10000 to Megatron, but rope_theta = 1000000.0 in"),
+    ("model.tiny.norm_topk_prob", None,
+     "norm_topk_prob is left out of the config, which is False to Megatron, but norm_topk_prob = True in"),
     ("model.tiny.qk_layernorm", False, "qk_layernorm = False in the config, but model_type = 'qwen3_moe' in"),
     ("model.tiny.norm_epsilon", ["1e-6"], "norm_epsilon = ['1e-6'] in the config, but rms_norm_eps = 1e-06 in"),
     ("task.prompt", "plain", "task.prompt = 'plain' must be 'chat': the packed training rows hold chat prompts"),
@@ -88,7 +96,8 @@ def test_each_family_is_accepted(raw, family):
     ("eval.every", 0, "eval.every = 0 must be at least 1"),
     ("rollout_correction.method", "token_tis", "rollout_correction.method = 'token_tis' must be 'none'"),
     ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
-    ("rl_config.overlong_buffer_enable", True, "overlong_buffer = None with overlong_buffer_enable: upstream divides by it"),
+    ("rl_config.overlong_buffer_enable", True,
+     "overlong_buffer = None with overlong_buffer_enable: upstream divides by it"),
     ("model.tiny.moe_aux_loss_coeff", None, "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant"),
 ])
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
@@ -102,7 +111,8 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
 def test_tensor_parallel_experts_need_sequence_parallelism(raw):
     config = raw(npus=4, tp=2)
     config["megatron_training"]["sequence_parallel"] = False
-    with pytest.raises(ConfigError, match="sequence_parallel must be true for a mixture of experts with tensor_model_parallel_size = 2"):
+    with pytest.raises(ConfigError, match="sequence_parallel must be true for a mixture of experts with "
+                                          "tensor_model_parallel_size = 2"):
         checked(config)
 
 
@@ -115,16 +125,18 @@ def test_every_fault_is_named_at_once(raw):
     assert len(str(refused.value).splitlines()) == 2
 
 
-@pytest.mark.parametrize("changes", [{"lr_decay_style": "cosine"}, {"lr_decay_style": "linear", "lr_warmup_fraction": 0.1},
-                                     {"lr_warmup_fraction": 0.1}])
+@pytest.mark.parametrize("changes",
+                         [{"lr_decay_style": "cosine"}, {"lr_decay_style": "linear", "lr_warmup_fraction": 0.1},
+                          {"lr_warmup_fraction": 0.1}])
 def test_a_schedule_that_every_epoch_would_advance(raw, changes):
     """Upstream counts the answers of each epoch (base_training_engine.py:531) and plans for those of one."""
     config = raw()
     config["actor_config"] |= {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0} | changes
     checked(config)
     config["rl_config"]["epochs"] = 3
-    with pytest.raises(ConfigError, match=r"^rl_config.epochs = 3 with actor_config.lr_decay_style = .* 3 times too fast. "
-                                          "Set rl_config.epochs=1, or actor_config.lr_decay_style=constant") as refused:
+    message = (r"^rl_config.epochs = 3 with actor_config.lr_decay_style = .* 3 times too fast. Set rl_config.epochs=1"
+               ", or actor_config.lr_decay_style=constant")
+    with pytest.raises(ConfigError, match=message) as refused:
         checked(config)
     assert len(str(refused.value).splitlines()) == 1
     config["actor_config"] |= {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0}

@@ -1,4 +1,5 @@
-"""Each family against transformers and vLLM; and the model that Megatron is told of against config.json, whatever is in either."""
+"""Each family against transformers and vLLM; and the model that Megatron is told of against config.json, whatever is
+in either."""
 
 import json
 import sys
@@ -16,24 +17,28 @@ from mindspeed_qerl.layout.memory import model_parameters
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES as REHEARSED
 
-GARBAGE = (None, True, False, 0, 1, -1, 3.5, float("nan"), float("inf"), 10 ** 400, "", "yes", "1000000", [], [None], {}, {"a": 1})
+GARBAGE = (None, True, False, 0, 1, -1, 3.5, float("nan"), float("inf"), 10 ** 400, "", "yes", "1000000", [], [None],
+           {}, {"a": 1})
 
 
 def small(family: str) -> ModelShape:
     """Sizes that no two of which are equal, so that none can be mistaken for another."""
     moe, own = FAMILIES[family].experts, FAMILIES[family].own_head_dim
-    shape = ModelShape("small", family, 3, 96, 6, 2, 24 if own else 16, 0 if moe else 80, 112, 5e5, False, 64, rms_norm_eps=2e-5)
+    shape = ModelShape("small", family, 3, 96, 6, 2, 24 if own else 16, 0 if moe else 80, 112, 5e5, False, 64,
+                       rms_norm_eps=2e-5)
     if not moe:
         return shape
     shared = 120 if FAMILIES[family].shared_expert else 0
-    return replace(shape, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=shared, norm_topk_prob=True)
+    return replace(shape, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40,
+                   shared_expert_intermediate_size=shared, norm_topk_prob=True)
 
 
 def hf(shape: ModelShape):
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    return transformers.AutoConfig.for_model(shape.model_type, **family_of(shape).hf_config(shape), rope_parameters=rope)
+    return transformers.AutoConfig.for_model(shape.model_type, **family_of(shape).hf_config(shape),
+                                             rope_parameters=rope)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +69,8 @@ def test_parameters_are_those_of_transformers_one_by_one(family, tied):
     assert model_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("shape", [*NAMED_SHAPES.values(), *map(small, FAMILIES)], ids=lambda shape: f"{shape.name} {shape.model_type}")
+@pytest.mark.parametrize("shape", [*NAMED_SHAPES.values(), *map(small, FAMILIES)],
+                         ids=lambda shape: f"{shape.name} {shape.model_type}")
 def test_the_shape_comes_back_from_what_megatron_is_told(shape):
     told = family_of(shape).megatron_arguments(shape) | {"padded_vocab_size": shape.vocab_size, "model": shape.name,
                                                          "max_position_embeddings": shape.max_position_embeddings}
@@ -72,8 +78,9 @@ def test_the_shape_comes_back_from_what_megatron_is_told(shape):
 
 
 def rehearsed(family):
-    """(config.json, arguments of Megatron) of the rehearsals, which run on upstream's real code: both written by hand."""
-    return ({**REHEARSED[family][1], "model_type": family}, {**REHEARSED[family][2], "hidden_dropout": 0.0, "attention_dropout": 0.0})
+    """(config.json, arguments of Megatron) of the rehearsals, which run on upstream's code: both written by hand."""
+    return ({**REHEARSED[family][1], "model_type": family},
+            {**REHEARSED[family][2], "hidden_dropout": 0.0, "attention_dropout": 0.0})
 
 
 @pytest.mark.parametrize("family", REHEARSED)
@@ -85,28 +92,35 @@ def test_the_rehearsals_arguments_are_the_familys(family):
 
 
 @pytest.mark.parametrize("family, key, told", [
-    ("qwen3_moe", "rotary_base", "10000"), ("qwen2", "norm_epsilon", "1e-05"), ("qwen3_moe", "norm_topk_prob", "False"), ("qwen3", "qk_layernorm", "False"),
-    ("qwen2_moe", "add_qkv_bias", "False"), ("qwen3_moe", "num_query_groups", "1"), ("qwen3_moe", "num_experts", "None"), ("qwen2_moe", "n_shared_experts", "None"),
-    ("qwen2_moe", "spec", "None"), ("qwen3", "normalization", "'LayerNorm'"), ("qwen3", "swiglu", "False"), ("qwen3", "disable_bias_linear", "False"),
-    ("qwen3", "position_embedding_type", "'learned_absolute'"), ("qwen3", "untie_embeddings_and_output_weights", "False"),
+    ("qwen3_moe", "rotary_base", "10000"), ("qwen2", "norm_epsilon", "1e-05"),
+    ("qwen3_moe", "norm_topk_prob", "False"), ("qwen3", "qk_layernorm", "False"),
+    ("qwen2_moe", "add_qkv_bias", "False"), ("qwen3_moe", "num_query_groups", "1"),
+    ("qwen3_moe", "num_experts", "None"), ("qwen2_moe", "n_shared_experts", "None"),
+    ("qwen2_moe", "spec", "None"), ("qwen3", "normalization", "'LayerNorm'"), ("qwen3", "swiglu", "False"),
+    ("qwen3", "disable_bias_linear", "False"),
+    ("qwen3", "position_embedding_type", "'learned_absolute'"),
+    ("qwen3", "untie_embeddings_and_output_weights", "False"),
     ("qwen3", "group_query_attention", "False"), ("qwen3", "hidden_dropout", "0.1"),
 ])
 def test_a_key_that_is_left_out_counts_with_megatrons_default(family, key, told):
     config, arguments = rehearsed(family)
     del arguments[key]
     (fault,) = compare_with_model(arguments, config, "M/config.json")
-    assert fault.startswith(f"{key} is left out of the config, which is {told} to Megatron, but ") and " in M/config.json: " in fault
+    assert fault.startswith(
+        f"{key} is left out of the config, which is {told} to Megatron, but ") and " in M/config.json: " in fault
     assert f"Set {key}: " in fault
 
 
 def test_what_megatron_derives_may_be_left_out():
-    """kv_channels, where it is hidden_size / num_attention_heads; groups, where each head has its own; the position embedding, by the older key."""
+    """kv_channels, where it is hidden_size / num_attention_heads; groups, where each head has its own; the position
+    embedding, by the older key."""
     config, arguments = rehearsed("qwen2")
     del arguments["kv_channels"], arguments["position_embedding_type"]
     assert compare_with_model({**arguments, "use_rotary_position_embeddings": True}, config) == []
     for key in ("group_query_attention", "num_query_groups"):
         del arguments[key]
-    assert compare_with_model({**arguments, "use_rotary_position_embeddings": True}, {**config, "num_key_value_heads": 4}) == []
+    assert compare_with_model({**arguments, "use_rotary_position_embeddings": True},
+                              {**config, "num_key_value_heads": 4}) == []
     config, arguments = rehearsed("qwen3")
     del arguments["kv_channels"]
     (fault,) = compare_with_model(arguments, {**config, "head_dim": 64})
@@ -116,9 +130,11 @@ def test_what_megatron_derives_may_be_left_out():
 @pytest.mark.parametrize("changed, message", [
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; only 'default' is built"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_type is 'llama3'"),
-    ({"use_sliding_window": True}, "use_sliding_window is True"), ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is built"),
+    ({"use_sliding_window": True}, "use_sliding_window is True"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is built"),
     ({"rms_norm_eps": 1e-5}, "norm_epsilon = 1e-06 in the config, but rms_norm_eps = 1e-05 in config.json"),
-    ({"tie_word_embeddings": True}, "untie_embeddings_and_output_weights = True in the config, but tie_word_embeddings = True in config.json"),
+    ({"tie_word_embeddings": True},
+     "untie_embeddings_and_output_weights = True in the config, but tie_word_embeddings = True in config.json"),
     ({"model_type": "qwen2"}, "qk_layernorm = True in the config, but model_type = 'qwen2' in config.json"),
     ({"model_type": ["qwen3"]}, "unknown model_type ['qwen3']"),
 ])
@@ -143,7 +159,8 @@ def test_no_value_raises_and_each_other_value_is_a_fault(family):
             told = MEGATRON_DEFAULTS.get(key) if value is None else value
             allowed = (expected[key],) if key in expected else NEUTRAL[key]
             fine = value is None and (key == "kv_channels" or key in NEUTRAL)  # derived, or left out
-            expects_none = fine or any(told == one and type(told) in (type(one), int if isinstance(one, float) else None) for one in allowed)
+            expects_none = fine or any(
+                told == one and type(told) in (type(one), int if isinstance(one, float) else None) for one in allowed)
             assert (faults == []) == expects_none, (key, value)
     for key in (*config, "head_dim", "rms_norm_eps", "rope_scaling", "rope_parameters", "quantization_config"):
         for value in GARBAGE:
@@ -159,5 +176,6 @@ def test_a_family_that_the_npu_engine_lacks_is_refused_in_words(monkeypatch):
 
 def test_arguments_of_no_family_are_refused():
     _, arguments = rehearsed("qwen3")
-    with pytest.raises(ConfigError, match="qk_layernorm = True and add_qkv_bias = True with num_experts = 0 are of no known family: qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="qk_layernorm = True and add_qkv_bias = True with num_experts = 0 are of no "
+                                          "known family: qwen2, qwen3"):
         shape_of_arguments({**arguments, "padded_vocab_size": 128, "add_qkv_bias": True})

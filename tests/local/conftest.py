@@ -18,13 +18,14 @@ def make_model(family, directory, **changes):
     import transformers
 
     torch.manual_seed(7)
-    shape = dict(vocab_size=96, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                 tie_word_embeddings=family == "qwen2", max_position_embeddings=256, initializer_range=0.1,
-                 rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    shape = dict(vocab_size=96, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, tie_word_embeddings=family == "qwen2", max_position_embeddings=256,
+                 initializer_range=0.1, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     if family.startswith("qwen3"):
         shape |= dict(head_dim=32, hidden_size=64)  # not hidden_size / heads
     if family.endswith("moe"):
-        shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=family == "qwen3_moe")
+        shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+                      norm_topk_prob=family == "qwen3_moe")
     if family == "qwen2_moe":
         shape |= dict(shared_expert_intermediate_size=64)
     config = transformers.AutoConfig.for_model(family, **{**shape, **changes})
@@ -44,8 +45,10 @@ def run_ranks(function, ranks, *args):
     still waiting for a peer, may abort it meanwhile."""
     import torch.multiprocessing as mp
 
-    multiprocessing.set_forkserver_preload(["mindspeed_qerl.local.rank", "mindspeed_qerl.local.model", "megatron.core.models.gpt.gpt_layer_specs",
-                                            "megatron.core.optimizer_param_scheduler", "torch.distributed.checkpoint", "pytest", "peft"])
+    multiprocessing.set_forkserver_preload(["mindspeed_qerl.local.rank", "mindspeed_qerl.local.model",
+                                            "megatron.core.models.gpt.gpt_layer_specs",
+                                            "megatron.core.optimizer_param_scheduler", "torch.distributed.checkpoint",
+                                            "pytest", "peft"])
     mp.start_processes(function, args, ranks, start_method="forkserver")
 
 

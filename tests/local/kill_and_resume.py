@@ -2,9 +2,10 @@
 
     python tests/local/kill_and_resume.py --kills 20
 
-A run of two ranks. Each time SIGKILL hits a process drawn at random, of all that the run has (driver, ranks, rollout engine, Ray's own), at a
-moment drawn at random between its start and its end; then `run.resume=auto` goes on. Exit status 0 if every resumed run ended with the unbroken
-one's metrics, evaluations and answers, and left no process and no file in the temporary directory, which is one of this script's own.
+A run of two ranks. Each time SIGKILL hits a process drawn at random, of all that the run has (driver, ranks, rollout
+engine, Ray's own), at a moment drawn at random between its start and its end; then `run.resume=auto` goes on. Exit
+status 0 if every resumed run ended with the unbroken one's metrics, evaluations and answers, and left no process and
+no file in the temporary directory, which is one of this script's own.
 """
 
 import argparse
@@ -28,16 +29,21 @@ FIXED = ("torchinductor_",)  # a cache, kept from run to run
 
 
 def command(model: Path, runs: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu", f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
-            "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2", "rl_config.n_samples_per_prompt=16",
-            "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01", "actor_config.lr=1e-3", "megatron_training.train_iters=24",
-            "megatron_training.save_interval=3", "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3", "run.tensorboard=false", *overrides]
+    return [sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
+            f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
+            "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
+            "rl_config.n_samples_per_prompt=16",
+            "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01", "actor_config.lr=1e-3",
+            "megatron_training.train_iters=24",
+            "megatron_training.save_interval=3", "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3",
+            "run.tensorboard=false", *overrides]
 
 
 def recorded(run: RunDirectory) -> list[dict]:
     """Everything that a run writes step by step, times aside."""
     files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
-    return [{name: value for name, value in row.items() if "time/" not in name and name != "seconds"} for file in files for row in read_jsonl(file)]
+    return [{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
+            for file in files for row in read_jsonl(file)]
 
 
 def all_runs(runs: Path) -> list[RunDirectory]:
@@ -54,10 +60,11 @@ def run_to_end(model: Path, runs: Path, *overrides: str) -> float:
 
 
 def kill_somewhere(model: Path, runs: Path, seconds: float, draw: random.Random) -> tuple[str, list[psutil.Process]]:
-    """Start a run, kill one of its processes within `seconds`; returns what was hit, and all processes that there were, ended or not.
-    A run that has ended by then does not count: another is started, and another moment drawn."""
+    """Start a run, kill one of its processes within `seconds`; returns what was hit, and all processes that there
+    were, ended or not. A run that has ended by then does not count: another is started, and another moment drawn."""
     while True:
-        process = subprocess.Popen(command(model, runs), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(command(model, runs), cwd=ROOT, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             process.wait(timeout=draw.uniform(1, seconds))
         except subprocess.TimeoutExpired:
@@ -93,7 +100,9 @@ def main() -> int:
 
     draw, failures = random.Random(arguments.seed), 0
     (ROOT / "runs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".kill_and_resume-") as folder, tempfile.TemporaryDirectory(prefix="kr_") as temporary:
+    with tempfile.TemporaryDirectory(
+            dir=ROOT / "runs",
+            prefix=".kill_and_resume-") as folder, tempfile.TemporaryDirectory(prefix="kr_") as temporary:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
         model, work = Path(folder) / "tiny", Path(folder)
         make_tiny_model(model, Recipe(steps=0, train_problems=64, test_problems=16))
@@ -114,8 +123,10 @@ def main() -> int:
             _, alive = psutil.wait_procs(processes, timeout=30)
             faults = ["other numbers"] * (len(finished) != 1 or recorded(finished[0]) != recorded(unbroken))
             faults += [f"alive: {process}" for process in alive]
-            faults += [f"left in the temporary directory: {', '.join(sorted(left))}"] if (left := temporary_files() - before) else []
-            print(f"{number:2}. killed {what}; stopped after step {max(steps.values(), default=0)}; {how}: {'; '.join(faults) or 'the same, bit for bit'}", flush=True)
+            faults += ([f"left in the temporary directory: {', '.join(sorted(left))}"]
+                       if (left := temporary_files() - before) else [])
+            print(f"{number:2}. killed {what}; stopped after step {max(steps.values(), default=0)}; {how}: "
+                  f"{'; '.join(faults) or 'the same, bit for bit'}", flush=True)
             failures += bool(faults)
     print(f"{arguments.kills - failures} of {arguments.kills} as if nothing had happened")
     return 1 if failures else 0

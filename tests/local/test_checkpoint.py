@@ -30,7 +30,8 @@ def save(checkpoints, *steps, keep=10):
 def test_what_was_saved_is_read(tmp_path):
     save(tmp_path / "checkpoints", 5, 10)
     state = checkpoint.read_state(tmp_path / "checkpoints")
-    assert (state["iteration"], state["updates"]) == (10, 20) and state["files"].keys() == {"one.safetensors", "two.safetensors"}
+    assert (state["iteration"], state["updates"]) == (10, 20) and state["files"].keys() == {
+        "one.safetensors", "two.safetensors"}
     assert checkpoint.read_state(tmp_path / "checkpoints", 5)["updates"] == 10
     checkpoint.check_fit(state, ADAPTERS)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"iter_0000005", "iter_0000010"}
@@ -75,10 +76,14 @@ def test_there_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("other, message", [
-    (checkpoint.describe(SHAPE, 16, 64.0, ("linear_qkv", "linear_fc1")), r"lora\.r is 32 in the checkpoint and 16 here$"),
-    (checkpoint.describe(SHAPE, 32, 64.0, ("linear_qkv",)), r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]"),
-    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], 32, 64.0, ("linear_qkv", "linear_fc1")), r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here"),
-    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], 32, 64.0, ("linear_qkv", "linear_fc1")), r"model\.num_hidden_layers is 48 .* and 24 here"),
+    (checkpoint.describe(SHAPE, 16, 64.0, ("linear_qkv", "linear_fc1")),
+     r"lora\.r is 32 in the checkpoint and 16 here$"),
+    (checkpoint.describe(SHAPE, 32, 64.0, ("linear_qkv",)),
+     r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]"),
+    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], 32, 64.0, ("linear_qkv", "linear_fc1")),
+     r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here"),
+    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], 32, 64.0, ("linear_qkv", "linear_fc1")),
+     r"model\.num_hidden_layers is 48 .* and 24 here"),
 ])
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, other, message):
     save(tmp_path, 5)
@@ -111,10 +116,12 @@ def test_a_file_that_cannot_grow_is_an_error(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    script = (f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import os, signal; from test_checkpoint import checkpoint, write\n"
-              f"from pathlib import Path; checkpoint.save(Path({str(tmp_path)!r}), 10, {{}}, "
-              "lambda folder: (write(folder), os.kill(os.getpid(), signal.SIGKILL)), 2)")
+    script = (f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import os, signal; from "
+              "test_checkpoint import checkpoint, write\nfrom pathlib import Path; "
+              f"checkpoint.save(Path({str(tmp_path)!r}), 10, {{}}, lambda folder: (write(folder), "
+              "os.kill(os.getpid(), signal.SIGKILL)), 2)")
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010.making"] and checkpoint.iterations(tmp_path) == []
+    assert [path.name
+            for path in tmp_path.iterdir()] == ["iter_0000010.making"] and checkpoint.iterations(tmp_path) == []
     save(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]

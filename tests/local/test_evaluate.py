@@ -1,4 +1,5 @@
-"""The evaluation tool: greedy answers against transformers with PEFT, its numbers against its own answers counted anew, what it refuses.
+"""The evaluation tool: greedy answers against transformers with PEFT, its numbers against its own answers counted
+anew, what it refuses.
 
 That a run's checkpoint gives the answers that the run gave is in test_run.py.
 """
@@ -51,14 +52,16 @@ def peft_model(tiny_model, tmp_path_factory):
     return folder, model.eval()
 
 
-def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny_model, peft_model, tmp_path, monkeypatch, capsys):
+def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
+        tiny_model, peft_model, tmp_path, monkeypatch, capsys):
     import torch
     import transformers
 
     folder, model = peft_model
     monkeypatch.setattr(sys, "argv", [str(part) for part in (
-        TOOL, "--model", tiny_model, "--adapter", folder, "--data", tiny_model / "data/test_chat.parquet", "--output", tmp_path / "out",
-        "--samples", 3, "--dtype", "float32", "--prompt", "plain", "--max-tokens", 12, "--verifier", "gsm8k", "--kv-cache-gib", 1)])
+        TOOL, "--model", tiny_model, "--adapter", folder, "--data", tiny_model / "data/test_chat.parquet", "--output",
+        tmp_path / "out", "--samples", 3, "--dtype", "float32", "--prompt", "plain", "--max-tokens", 12, "--verifier",
+        "gsm8k", "--kv-cache-gib", 1)])
     with pytest.raises(SystemExit) as end:  # in this process: importing vLLM takes longer than all the rest
         runpy.run_path(str(TOOL), run_name="__main__")
     printed = capsys.readouterr().out
@@ -89,28 +92,33 @@ def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
     [first, *_] = (tiny_model / "data/raw/test.jsonl").read_text().splitlines()
     prompt = json.dumps({"prompt": json.loads(first)["question"] + "\n", "answer": "x"})
     (tmp_path / "rows.jsonl").write_text(f"{prompt}\n" * 4)
-    (tmp_path / "longer.py").write_text("def longer(responses, answers, rows):\n    return list(map(len, responses))\n")
+    (tmp_path / "longer.py").write_text(
+        "def longer(responses, answers, rows):\n    return list(map(len, responses))\n")
     sys.path.append(str(tmp_path))
-    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="longer:longer", samples=3, max_tokens=12,
-                      dtype="float32", kv_cache_gib=1, max_num_seqs=12)
+    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="longer:longer",
+                      samples=3, max_tokens=12, dtype="float32", kv_cache_gib=1, max_num_seqs=12)
     asked = {"once": what, "again": replace(what, max_num_seqs=5), "other": replace(what, seed=2)}
     numbers = {name: evaluate(one, tmp_path / name, print)["sampled"] for name, one in asked.items()}
-    texts = {name: [text for row in read_jsonl(tmp_path / name / "answers.jsonl") for text in row["responses"]] for name in asked}
-    assert texts["once"] == texts["again"] and len(set(texts["once"])) > 6 and not set(texts["once"]) & set(texts["other"])
+    texts = {name: [text for row in read_jsonl(tmp_path / name / "answers.jsonl") for text in row["responses"]]
+             for name in asked}
+    assert texts["once"] == texts["again"] and len(set(texts["once"])) > 6 and not set(texts["once"]) & set(
+        texts["other"])
     assert numbers["once"]["accuracy"] == pytest.approx(sum(map(len, texts["once"])) / 12)
     assert not any(key.startswith(("rule/", "maj@")) for key in numbers["once"])
 
 
 @pytest.fixture
 def run_without_checkpoint(tiny_model, data_dir, tmp_path):
-    return RunDirectory.create(tmp_path / "runs", "a_run", config=raw_config(tiny_model, data_dir), command=["cli"], seed=7, data_files={})
+    return RunDirectory.create(tmp_path / "runs", "a_run", config=raw_config(tiny_model, data_dir), command=["cli"],
+                               seed=7, data_files={})
 
 
 def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_checkpoint, tmp_path):
     found = of_run(run_without_checkpoint.path, step=0)
-    assert found == Evaluation(model=str(tiny_model), data=f"{data_dir}/test_chat.parquet", run=str(run_without_checkpoint.path), step=0, seed=7,
-                               prompt="plain", verifier="gsm8k_strict", samples=4, temperature=1.0, max_tokens=24, max_prompt_length=96,
-                               max_num_seqs=256, dtype="float32")
+    assert found == Evaluation(model=str(tiny_model), data=f"{data_dir}/test_chat.parquet",
+                               run=str(run_without_checkpoint.path), step=0, seed=7, prompt="plain",
+                               verifier="gsm8k_strict", samples=4, temperature=1.0, max_tokens=24,
+                               max_prompt_length=96, max_num_seqs=256, dtype="float32")
     assert of_run(run_without_checkpoint.path, step=0, samples=2, verifier="gsm8k", dtype="bfloat16") == replace(
         found, samples=2, verifier="gsm8k", dtype="bfloat16")
     raw = raw_config(tiny_model, data_dir, hardware_error__evaluation="gaussian", eval__temperature=0)
@@ -122,21 +130,26 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     unsaid = RunDirectory.create(tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={})
     with pytest.raises(ConfigError, match="does not say .*gsm8k.test_file: give --model, --data"):
         of_run(unsaid.path, step=0)
-    with pytest.raises(ConfigError, match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)"):
+    with pytest.raises(ConfigError,
+                       match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)"):
         of_run(run_without_checkpoint.path)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    ({"verifier": "exact"}, ConfigError, "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
+    ({"verifier": "exact"}, ConfigError,
+     "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
     ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
     ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
-    ({"temperature": 0.0}, ConfigError, "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples"),
-    ({"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}}, ConfigError, "gaussian_std must be between 0 and 1"),
+    ({"temperature": 0.0}, ConfigError,
+     "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples"),
+    ({"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}}, ConfigError,
+     "gaussian_std must be between 0 and 1"),
     ({"data": "no.parquet"}, OSError, "no.parquet"),
     ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set task.prompt=plain"),
     ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
     ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
-    ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError, "in one process only: leave out --tensor-parallel-size"),
+    ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError,
+     "in one process only: leave out --tensor-parallel-size"),
 ])
 def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, given, error, message):
     what = {"model": str(tiny_model), "data": f"{tiny_model}/data/test_chat.parquet", "prompt": "plain"} | given
@@ -162,5 +175,6 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    done = subprocess.run([sys.executable, TOOL, "--run", tmp_path], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, TOOL, "--run", tmp_path], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
     assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr

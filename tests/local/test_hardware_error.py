@@ -1,4 +1,5 @@
-"""Each model of other hardware against its formula written out, forward and backward, and whether it reaches every layer of every engine."""
+"""Each model of other hardware against its formula written out, forward and backward, and whether it reaches every
+layer of every engine."""
 
 import math
 from dataclasses import replace
@@ -35,7 +36,8 @@ def test_blocks_in_bfloat16_are_rounded_one_after_the_other(dtype):
         for column in range(b.shape[1]):
             total = 0.0
             for start in range(0, 100, 32):
-                total = bf16(total + bf16(np.dot(a[row, start:start + 32].float().numpy(), b[start:start + 32, column].float().numpy())))
+                total = bf16(total + bf16(np.dot(a[row, start:start + 32].float().numpy(),
+                                                 b[start:start + 32, column].float().numpy())))
             assert found[row, column].item() == total
 
 
@@ -60,7 +62,8 @@ def test_gaussian_error_is_relative_and_drawn_anew():
         arithmetic.reseed(1)
         again = a @ b
     error = (first / (a @ b) - 1).double()
-    assert error.std().item() == pytest.approx(0.05, rel=0.02) and abs(error.mean()) < 4 * 0.05 / math.sqrt(error.numel())
+    assert error.std().item() == pytest.approx(0.05, rel=0.02) and abs(error.mean()) < 4 * 0.05 / math.sqrt(
+        error.numel())
     assert not torch.equal(first, second) and torch.equal(first, again)
 
 
@@ -93,7 +96,8 @@ def test_every_way_to_a_linear_layer_is_taken(inference):
     with torch.inference_mode(inference), arithmetic:
         found = [layer(x), plain(x), torch.bmm(x, x.mT), x[0] @ x[0].T, torch.addmm(x[0, :, 0], x[0], x[0].T)]
     assert arithmetic.products == 5
-    expected = [torch.nn.functional.linear(x, layer.weight).bfloat16() + layer.bias, torch.nn.functional.linear(x, plain.weight).bfloat16(),
+    expected = [torch.nn.functional.linear(x, layer.weight).bfloat16() + layer.bias,
+                torch.nn.functional.linear(x, plain.weight).bfloat16(),
                 torch.bmm(x, x.mT).bfloat16(), (x[0] @ x[0].T).bfloat16(), x[0, :, 0] + (x[0] @ x[0].T).bfloat16()]
     for one, other in zip(found, expected):
         torch.testing.assert_close(one.float(), other.float(), rtol=0.01, atol=0.01)
@@ -119,7 +123,7 @@ def test_nothing_is_left_behind():
 
 
 class Scaled(HardwareErrorMode):
-    """Every product 1 % too large: smooth, so that engines can be compared closely, and felt wherever it is applied."""
+    """Every product 1 % too large: smooth, so that engines compare closely, and felt wherever it is applied."""
 
     def _product(self, a, b):
         self.products += 1
@@ -159,7 +163,8 @@ def megatron_rank(rank, config, batch, folder):
 def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, data_dir, tmp_path, family):
     """So no layer of Megatron's is passed by; and a rank whose config says so trains on it, and leaves it after."""
     batch = random_batch()
-    config = replace(layout_config(ONE, model_dirs[family], data_dir), hardware_error=HardwareError(training="gaussian"))
+    config = replace(layout_config(ONE, model_dirs[family], data_dir),
+                     hardware_error=HardwareError(training="gaussian"))
     run_ranks(megatron_rank, 1, config, batch, str(tmp_path))
     found, products, after = torch.load(tmp_path / "found.pt", weights_only=False)
     clean = transformers_logprobs(model_dirs[family], batch)
@@ -173,7 +178,8 @@ def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs
 
 def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, family, monkeypatch):
     """The fused experts' kernel included."""
-    engine = rollout.RolloutEngine(str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1)
+    engine = rollout.RolloutEngine(str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16,
+                                   kv_cache_gib=1)
     sequences = np.random.default_rng(1).integers(0, 96, (6, 20)).tolist()
     batch = build_batch([row[:1] for row in sequences], [row[1:] for row in sequences], [[0.0] * 19] * 6, np.zeros(6))
     for arithmetic in ARITHMETICS:

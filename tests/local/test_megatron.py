@@ -25,7 +25,7 @@ from .conftest import FAMILIES, make_model, recipe_of, run_ranks
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
 ONE = "one rank"
-LAYOUTS = {  # name: (ranks, tensor, pipeline, expert parallel size, sequence parallel, layers computed again for their gradient)
+LAYOUTS = {  # name: (ranks, TP, PP, EP, sequence parallel, layers computed again for their gradient)
     ONE: (1, 1, 1, 1, False, 0),
     "DP 2": (2, 1, 1, 1, False, 1),
     "EP 2": (2, 1, 1, 2, False, 0),
@@ -39,8 +39,9 @@ LAYOUTS = {  # name: (ranks, tensor, pipeline, expert parallel size, sequence pa
 }
 CASES = [(layout, family) for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.items() for family in FAMILIES
          if (family in MOE) or (ep == 1)
-         if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it sequence parallel anyway
-IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2", "TP 2, DP 2", "TP 2, PP 2, DP 2")  # `make test-full`; the others hold what they hold
+         if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it so anyway
+# `make test-full`; the others hold what they hold
+IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2", "TP 2, DP 2", "TP 2, PP 2, DP 2")
 PARAMETERS = [pytest.param(*case, marks=[pytest.mark.full] if case[0] in IN_FULL else []) for case in CASES]
 RECOMPUTE = {"megatron_training__recompute_granularity": "full", "megatron_training__recompute_method": "block"}
 STEPS, SAVED = 5, 3  # iterations, and the one after which a checkpoint is made
@@ -57,7 +58,8 @@ def exported(trainer):
     """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones on the first rank of
     a tensor parallel group."""
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in trainer.model.named_parameters()}
-    whole = {name: trainer._whole(parameters[name].detach(), mapping.shared) for name, mapping in trainer.table.items()}
+    whole = {name: trainer._whole(parameters[name].detach(), mapping.shared)
+             for name, mapping in trainer.table.items()}
     return {hf: part.clone() for name, value in whole.items() if value is not None
             for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))}
 
@@ -65,7 +67,8 @@ def exported(trainer):
 def train_step(trainer, shard, squares):
     """One iteration; the squared norm of the adapters that this rank answers for is put behind `squares`."""
     metrics = trainer.train([shard])
-    squares.append(sum(float(np.square(part.astype(np.float64)).sum()) for _, *pair in trainer.adapter_factors().values() for part in pair))
+    squares.append(sum(float(np.square(part.astype(np.float64)).sum())
+                       for _, *pair in trainer.adapter_factors().values() for part in pair))
     return metrics
 
 
@@ -85,7 +88,8 @@ def train_rank(rank, configs, folder):
         shard = batch.rows(rows)
         result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "report": trainer.describe()[0],
                   "logprobs": trainer.logprobs(shard), "exported": exported(trainer), "adapter_squares": []}
-        for name, layer in lora_layers(trainer.model):  # B away from zero, so that A has a gradient as well; the same in each layout
+        # B away from zero, so that A has a gradient as well; the same in each layout
+        for name, layer in lora_layers(trainer.model):
             mapping = trainer.table[name + ".weight"]
             generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
@@ -94,13 +98,15 @@ def train_rank(rank, configs, folder):
         result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
         whole = {mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
                  for mapping, layer in trainer._owned()}
-        result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair for part, gradient in zip("AB", pair)}
+        result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair
+                               for part, gradient in zip("AB", pair)}
         result["metrics"] += [train_step(trainer, shard, result["adapter_squares"]) for _ in range(SAVED - 1)]
         trainer.save(f"{folder}/{family}_saved")
         result["saved_logprobs"] = trainer.logprobs(shard)
         result["metrics"] += [train_step(trainer, shard, result["adapter_squares"]) for _ in range(STEPS - SAVED)]
         result["adapters"] = {name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)}
-        result["merged"] = {name: weight for part in range(len(trainer.parts)) for name, weight in trainer.merged_weights(part).items()}
+        result["merged"] = {name: weight for part in range(len(trainer.parts))
+                            for name, weight in trainer.merged_weights(part).items()}
         result["factors"] = trainer.adapter_factors()
         result["trained_logprobs"] = trainer.logprobs(shard)
         result["reference_logprobs"] = trainer.logprobs(shard, reference=True)
@@ -118,7 +124,8 @@ def resume_rank(rank, config, saved, folder):
     batch = random_batch()
     shard = batch.rows(deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)])
     trainer.restore(saved, SAVED, SAVED)
-    torch.save({"metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)], "factors": trainer.adapter_factors()},
+    torch.save({"metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)],
+                "factors": trainer.adapter_factors()},
                f"{folder}/{rank}.pt")
 
 
@@ -144,7 +151,8 @@ def results(model_dirs, data_dir, tmp_path_factory):
             configs = {f: layout_config(layout, model_dirs[f], data_dir) for f in families}
             run_ranks(train_rank, ranks, configs, str(folder))
             for f in families:
-                made[layout, f] = [torch.load(folder / f"{f}{rank}.pt", weights_only=False) | {"saved": folder / f"{f}_saved"}
+                made[layout, f] = [torch.load(folder / f"{f}{rank}.pt", weights_only=False)
+                                   | {"saved": folder / f"{f}_saved"}
                                    for rank in range(ranks)]
         return made[layout, family]
     return of
@@ -175,7 +183,8 @@ def assembled(ranks, key, batch):
 @pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_logprobs_are_those_of_transformers(results, model_dirs, layout, family):
     batch = random_batch()
-    difference = assembled(results(layout, family), "logprobs", batch) - transformers_logprobs(model_dirs[family], batch) * batch.mask
+    difference = assembled(results(layout, family), "logprobs", batch) - transformers_logprobs(model_dirs[family],
+                           batch) * batch.mask
     assert np.abs(difference).max() < 1e-5
 
 
@@ -198,14 +207,16 @@ def test_merged_weights_give_transformers_the_trained_policy(results, model_dirs
     ranks, model_dir = results(layout, family), model_dirs[family]
     merged = {name: torch.from_numpy(array) for result in ranks for name, array in result["merged"].items()}
     base = load_file(model_dir / "model.safetensors")
-    assert {name for name in base if name.endswith("_proj.weight")} == set(merged)  # every attention, MLP and expert weight, each once
+    # every attention, MLP and expert weight, each once
+    assert {name for name in base if name.endswith("_proj.weight")} == set(merged)
     assert sum(len(result["merged"]) for result in ranks) == len(merged)
     save_file({**base, **merged}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     batch = random_batch()
     trained = transformers_logprobs(tmp_path, batch) * batch.mask
     assert np.abs(assembled(ranks, "trained_logprobs", batch) - trained).max() < 1e-5
-    assert np.abs(trained - transformers_logprobs(model_dir, batch) * batch.mask).max() > 1e-2  # it did learn something
+    # it did learn something
+    assert np.abs(trained - transformers_logprobs(model_dir, batch) * batch.mask).max() > 1e-2
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
@@ -214,7 +225,8 @@ def test_reference_logprobs_are_the_base_models_after_training(results, layout, 
         np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
 
 
-@pytest.mark.parametrize("layout, family", [("EP 2", "qwen3_moe"), ("TP 2, sequence parallel", "qwen3"), ("TP 2, PP 2, EP 2", "qwen2_moe")])
+@pytest.mark.parametrize("layout, family", [("EP 2", "qwen3_moe"), ("TP 2, sequence parallel", "qwen3"),
+                                            ("TP 2, PP 2, EP 2", "qwen2_moe")])
 def test_merged_weight_is_base_plus_scaled_product(results, model_dirs, layout, family):
     checkpoint, seen = Checkpoint(model_dirs[family]), 0
     for result in results(layout, family):
@@ -231,11 +243,14 @@ def test_ranks_train_like_one(results, layout, family):
     gradients = {name: gradient for result in ranks for name, gradient in result["gradients"].items()}
     assert set(gradients) == set(one["gradients"])
     for name, gradient in one["gradients"].items():
-        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name  # 0 for an expert that no token chose
+        # 0 for an expert that no token chose
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     for step in range(STEPS):
         for result in ranks:
-            for key in ("loss/policy", "loss/kl", "loss/total", "grad_norm", "mismatch/k3", "mismatch/max_abs_prob_diff"):
-                assert result["metrics"][step][key] == pytest.approx(one["metrics"][step][key], rel=1e-4, abs=1e-4), key
+            for key in ("loss/policy", "loss/kl", "loss/total", "grad_norm", "mismatch/k3",
+                        "mismatch/max_abs_prob_diff"):
+                assert result["metrics"][step][key] == pytest.approx(
+                    one["metrics"][step][key], rel=1e-4, abs=1e-4), key
     norms, expected = (np.sqrt(np.sum([result["adapter_squares"] for result in of], axis=0)) for of in (ranks, (one,)))
     np.testing.assert_allclose(norms, expected, rtol=1e-4)
     assert one["metrics"][0]["grad_norm"] > 0.05  # so clipping was at work
@@ -243,7 +258,8 @@ def test_ranks_train_like_one(results, layout, family):
 
 
 @pytest.mark.parametrize("before, after, family", [
-    ("EP 2", "EP 2", "qwen3_moe"), (ONE, "TP 2, EP 2", "qwen2_moe"), ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"), ("TP 2, sequence parallel", "PP 2", "qwen2")])
+    ("EP 2", "EP 2", "qwen3_moe"), (ONE, "TP 2, EP 2", "qwen2_moe"), ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"),
+    ("TP 2, sequence parallel", "PP 2", "qwen2")])
 def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data_dir, tmp_path, before, after, family):
     unbroken, ranks = results(before, family), LAYOUTS[after][0]
     config = layout_config(after, model_dirs[family], data_dir)
@@ -253,14 +269,16 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data
     exactly = 0 if before == after else 1e-4
     for one, other in zip(unbroken[0]["metrics"][SAVED:], resumed[0]["metrics"], strict=True):
         assert [other[key] for key in keys] == pytest.approx([one[key] for key in keys], rel=exactly, abs=exactly)
-    factors, expected = ({name: (b, a) for result in of for name, (_, b, a) in result["factors"].items()} for of in (resumed, unbroken))
+    factors, expected = ({name: (b, a) for result in of for name, (_, b, a) in result["factors"].items()}
+                         for of in (resumed, unbroken))
     assert factors.keys() == expected.keys()
     for name, pair in factors.items():
         for found, wanted in zip(pair, expected[name]):
             np.testing.assert_allclose(found, wanted, rtol=exactly, atol=exactly)
 
 
-@pytest.mark.parametrize("layout, family", [("TP 2, PP 2, EP 2", "qwen3_moe"), ("EP 2", "qwen2_moe"), ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")])
+@pytest.mark.parametrize("layout, family", [("TP 2, PP 2, EP 2", "qwen3_moe"), ("EP 2", "qwen2_moe"),
+                                            ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")])
 def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, data_dir, tmp_path, layout, family):
     """PEFT on transformers, the merged model in transformers, and Megatron's ranks give the same logprobs."""
     from peft import PeftModel
@@ -269,16 +287,20 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
     ranks, base, batch = results(layout, family), model_dirs[family], random_batch()
     config = layout_config(layout, base, data_dir)
     describe = checkpoint.describe(read_shape(base), config.lora.r, config.lora.alpha, config.lora.targets)
-    checkpoint.save(tmp_path / "checkpoints", SAVED, describe, lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True), 1)
+    checkpoint.save(tmp_path / "checkpoints", SAVED, describe,
+                    lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True), 1)
     adapters = checkpoint.load_adapters(tmp_path / "checkpoints")
     save_peft(adapters, base, tmp_path / "adapter")
     save_merged(adapters, base, tmp_path / "merged")
-    merged = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32), batch)
-    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter")
+    merged = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32),
+                                   batch)
+    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+                                          tmp_path / "adapter")
     megatron = assembled(ranks, "saved_logprobs", batch)
     assert np.abs(merged * batch.mask - megatron).max() < 1e-5
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
-    assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2  # they are not the base model
+    # they are not the base model
+    assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
@@ -295,8 +317,10 @@ def test_qkv_is_interleaved_by_group_as_megatron_reads_it():
     """SelfAttention.get_query_key_value_tensors views the output as [groups, (heads/groups + 2) * d]
     (attention.py)."""
     heads, groups, d, hidden = 4, 2, 3, 5
-    q, k, v = (torch.arange(n * d * hidden).reshape(n * d, hidden) + 1000 * i for i, n in enumerate((heads, groups, groups)))
-    expected = torch.cat([torch.cat([q[2 * g * d:2 * (g + 1) * d], k[g * d:(g + 1) * d], v[g * d:(g + 1) * d]]) for g in range(groups)])
+    q, k, v = (torch.arange(n * d * hidden).reshape(n * d, hidden) + 1000 * i
+               for i, n in enumerate((heads, groups, groups)))
+    expected = torch.cat([torch.cat([q[2 * g * d:2 * (g + 1) * d], k[g * d:(g + 1) * d], v[g * d:(g + 1) * d]])
+                          for g in range(groups)])
     merged = merge_qkv([q, k, v], groups)
     assert torch.equal(merged, expected)
     for part, back in zip((q, k, v), split_qkv(merged, groups, d)):
@@ -320,10 +344,12 @@ def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
     stages = stage_layers(shape, Layout(world=2, pp=2))
     assert stages == [range(1), range(1, 2)]
     parts = [range(4), range(4, 8)] if shape.moe else [range(0)]
-    tables = [family_of(shape).tensors(shape, layers, experts, stage == 0, stage == 1) for stage, layers in enumerate(stages) for experts in parts]
+    tables = [family_of(shape).tensors(shape, layers, experts, stage == 0, stage == 1)
+              for stage, layers in enumerate(stages) for experts in parts]
     names = {name for table in tables for mapping in table for name in mapping.hf}
     assert names == set(Checkpoint(model_dirs[family]).files)
-    once = [name for mapping in family_of(shape).tensors(shape, range(2), range(shape.num_experts)) for name in mapping.hf]
+    once = [name for mapping in family_of(shape).tensors(shape, range(2), range(shape.num_experts))
+            for name in mapping.hf]
     assert sorted(once) == sorted(names)
 
 
@@ -352,7 +378,8 @@ def joined_rank(rank, config, folder):
     module.token_logprobs = watched
     trainer = module.TrainRank(config, rank, f"file://{folder}/rendezvous")
     metrics = [trainer.train([batch_of_another_policy()], epochs=2) for _ in range(2)]
-    torch.save({"metrics": metrics, "trained": [(logprobs.detach(), logprobs.grad) for logprobs in trained]}, f"{folder}/joined.pt")
+    torch.save({"metrics": metrics, "trained": [(logprobs.detach(), logprobs.grad) for logprobs in trained]},
+               f"{folder}/joined.pt")
 
 
 def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(model_dirs, data_dir, tmp_path):
@@ -361,9 +388,10 @@ def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(mod
     first policy is the base model, since B starts at 0."""
     low, high, coefficient, cap, batch = 0.01, 0.05, 0.1, 2.0, batch_of_another_policy()
     config = recipe_of(
-        model_dirs["qwen3"], data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1,
-        rl_config__clip_ratio_low=low, rl_config__clip_ratio_high=high, rl_config__init_kl_coef=coefficient, actor_config__lr=3e-3,
-        rollout_correction__method="token_tis", rollout_correction__cap=cap)
+        model_dirs["qwen3"], data_dir, rl_config__actor_resource__num_npus=1,
+        actor_config__expert_model_parallel_size=1, rl_config__clip_ratio_low=low, rl_config__clip_ratio_high=high,
+        rl_config__init_kl_coef=coefficient, actor_config__lr=3e-3, rollout_correction__method="token_tis",
+        rollout_correction__cap=cap)
     run_ranks(joined_rank, 1, config, str(tmp_path))
     result = torch.load(tmp_path / "joined.pt", weights_only=False)
     policies, gradients = ([pair[part].double().numpy() for pair in result["trained"]] for part in (0, 1))
@@ -384,7 +412,8 @@ def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(mod
         losses.append(total / tokens)
     assert sides == {(True, True), (True, False), (False, True), (False, False)}
     for iteration, metrics in enumerate(result["metrics"]):
-        assert metrics["loss/total"] == pytest.approx(np.mean(losses[2 * iteration : 2 * iteration + 2]), rel=1e-4, abs=1e-6)
+        assert metrics["loss/total"] == pytest.approx(np.mean(losses[2 * iteration : 2 * iteration + 2]), rel=1e-4,
+                                                      abs=1e-6)
         assert (metrics["loss/kl"] > 0, metrics["rollout_correction/truncated_fraction"] > 0) == (True, True)
 
 
@@ -399,7 +428,8 @@ def load_rank(rank, config, folder):
 
 def test_uneven_pipeline_stages(data_dir, tmp_path):
     model_dir = make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=3)
-    config = recipe_of(model_dir, data_dir, rl_config__actor_resource__num_npus=2, actor_config__pipeline_model_parallel_size=2,
+    config = recipe_of(model_dir, data_dir, rl_config__actor_resource__num_npus=2,
+                       actor_config__pipeline_model_parallel_size=2,
                               actor_config__expert_model_parallel_size=1, megatron_training__num_layer_list="1,2")
     run_ranks(load_rank, 2, config, str(tmp_path))
     (first, _), (second, logprobs) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
@@ -411,7 +441,8 @@ def test_uneven_pipeline_stages(data_dir, tmp_path):
 def change_tensors(directory, change):
     from safetensors.torch import load_file, save_file
 
-    save_file(change(load_file(directory / "model.safetensors")), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(change(load_file(directory / "model.safetensors")), directory / "model.safetensors",
+              metadata={"format": "pt"})
 
 
 def change_config(directory, **values):
@@ -421,17 +452,20 @@ def change_config(directory, **values):
 
 @pytest.mark.parametrize("family, tensors, config, message", [
     ("qwen3_moe", lambda w: {k: v for k, v in w.items() if "experts.3.up_proj" not in k}, {},
-     r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which config\.json calls for \(2 are missing\)"),
-    ("qwen3", None, {"num_hidden_layers": 1}, r"has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not call for"),
+     r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which config\.json calls for \(2 are"),
+    ("qwen3", None, {"num_hidden_layers": 1},
+     r"has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not call for"),
     ("qwen3", None, {"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2\.input_layernorm\.weight'"),
     ("qwen2", lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] + 1}, {},
      r"tie_word_embeddings = true, but lm_head\.weight differs from model\.embed_tokens\.weight"),
-    ("qwen3", lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"}, {}, r"no tensor 'lm_head\.weight'.*or set tie_word_embeddings"),
+    ("qwen3", lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"}, {},
+     r"no tensor 'lm_head\.weight'.*or set tie_word_embeddings"),
     ("qwen3", lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()}, {},
      r"model\.layers\.0\.self_attn\.o_proj\.weight is bfloat16 and config\.json says float32"),
     ("qwen3", lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()}, {},
      r"model\.layers\.0\.self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16"),
-    ("qwen3", lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0 ** -(torch.arange(0, 32, 2) / 32)}, {},
+    ("qwen3",
+     lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0 ** -(torch.arange(0, 32, 2) / 32)}, {},
      r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32 in config\.json give"),
 ])
 def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(tmp_path, family, tensors, config, message):
@@ -441,7 +475,8 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(tmp_path,
     change_config(directory, **config)
     shape, names = read_shape(directory), Checkpoint(directory).files
     with pytest.raises(ConfigError, match=message):
-        check_tensors(Checkpoint(directory), shape, torch.float32, [name for name in names if "inv_freq" not in name and name != "lm_head.weight"])
+        check_tensors(Checkpoint(directory), shape, torch.float32,
+                      [name for name in names if "inv_freq" not in name and name != "lm_head.weight"])
 
 
 def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
@@ -452,13 +487,16 @@ def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
 
 @pytest.mark.parametrize("config, message", [
     ({"dtype": "bfloat16"}, r"ConfigError: .*model\.embed_tokens\.weight is float32 and config\.json says bfloat16"),
-    ({"num_hidden_layers": 1}, r"ConfigError: .*config\.json cannot be used: .*`num_hidden_layers` \(1\) must be equal"),
-    ({"intermediate_size": 96}, r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's config\.json calls for \(192, 64\)"),
+    ({"num_hidden_layers": 1},
+     r"ConfigError: .*config\.json cannot be used: .*`num_hidden_layers` \(1\) must be equal"),
+    ({"intermediate_size": 96}, (r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's "
+                                r"config\.json calls for \(192, 64\)")),
 ])
 def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
     directory = make_model("qwen3", tmp_path / "model")
     change_config(directory, **config)
-    asked = recipe_of(directory, data_dir, rl_config__actor_resource__num_npus=1, actor_config__expert_model_parallel_size=1)
+    asked = recipe_of(directory, data_dir, rl_config__actor_resource__num_npus=1,
+                      actor_config__expert_model_parallel_size=1)
     with pytest.raises(mp.ProcessRaisedException, match=message):
         run_ranks(load_rank, 1, asked, str(tmp_path))
 

@@ -45,7 +45,8 @@ def reference_model(model_dir, weights=None):
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        save_file({**load_file(model_dir / "model.safetensors"), **(weights or {})}, f"{folder}/model.safetensors", {"format": "pt"})
+        save_file({**load_file(model_dir / "model.safetensors"), **(weights or {})}, f"{folder}/model.safetensors",
+                  {"format": "pt"})
         shutil.copy(model_dir / "config.json", folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -71,7 +72,8 @@ def sync(engine, weights):
     arrays = {name: weight.numpy() for name, weight in weights.items()}
     names = sorted(arrays)
     engine.start_sync()
-    engine.load({name: arrays[name] for name in names[::4]}, {name: arrays[name] for name in names[1::4]})  # two parts, each from two ranks
+    # two parts, each from two ranks
+    engine.load({name: arrays[name] for name in names[::4]}, {name: arrays[name] for name in names[1::4]})
     engine.load({name: arrays[name] for name in names[2::4]}, {name: arrays[name] for name in names[3::4]})
     engine.finish_sync()
 
@@ -148,7 +150,8 @@ def factors(model_dir, seed):
     for name in checkpoint.files:
         if name.endswith("_proj.weight"):
             base = checkpoint.read(name)
-            b, a = (torch.randn(shape, generator=generator) * 0.1 for shape in ((base.shape[0], 4), (4, base.shape[1])))
+            b, a = (torch.randn(shape, generator=generator) * 0.1
+                    for shape in ((base.shape[0], 4), (4, base.shape[1])))
             result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
             weights[name] = base + b @ a
     return result, weights
@@ -165,10 +168,11 @@ def test_movement_proves_each_target_to_rounding(engine, model_dir, family):
         "linear_qkv": 6, "linear_proj": 2, "linear_fc1": 2 * mlps, "linear_fc2": mlps}
 
 
-@pytest.mark.parametrize("lost, target", [("layers.1.self_attn.k_proj", "linear_qkv"), ("layers.0.self_attn.o_proj", "linear_proj"),
-                                          ("layers.0.mlp.up_proj", "linear_fc1"), ("layers.1.mlp.experts.7.down_proj", "linear_fc2"),
-                                          ("layers.0.mlp.experts.5.up_proj", "linear_fc1"),
-                                          ("layers.1.mlp.shared_expert.gate_proj", "linear_fc1")])
+@pytest.mark.parametrize("lost, target",
+                         [("layers.1.self_attn.k_proj", "linear_qkv"), ("layers.0.self_attn.o_proj", "linear_proj"),
+                          ("layers.0.mlp.up_proj", "linear_fc1"), ("layers.1.mlp.experts.7.down_proj", "linear_fc2"),
+                          ("layers.0.mlp.experts.5.up_proj", "linear_fc1"),
+                          ("layers.1.mlp.shared_expert.gate_proj", "linear_fc1")])
 def test_movement_shows_a_single_lost_tensor(engine, model_dir, lost, target):
     lora, weights = factors(model_dir, 1)
     name = f"model.{lost}.weight"
@@ -191,10 +195,12 @@ def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):
 def tensor_parallel_rank(rank, model_dir, port, folder):
     """One of two engines that share a model, after two syncs, the second of which misses a tensor on this rank."""
     torch.set_num_threads(1)
-    engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3), tp_rank=rank, tp_size=2, port=port)
+    engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3), tp_rank=rank,
+                           tp_size=2, port=port)
     lora, weights = factors(model_dir, 0)
     sync(engine, weights)
-    result = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()), "noisy": engine.logprobs(sequences(), STEP),
+    result = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()),
+              "noisy": engine.logprobs(sequences(), STEP),
               "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0]}
     lost = "model.layers.1.self_attn.o_proj.weight"
     sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost)} if rank else weights)
@@ -210,7 +216,8 @@ def shared_by_vllm():
 def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
     from mindspeed_qerl.aqn.injector import NoiseInjector
 
-    model_dir = make_model(tp_family, tmp_path / "model", **({"moe_intermediate_size": 64} if "moe" in tp_family else {}))
+    model_dir = make_model(tp_family, tmp_path / "model",
+                           **({"moe_intermediate_size": 64} if "moe" in tp_family else {}))
     shared = set(shared_by_vllm())
     torch.multiprocessing.spawn(tensor_parallel_rank, (model_dir, free_port(), str(tmp_path)), nprocs=2)
     assert set(shared_by_vllm()) <= shared
@@ -226,7 +233,8 @@ def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
         assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
         assert first["movement"][target]["expected"] < 0.9 * entry["expected"]  # each has a part
     after = join_movement([first["after_a_loss"], second["after_a_loss"]])
-    assert {target for target, entry in after.items() if entry["max_error"] > 2 * entry["resolution"]} == {"linear_proj"}
+    assert {target for target, entry in after.items() if entry["max_error"] > 2 * entry["resolution"]} == {
+        "linear_proj"}
 
 
 def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):

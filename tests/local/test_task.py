@@ -19,7 +19,8 @@ def tokenizer():
 def test_plain_prompts_are_the_question_and_a_newline(tokenizer, data_dir):
     path = data_dir / "train_chat.parquet"
     task = Prompts(path, tokenizer, "plain", 96)
-    assert [tokenizer.decode(ids) for ids in task.prompts] == [row.columns["question"] + "\n" for row in read_rows(path)]
+    assert [tokenizer.decode(ids) for ids in task.prompts] == [row.columns["question"] + "\n"
+                                                               for row in read_rows(path)]
 
 
 def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):

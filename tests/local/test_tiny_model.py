@@ -36,7 +36,8 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
     rng = random.Random(0)
     for _ in range(1000):
         problem = word_problems.random_problem(training_pairs + held_out_pairs, rng)
-        texts.append(problem.question + "\n" + word_problems.mixed_answer(problem, set(training_pairs), Mixture(), rng))
+        texts.append(problem.question + "\n"
+                     + word_problems.mixed_answer(problem, set(training_pairs), Mixture(), rng))
     for text in texts:
         token_ids = saved_tokenizer.encode(text)
         assert saved_tokenizer.decode(token_ids) == text
@@ -45,12 +46,14 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
 
 def test_tokenizer_splits_numbers_into_digits(saved_tokenizer):
     assert saved_tokenizer.tokenize("Tom has 13 apples.\n4+19=23\n#### 23") == [
-        "Tom", " has", " ", "1", "3", " apples", ".", "\n", "4", "+", "1", "9", "=", "2", "3", "\n", "####", " ", "2", "3"]
+        "Tom", " has", " ", "1", "3", " apples", ".", "\n", "4", "+", "1", "9", "=", "2", "3", "\n", "####", " ", "2",
+        "3"]
 
 
 def test_unknown_words_become_unk_and_nothing_is_lost_around_them(saved_tokenizer):
     tokens = saved_tokenizer.tokenize("Natalia sold 48 apples; Tom's 1/2.")
-    assert tokens == ["<unk>", "<unk>", " ", "4", "8", " apples", "<unk>", " Tom", "<unk>", "<unk>", " ", "1", "<unk>", "2", "."]
+    assert tokens == ["<unk>", "<unk>", " ", "4", "8", " apples", "<unk>", " Tom", "<unk>", "<unk>", " ", "1",
+                      "<unk>", "2", "."]
     assert saved_tokenizer.unk_token == "<unk>"
 
 
@@ -60,7 +63,8 @@ def test_directory_loads_in_transformers_with_the_trained_weights(made):
 
     directory, report = made
     config = AutoConfig.from_pretrained(directory)
-    assert (config.model_type, config.num_experts, config.num_experts_per_tok, config.head_dim) == ("qwen3_moe", 8, 2, 32)
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok, config.head_dim) == (
+        "qwen3_moe", 8, 2, 32)
     assert config.vocab_size == report["vocabulary"]
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.float32
@@ -156,7 +160,8 @@ def test_supervised_training_lowers_the_loss_and_repeats_itself():
 
     def losses():
         torch.manual_seed(0)
-        return tiny_model.train_supervised(tiny_model.build_model(tokenizer, "tiny"), tokenizer, training_pairs, recipe)
+        return tiny_model.train_supervised(tiny_model.build_model(tokenizer, "tiny"), tokenizer, training_pairs,
+                                           recipe)
 
     first = losses()
     assert sum(first[-3:]) < 0.7 * sum(first[:3])
@@ -177,7 +182,8 @@ def test_grades_of_the_parts():
     problems = [Problem("", 3, "+", 4)] * 5
     responses = ["3+4=7\n#### 7", "The answer is 7", "4-3=1\n#### 1", "3+5=8\n#### 8", "3+4=8\n#### 8"]
     assert tiny_model.grade_parts(problems, responses) == {
-        "correct": 1 / 5, "hash_form": 4 / 5, "right_operation": 3 / 4, "right_operands": 3 / 4, "right_arithmetic": 3 / 4}
+        "correct": 1 / 5, "hash_form": 4 / 5, "right_operation": 3 / 4, "right_operands": 3 / 4,
+        "right_arithmetic": 3 / 4}
 
 
 def test_greedy_sampling_is_the_argmax_of_single_unpadded_prompts():

@@ -1,4 +1,5 @@
-"""The preflight on boxes that are played: each fault is found where it is, with what to type. The real Machine answers on this one."""
+"""The preflight on boxes that are played: each fault is found where it is, with what to type. The real Machine answers
+on this one."""
 
 import importlib.util
 import io
@@ -50,7 +51,8 @@ TAIL = """\
 +===========================+===============+====================================================+
 | No running processes found in NPU 1                                                            |
 """
-PACKAGES = {"torch": "2.7.1", "torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty", "ray": "2.54.0", "transformers": "4.57.1", "peft": "0.7.1",
+PACKAGES = {"torch": "2.7.1", "torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty", "ray": "2.54.0",
+            "transformers": "4.57.1", "peft": "0.7.1",
             "tensordict": "0.8.1", "hydra-core": "1.3.2"}
 JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
 
@@ -58,9 +60,11 @@ JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
 def npu_smi(count: int, health: dict[int, str] | None = None, used: dict[int, int] | None = None) -> str:
     rows = ""
     for i in range(count):
-        rows += (f"| {i // 2}     Ascend910           | {(health or {}).get(i, 'OK'):<14}| {'178.5' if i % 2 == 0 else '-':<12}36                0    / 0             |\n"
-                 f"| {i % 2}     {i:<20}| 0000:{0x9D + i:02X}:00.0  | 0           0    / 0          {(used or {}).get(i, 3416)}/ 65536         |\n"
-                 "+------------------------------------------------------------------------------------------------+\n")
+        state, watts, memory = (health or {}).get(i, "OK"), "178.5" if i % 2 == 0 else "-", (used or {}).get(i, 3416)
+        rows += (
+            f"| {i // 2}     Ascend910           | {state:<14}| {watts:<12}36                0    / 0             |\n"
+            f"| {i % 2}     {i:<20}| 0000:{0x9D + i:02X}:00.0  | 0           0    / 0          {memory}/ 65536"
+            f"         |\n+{'-' * 96}+\n")
     return HEAD + rows + TAIL
 
 
@@ -79,7 +83,8 @@ class Box:
     ray: dict | None = None  # resources and nodes of a running cluster
     raylets: list[Process] = field(default_factory=list)
     hangs: tuple[str, ...] = ()  # commands that never answer: a word of theirs
-    environment: dict[str, str] = field(default_factory=lambda: {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann", "LD_PRELOAD": JEMALLOC})
+    environment: dict[str, str] = field(
+        default_factory=lambda: {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann", "LD_PRELOAD": JEMALLOC})
     logical_cpus: int = 320
     limit: int = 65536
     shm: int = 500 * 10**9
@@ -141,14 +146,15 @@ def cluster(npus: int, cpus: int = 320, nodes: int = 1) -> dict:
 
 
 QWEN3_MOE = dict(
-    model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
-    rope_theta=1e6, rms_norm_eps=1e-6, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-    tie_word_embeddings=False, max_position_embeddings=40960)
+    model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4,
+    head_dim=128, vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=40960)
 
 
 def write_checkpoint(folder: Path, names: list[str], tracker: str = "1") -> None:
     for name in names:
-        path = folder / ("release" if tracker == "release" else f"iter_{int(tracker):07d}") / name / "model_optim_rng.pt"
+        path = folder / ("release" if tracker == "release"
+                         else f"iter_{int(tracker):07d}") / name / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         with zipfile.ZipFile(path, "w") as file:
             file.writestr("data.pkl", name)
@@ -171,8 +177,10 @@ def ready(tmp_path, monkeypatch):
     model = Path(raw["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(QWEN3_MOE))
-    for name, content in (("tokenizer.json", "{}"), ("tokenizer_config.json", '{"chat_template": "..."}'), ("model-1.safetensors", "x"),
-                          ("model.safetensors.index.json", '{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')):
+    for name, content in (("tokenizer.json", "{}"), ("tokenizer_config.json", '{"chat_template": "..."}'),
+                          ("model-1.safetensors", "x"),
+                          ("model.safetensors.index.json",
+                           '{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')):
         (model / name).write_text(content)
     train = Path(raw["megatron_training"]["data_path"])
     train.parent.mkdir(parents=True)
@@ -204,7 +212,8 @@ def test_a_box_that_is_ready(ready):
     assert not any(check.fix for check in checks.values())
     assert checks["ranks"].found == "16 asked for; npu-smi 16, /dev/davinci* 16, CANN 16"
     assert checks["Ray"].found == "none is running; one that is started now counts 16"
-    assert "TP 1 PP 1 EP 16 DP 16" in checks["layout"].found and "16 of 16 files for TP 1 PP 1 EP 16" in checks["base weights"].found
+    assert "TP 1 PP 1 EP 16 DP 16" in checks["layout"].found and "16 of 16 files for TP 1 PP 1 EP 16" in checks[
+        "base weights"].found
     assert list(dict.fromkeys(check.group for check in checks.values())) == list(GROUPS)
 
 
@@ -222,15 +231,16 @@ def test_twelve_in_the_list_of_visible_devices(ready):
     box.environment["ASCEND_RT_VISIBLE_DEVICES"] = TWELVE
     checks = look(ready, box)
     assert not_passed(checks) == {"ranks": FAILED, "ASCEND_RT_VISIBLE_DEVICES": FAILED, "Ray": WARNING}
-    assert checks["ranks"].found == ("12 of 16 asked for; npu-smi 16, /dev/davinci* 16, CANN 16, ASCEND_RT_VISIBLE_DEVICES 12. "
-                                     "Lost at ASCEND_RT_VISIBLE_DEVICES")
+    assert checks["ranks"].found == ("12 of 16 asked for; npu-smi 16, /dev/davinci* 16, CANN 16, "
+                                     "ASCEND_RT_VISIBLE_DEVICES 12. Lost at ASCEND_RT_VISIBLE_DEVICES")
     assert checks["ASCEND_RT_VISIBLE_DEVICES"].fix.startswith("unset ASCEND_RT_VISIBLE_DEVICES")
     assert "counts 12" in checks["Ray"].found
 
 
 def test_a_container_with_twelve_device_nodes(ready):
     checks = look(ready, Box(smi=None, davinci=12, acl=12))
-    assert not_passed(checks) == {"ranks": FAILED, "npu-smi": WARNING, "/dev/davinci*": FAILED, "CANN": WARNING, "Ray": WARNING}
+    assert not_passed(checks) == {"ranks": FAILED, "npu-smi": WARNING, "/dev/davinci*": FAILED, "CANN": WARNING,
+                                  "Ray": WARNING}
     assert "Lost at /dev/davinci*" in checks["ranks"].found and "12 of 16" in checks["ranks"].found
     assert "--device=/dev/davinci15" in checks["/dev/davinci*"].fix
 
@@ -280,7 +290,8 @@ def test_a_die_that_npu_smi_does_not_list(ready):
     gone = next(i for i, line in enumerate(table) if line.startswith("| 1     7 "))
     checks = look(ready, Box(smi="".join(table[:gone - 1] + table[gone + 2:]), davinci=15, acl=15))
     assert "15 dies; one chip of NPU 3 is missing" in checks["npu-smi"].found
-    assert not_passed(checks) == {"ranks": FAILED, "npu-smi": FAILED, "/dev/davinci*": WARNING, "CANN": WARNING, "Ray": WARNING}
+    assert not_passed(checks) == {"ranks": FAILED, "npu-smi": FAILED, "/dev/davinci*": WARNING, "CANN": WARNING,
+                                  "Ray": WARNING}
 
 
 def test_memory_in_use_by_somebody_else(ready):
@@ -315,17 +326,20 @@ def test_two_nodes_of_eight(ready):
     assert not_passed(checks) == {"HCCL_SOCKET_IFNAME": WARNING}
     checks = look(ready, Box(smi=npu_smi(8), davinci=8, acl=8, ray=cluster(8), raylets=[Process(7, {})]), nodes=2)
     assert checks["Ray"].state == FAILED and "on each of them" in checks["Ray"].fix
-    checks = look(ready, Box(smi=npu_smi(8), davinci=8, acl=8, ray=cluster(16, cpus=640, nodes=2), raylets=[Process(7, {})]), nodes=2)
+    checks = look(ready, Box(smi=npu_smi(8), davinci=8, acl=8, ray=cluster(16, cpus=640, nodes=2),
+                             raylets=[Process(7, {})]), nodes=2)
     assert checks["ranks"].state == checks["Ray"].state == PASSED
 
 
 def test_no_npu_at_all(ready):
     checks = look(ready, Box(smi=None, davinci=0, acl=None, environment={}))
     assert checks["ranks"].state == FAILED
-    assert checks["ranks"].fix.endswith(f"python cli/train_grpo.py --config-name {NAME} engine=local rehearsal.enabled=true")
+    assert checks["ranks"].fix.endswith(
+        f"python cli/train_grpo.py --config-name {NAME} engine=local rehearsal.enabled=true")
     for name in ("npu-smi", "/dev/davinci*", "CANN", "ASCEND_RT_VISIBLE_DEVICES", "Ray", "CANN's paths"):
         assert checks[name].state == SKIPPED, name
-    assert checks["layout"].state == checks["rotary base"].state == checks["base weights"].state == PASSED  # the rest is checked
+    # the rest is checked
+    assert checks["layout"].state == checks["rotary base"].state == checks["base weights"].state == PASSED
 
 
 def test_a_ray_that_will_be_started(ready):
@@ -353,15 +367,22 @@ def test_a_table_of_npu_smi_in_another_form(ready):
     ({"panic": "1\n"}, "vm.panic_on_oom", WARNING, "the whole machine reboots", "sysctl -w vm.panic_on_oom=0"),
     ({"taken": (12350,)}, "ports of HCCL", FAILED, "12345 to 12360: 12350 taken", "HCCL_IF_BASE_PORT"),
     ({"taken": (6379,)}, "ports of Ray", WARNING, "6379 (Ray's head) taken", "--port=6380"),
-    ({"environment": {"ASCEND_HOME_PATH": "/cann"}}, "jemalloc", WARNING, "not in LD_PRELOAD", f"export LD_PRELOAD={JEMALLOC}"),
-    ({"environment": {"ASCEND_HOME_PATH": "/cann", "LD_PRELOAD": "/nowhere/libjemalloc.so"}}, "jemalloc", WARNING, "which is not there", JEMALLOC),
-    ({"environment": {"LD_PRELOAD": JEMALLOC}}, "CANN's paths", FAILED, "set_env.sh was not sourced", "source /usr/local/Ascend"),
-    ({"packages": {**PACKAGES, "triton-ascend": "3.2.0"}}, "triton-ascend", WARNING, "3.2.0", "pip uninstall --yes triton-ascend"),
-    ({"packages": {**PACKAGES, "vllm": "0.11.1"}}, "vllm", FAILED, "0.11.1 is installed, the pin is 0.11.0", "docs/ascend.md"),
+    ({"environment": {"ASCEND_HOME_PATH": "/cann"}}, "jemalloc", WARNING, "not in LD_PRELOAD",
+     f"export LD_PRELOAD={JEMALLOC}"),
+    ({"environment": {"ASCEND_HOME_PATH": "/cann", "LD_PRELOAD": "/nowhere/libjemalloc.so"}}, "jemalloc", WARNING,
+     "which is not there", JEMALLOC),
+    ({"environment": {"LD_PRELOAD": JEMALLOC}}, "CANN's paths", FAILED, "set_env.sh was not sourced",
+     "source /usr/local/Ascend"),
+    ({"packages": {**PACKAGES, "triton-ascend": "3.2.0"}}, "triton-ascend", WARNING, "3.2.0",
+     "pip uninstall --yes triton-ascend"),
+    ({"packages": {**PACKAGES, "vllm": "0.11.1"}}, "vllm", FAILED, "0.11.1 is installed, the pin is 0.11.0",
+     "docs/ascend.md"),
     ({"packages": {**PACKAGES, "torch": "2.7.10"}}, "torch", FAILED, "2.7.10 is installed", "docs/ascend.md"),
     ({"packages": {**PACKAGES, "vllm": "0.11.0rc2"}}, "vllm", FAILED, "0.11.0rc2 is installed", "docs/ascend.md"),
-    ({"packages": {**PACKAGES, "ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is 2.54.0", "pip install ray==2.54.0"),
-    ({"packages": {k: v for k, v in PACKAGES.items() if k != "peft"}}, "peft", FAILED, "not installed; the pin is 0.7.1", "pip install peft==0.7.1"),
+    ({"packages": {**PACKAGES, "ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is 2.54.0",
+     "pip install ray==2.54.0"),
+    ({"packages": {k: v for k, v in PACKAGES.items() if k != "peft"}}, "peft", FAILED,
+     "not installed; the pin is 0.7.1", "pip install peft==0.7.1"),
     ({"python_version": (3, 10)}, "Python", FAILED, "3.10", "3.11"),
 ])
 def test_the_host(ready, change, name, state, found, fix):
@@ -371,13 +392,14 @@ def test_the_host(ready, change, name, state, found, fix):
 
 
 def test_cpus(ready):
-    """16 x 4 for the bundles, 2 tasks of 1, 10 for the transfer dock: 76 (launcher.py:90-104, transfer_dock.py:248)."""
+    """16 x 4 for the bundles, 2 tasks of 1, 10 for the transfer dock: 76 (launcher.py:90, transfer_dock.py:248)."""
     assert look(ready, Box(logical_cpus=76))["CPUs"].state == PASSED
     check = look(ready, Box(logical_cpus=75))["CPUs"]
     assert check.state == FAILED and "reserve 76 logical CPUs; there are 75" in check.found
     assert check.fix.startswith("rl_config.num_cpus_for_placement_group=3 ") and "--num-cpus=76" in check.fix
     raylets = [Process(7, {})]
-    assert look(ready, Box(ray=cluster(16, cpus=64), raylets=raylets))["CPUs"].state == FAILED  # what Ray has counts, not the machine
+    # what Ray has counts, not the machine
+    assert look(ready, Box(ray=cluster(16, cpus=64), raylets=raylets))["CPUs"].state == FAILED
     assert look(ready, Box(logical_cpus=8, ray=cluster(16, cpus=76), raylets=raylets))["CPUs"].state == PASSED
 
 
@@ -432,13 +454,15 @@ def test_upstream(ready):
     check = look(ready, Box())["upstream's sources"]
     assert check.found == "MindSpeed-RL, MindSpeed-LLM, MindSpeed, Megatron-LM, vllm-ascend as pinned"
     check = look(ready, Box(reports=[llm, mindspeed, *others]))["upstream's sources"]
-    assert check.state == FAILED and check.found == "cannot be imported here: MindSpeed-RL" and "PYTHONPATH" in check.fix
+    assert check.state == FAILED and check.found == "cannot be imported here: MindSpeed-RL"
+    assert "PYTHONPATH" in check.fix
 
     changed = replace(rl, findings=[Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "", 3)])
     other = replace(mindspeed, commit=None, content="another")
     checks = look(ready, Box(reports=[changed, llm, other, *others]))
     assert not_passed(checks) == {"MindSpeed-RL": FAILED, "MindSpeed": WARNING}
-    assert checks["MindSpeed-RL"].found.endswith("; 0 of 1 things that the engine relies on are unchanged; changed mindspeed_rl/x.py f")
+    assert checks["MindSpeed-RL"].found.endswith(
+        "; 0 of 1 things that the engine relies on are unchanged; changed mindspeed_rl/x.py f")
     assert "git checkout 05a90d7" in checks["MindSpeed-RL"].fix
     assert "is an unknown version (no git checkout), not the pin ac9f0e7" in checks["MindSpeed"].found
     second = replace(llm, unused=[Path("/second")])
@@ -447,7 +471,8 @@ def test_upstream(ready):
 
 def test_a_stand_in_for_vllm_ascend_is_not_compared(ready):
     *others, vllm_ascend = Box().reports
-    stand_in = replace(vllm_ascend, content="another", findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone", "", 0)])
+    stand_in = replace(vllm_ascend, content="another",
+                       findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone", "", 0)])
     box = Box(smi=None, davinci=0, acl=None, reports=[*others, stand_in])
     assert "vllm-ascend" not in not_passed(look({**ready, "emulate_npu": True}, box))
     assert not_passed(look(ready, Box(reports=[*others, stand_in]))) == {"vllm-ascend": FAILED}
@@ -486,7 +511,8 @@ def test_a_broken_rule_is_one_line(ready, monkeypatch):
 
     ready["generate_config"]["infer_expert_parallel_size"] = 8
     message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
-    monkeypatch.setattr(ascend, "validate", lambda recipe: Found([f"layout: {message} (a source)", "run.name is wrong"]))
+    monkeypatch.setattr(ascend, "validate",
+                        lambda recipe: Found([f"layout: {message} (a source)", "run.name is wrong"]))
     failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
     assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed
 
@@ -505,7 +531,8 @@ def test_a_rollout_that_leaves_no_cache(ready):
     assert check.state == FAILED and "left for its KV cache" in check.found
 
 
-@pytest.mark.parametrize("described", [{"rope_theta": 1e7}, {"rope_theta": None, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}],
+@pytest.mark.parametrize("described", [
+    {"rope_theta": 1e7}, {"rope_theta": None, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}],
                          ids=["transformers 4", "transformers 5"])
 def test_the_rotary_base_of_another_model(ready, described):
     """The YAML has the original's, the directory is the Instruct-2507 model's."""
@@ -513,7 +540,8 @@ def test_the_rotary_base_of_another_model(ready, described):
     file.write_text(json.dumps({key: value for key, value in {**QWEN3_MOE, **described}.items() if value is not None}))
     checks = look(ready, Box())
     assert not_passed(checks) == {"rotary base": FAILED}
-    assert "rotary_base is 1,000,000 in the config, rope_theta 10,000,000 in config.json" in checks["rotary base"].found
+    assert "rotary_base is 1,000,000 in the config, rope_theta 10,000,000 in config.json" in checks[
+        "rotary base"].found
     override = checks["rotary base"].fix.split()[0]
     assert compose(NAME, [override])["model"]["qwen3_30b_a3b"]["rotary_base"] == 10_000_000
 
@@ -522,7 +550,8 @@ def test_another_shape(ready):
     file = Path(ready["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
     file.write_text(json.dumps({**QWEN3_MOE, "num_experts_per_tok": 4}))
     checks = look(ready, Box())
-    assert not_passed(checks) == {"shape": FAILED} and "moe_router_topk = 8 in the config, but num_experts_per_tok = 4" in checks["shape"].found
+    assert not_passed(checks) == {
+        "shape": FAILED} and "moe_router_topk = 8 in the config, but num_experts_per_tok = 4" in checks["shape"].found
 
 
 def test_a_model_that_is_not_there(ready, tmp_path):
@@ -534,7 +563,8 @@ def test_a_model_that_is_not_there(ready, tmp_path):
     (model / "model-1.safetensors").unlink()
     (model / "tokenizer_config.json").write_text("{}")
     checks = look(ready, Box())
-    assert not_passed(checks) == {"weights": WARNING, "tokenizer": WARNING} and "0 of 1 files: model-1.safetensors" in checks["weights"].found
+    assert not_passed(checks) == {
+        "weights": WARNING, "tokenizer": WARNING} and "0 of 1 files: model-1.safetensors" in checks["weights"].found
 
 
 # ---- data ----
@@ -547,7 +577,8 @@ def test_data_that_is_not_there(ready):
     assert not_passed(checks) == {"training files": FAILED, "test rows": FAILED}
     model = ready["megatron_training"]["tokenizer_name_or_path"]
     assert shlex.split(checks["training files"].fix) == shlex.split(
-        f"python tools/convert_gsm8k.py --input openai/gsm8k --output {train.parent} --format mindspeed --tokenizer {model} --max-prompt-length 512")
+        f"python tools/convert_gsm8k.py --input openai/gsm8k --output {train.parent} --format mindspeed --tokenizer "
+        f"{model} --max-prompt-length 512")
     assert checks["test rows"].fix == f"python tools/convert_gsm8k.py --input openai/gsm8k --output {test.parent}"
 
 
@@ -570,7 +601,8 @@ def test_prompts_that_are_too_long(ready):
 def test_data_that_does_not_fit(ready, rows, name, found):
     write_packed(ready["megatron_training"]["data_path"], rows)
     checks = look(ready, Box())
-    assert not_passed(checks) == {name: FAILED} and found in checks[name].found and "convert_gsm8k.py" in checks[name].fix
+    assert not_passed(checks) == {name: FAILED} and found in checks[name].found and "convert_gsm8k.py" in checks[
+        name].fix
 
 
 def test_data_that_was_cut(ready):
@@ -608,7 +640,8 @@ def test_the_files_of_a_layout(ready, tmp_path, sizes, names, tracker):
     ready["actor_config"]["load"] = str(tmp_path / "base")
     write_checkpoint(tmp_path / "base", names, tracker)
     check = look(ready, Box())["base weights"]
-    assert check.state == PASSED and check.found.startswith(f"{len(names)} of {len(names)} files for TP {sizes[0]} PP {sizes[1]} EP {sizes[2]}")
+    assert check.state == PASSED and check.found.startswith(
+        f"{len(names)} of {len(names)} files for TP {sizes[0]} PP {sizes[1]} EP {sizes[2]}")
 
 
 def test_base_weights_of_another_layout(ready, tmp_path):
@@ -616,7 +649,8 @@ def test_base_weights_of_another_layout(ready, tmp_path):
     write_checkpoint(tmp_path / "base", [f"mp_rank_00_{e:03d}" for e in range(8)])
     checks = look(ready, Box())
     assert not_passed(checks) == {"base weights": FAILED}
-    assert ("has 8 files, mp_rank_00_000 to mp_rank_00_007; TP 1 PP 1 EP 16 needs 16 files, mp_rank_00_000 to mp_rank_00_015: another layout"
+    assert ("has 8 files, mp_rank_00_000 to mp_rank_00_007; TP 1 PP 1 EP 16 needs 16 files, mp_rank_00_000 to "
+            "mp_rank_00_015: another layout"
             in checks["base weights"].found)
     assert "--target-expert-parallel-size 16" in checks["base weights"].fix
     write_checkpoint(tmp_path / "more", [f"mp_rank_00_{e:03d}" for e in range(32)])  # all that are needed, and others
@@ -638,22 +672,26 @@ def test_base_weights_that_are_missing_or_cut(ready):
 def page_conversions() -> dict[str, list[str]]:
     """config -> the command that docs/ascend.md gives (tests/upstream/test_configs.py runs them)."""
     text = (ROOT / "docs" / "ascend.md").read_text().replace("\\\n", " ")
-    return {name: shlex.split(command) for name, command in re.findall(r"^# (grpo_\w+):.*\n(python convert_ckpt.*)$", text, re.MULTILINE)}
+    return {name: shlex.split(command)
+            for name, command in re.findall(r"^# (grpo_\w+):.*\n(python convert_ckpt.*)$", text, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("name", page_conversions())
 def test_the_conversion_is_the_guides(name, monkeypatch):
     monkeypatch.setenv("MODELS", "/models")
-    assert conversion_command(read_recipe(compose(name))) == [word.replace("$MODELS", "/models") for word in page_conversions()[name]]
+    assert conversion_command(read_recipe(compose(name))) == [word.replace("$MODELS", "/models")
+                                                              for word in page_conversions()[name]]
 
 
 def test_a_conversion_for_tensor_parallel_experts_and_stages(ready):
     """Whole experts on tensor ranks have an option of their own; at TP 1 convert_ckpt_v2.py refuses it."""
     assert "--moe-tp-extend-ep" not in conversion_command(read(ready)[0])
-    ready["actor_config"] |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2,
+    ready["actor_config"] |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2,
+                              "expert_model_parallel_size": 2,
                               "num_layer_list": "23,25"}
     command = " ".join(conversion_command(read(ready)[0]))
-    assert "--moe-tp-extend-ep --target-tensor-parallel-size 4 --target-pipeline-parallel-size 2 --target-expert-parallel-size 2 --num-layer-list 23,25" in command
+    assert ("--moe-tp-extend-ep --target-tensor-parallel-size 4 --target-pipeline-parallel-size 2 "
+            "--target-expert-parallel-size 2 --num-layer-list 23,25") in command
     ready["actor_config"]["load"] = None
     with pytest.raises(ConfigError, match="actor_config.load is not set"):
         conversion_command(read(ready)[0])
@@ -672,7 +710,8 @@ def test_the_family_is_that_of_the_config_json(ready):
 # ---- other engines ----
 
 def test_emulated_npus(ready):
-    checks = look({**ready, "emulate_npu": True}, Box(smi=None, davinci=0, acl=None, environment={}, logical_cpus=2, hangs=("ray", "npu")))
+    checks = look({**ready, "emulate_npu": True},
+                  Box(smi=None, davinci=0, acl=None, environment={}, logical_cpus=2, hangs=("ray", "npu")))
     assert not_passed(checks) == dict.fromkeys(["ranks", "ports", "jemalloc", "CANN's paths"], SKIPPED)
 
 
@@ -688,8 +727,10 @@ def test_a_rehearsal(ready):
 
 
 def test_the_local_engine(tmp_path):
-    raw = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={tmp_path}", f"task.test_file={tmp_path}/no.parquet"])
-    checks = look(raw, Box(smi=None, davinci=0, acl=None, environment={}, packages={}, reports=[], hangs=("ray", "npu")))
+    raw = compose("grpo_tiny_moe_cpu",
+                  [f"megatron_training.tokenizer_name_or_path={tmp_path}", f"task.test_file={tmp_path}/no.parquet"])
+    checks = look(raw,
+                  Box(smi=None, davinci=0, acl=None, environment={}, packages={}, reports=[], hangs=("ray", "npu")))
     assert {name for name, state in not_passed(checks).items() if state == FAILED} >= {"config.json", "test rows"}
     assert checks["ranks"].state == checks["base weights"].state == checks["layout"].state == SKIPPED
 
@@ -728,7 +769,8 @@ def played(box: Box, monkeypatch) -> str:
 
     monkeypatch.setenv("MODELS", "/data/models")
     console = Console(file=io.StringIO(), width=110)
-    print_table([check for check in preflight(compose(NAME), NAME, box) if check.group == "NPUs"], f"Preflight of {NAME}", console)
+    print_table([check for check in preflight(compose(NAME), NAME, box) if check.group == "NPUs"],
+                f"Preflight of {NAME}", console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
@@ -756,7 +798,8 @@ def test_exit_status(ready, tool, tmp_path, capsys):
     assert tool(Box(), *arguments) == 0
     assert tool(Box(limit=1024), *arguments) == 0  # a warning is none
     assert tool(Box(acl=15), *arguments) == 1
-    for wrong in (("--config-name", "grpo_qwen3_30b_a3b_gsm8k_16np"), ("--config-name", NAME, "no_such.key=1"), (), ("--config-name", NAME, "--nodes", "0")):
+    for wrong in (("--config-name", "grpo_qwen3_30b_a3b_gsm8k_16np"), ("--config-name", NAME, "no_such.key=1"), (),
+                  ("--config-name", NAME, "--nodes", "0")):
         with pytest.raises(SystemExit) as refused:
             tool(Box(), *wrong)
         assert refused.value.code == 2
@@ -766,14 +809,20 @@ def test_exit_status(ready, tool, tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "said"), [
     ((NAME, "engine=foo"), r"unknown engine 'foo'.* Known: local, mindspeed_rl"),
     ((NAME, "engine=null"), r"unknown engine 'None'.* Known: local, mindspeed_rl"),
-    (("model/qwen3_30b_a3b",), r"unknown config name 'model/qwen3_30b_a3b'. 13 are known: `python cli/train_grpo.py` lists them"),
-    (("../configs/grpo_tiny_moe_cpu",), r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'\? 13 are known: "),
-    ((NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"), "32 attention heads cannot be divided by TP 3; .*plan_layout.py"),
-    ((NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"), "actor_config.tensor_model_parallel_size = 'abc' must be"),
-    ((NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"), "tokenizer_name_or_path is missing"),
+    (("model/qwen3_30b_a3b",),
+     r"unknown config name 'model/qwen3_30b_a3b'. 13 are known: `python cli/train_grpo.py` lists them"),
+    (("../configs/grpo_tiny_moe_cpu",),
+     r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'\? 13 are known: "),
+    ((NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"),
+     "32 attention heads cannot be divided by TP 3; .*plan_layout.py"),
+    ((NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"),
+     "actor_config.tensor_model_parallel_size = 'abc' must be"),
+    ((NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"),
+     "tokenizer_name_or_path is missing"),
     ((NAME, "actor_config.load=null", "--print-conversion"), "actor_config.load is not set"),
     ((NAME, "actor_config.expert_model_parallel_size=8", "--print-conversion"),
-     r"tp1-pp1-ep16 is named after another layout than the config's TP 1 PP 1 EP 8.*: set actor_config.load=\S+/Qwen3-30B-A3B-tp1-pp1-ep8$"),
+     (r"tp1-pp1-ep16 is named after another layout than the config's TP 1 PP 1 EP 8.*: set "
+     r"actor_config.load=\S+/Qwen3-30B-A3B-tp1-pp1-ep8$")),
 ])
 def test_what_is_refused_before_anything_is_checked(ready, tool, capsys, arguments, said):
     with pytest.raises(SystemExit) as refused:
@@ -826,16 +875,20 @@ def test_a_check_that_breaks_is_a_failed_line(ready):
     box = Box()
     box.port_free = broken
     checks = {check.name: check for check in preflight(ready, NAME, box)}
-    assert checks["ports"].state == FAILED and "could not be checked: RuntimeError: no such thing" in checks["ports"].found
+    assert checks["ports"].state == FAILED and "could not be checked: RuntimeError: no such thing" in checks[
+        "ports"].found
     assert checks["base weights"].state == PASSED
 
 
 # ---- the real machine ----
 
 def test_the_tool_on_this_machine(ready):
-    """A process of its own, in a Python that has imported nothing: no torch is imported, and it ends whatever this machine lacks."""
-    program = "import runpy, sys\nsys.argv = sys.argv[1:]\ntry:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", program, str(ROOT / "tools" / "preflight.py"), "--config-name", NAME, "--json"], check=False,
+    """A process of its own, in a Python that has imported nothing: no torch is imported, and it ends whatever this
+    machine lacks."""
+    program = ("import runpy, sys\nsys.argv = sys.argv[1:]\ntry:\n    runpy.run_path(sys.argv[0], "
+               "run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", program, str(ROOT / "tools" / "preflight.py"), "--config-name", NAME,
+                           "--json"], check=False,
                           capture_output=True, text=True, timeout=120)
     told = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == (1 if any(check["state"] == FAILED for check in told.values()) else 0), done.stderr
@@ -854,11 +907,13 @@ def test_this_machine(tmp_path):
     assert machine.run([sys.executable, "-c", "print('yes')"]) == "yes\n"
     assert 1 <= machine.cpus() <= os.cpu_count()
     assert machine.open_files() > 0 and machine.python_version == sys.version_info[:2]
-    assert 0 < machine.disk_free(tmp_path / "not" / "made" / "yet") == pytest.approx(machine.disk_free(tmp_path), rel=0.1)
+    assert 0 < machine.disk_free(tmp_path / "not" / "made" / "yet") == pytest.approx(
+        machine.disk_free(tmp_path), rel=0.1)
     assert machine.version("pytest") == pytest.__version__ and machine.version("no-such-package") is None
     assert machine.importable("json") and not machine.importable("no_such_module")
     (tmp_path / "file").write_text("text")
-    assert machine.glob(f"{tmp_path}/fi*") == [f"{tmp_path}/file"] and machine.read(f"{tmp_path}/file") == "text" and machine.read("/no/such") is None
+    assert machine.glob(f"{tmp_path}/fi*") == [f"{tmp_path}/file"] and machine.read(
+        f"{tmp_path}/file") == "text" and machine.read("/no/such") is None
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

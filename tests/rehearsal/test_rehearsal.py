@@ -84,7 +84,8 @@ def test_a_narrow_model_divides_as_the_real_one(composed):
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3_30b_a3b", marks=pytest.mark.full), "qwen25_1_5b"])
 def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
-    """Else no answer is ever right, no reward differs, and no gradient reaches an adapter: 48 layers drown what the embedding says."""
+    """Else no answer is ever right, no reward differs, and no gradient reaches an adapter: 48 layers drown what the
+    embedding says."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,23 +96,25 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
     directory = make_model(shape, rows, tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     assert model.config.num_hidden_layers == shape.num_hidden_layers >= 28
-    prompts = tokenizer.apply_chat_template([row["messages"] for row in rows[:8]], add_generation_prompt=True, padding=True,
-                                            padding_side="left", return_tensors="pt", return_dict=True)
+    prompts = tokenizer.apply_chat_template([row["messages"] for row in rows[:8]], add_generation_prompt=True,
+                                            padding=True, padding_side="left", return_tensors="pt", return_dict=True)
     torch.manual_seed(0)
-    tokens = model.generate(**prompts, do_sample=True, max_new_tokens=4, num_return_sequences=4)[:, prompts["input_ids"].shape[1]:]
+    tokens = model.generate(**prompts, do_sample=True, max_new_tokens=4, num_return_sequences=4)[:,
+                            prompts["input_ids"].shape[1]:]
     answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert sum(any(character.isdigit() for character in answer) for answer in answers) > len(answers) / 2, answers
 
 
 def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
-    raw = composed("grpo_qwen3_30b_a3b_gsm8k_16npu", "actor_config.expert_model_parallel_size=6", "rl_config.verifier_function=[gsm8]",
-                   "rehearsal.steps=0")
+    raw = composed("grpo_qwen3_30b_a3b_gsm8k_16npu", "actor_config.expert_model_parallel_size=6",
+                   "rl_config.verifier_function=[gsm8]", "rehearsal.steps=0")
     raw["megatron_training"]["lora_target_modules"] = ["linear_qvk"]
     raw["task"]["train_file"] = "nowhere.parquet"
     with pytest.raises(ConfigError) as error:
         prepare(*read(raw))
     message = str(error.value)
-    for fault in ("experts_by_training_ranks", "did you mean 'gsm8k'", "did you mean 'linear_qkv'", "rehearsal.steps = 0", "nowhere.parquet"):
+    for fault in ("experts_by_training_ranks", "did you mean 'gsm8k'", "did you mean 'linear_qkv'",
+                  "rehearsal.steps = 0", "nowhere.parquet"):
         assert fault in message, message
     assert not (tmp_path / "models").exists()
 
@@ -122,7 +125,8 @@ def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):
 
 
 def test_layers_that_no_stage_could_have(composed):
-    with pytest.raises(ConfigError, match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3"):
+    with pytest.raises(ConfigError,
+                       match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3"):
         prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4")))
 
 
@@ -131,19 +135,23 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
     """Stages of two tensor parallel ranks, with experts spread over them."""
     monkeypatch.setenv("DATA", str(data))
     monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
-    command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", *FEW,
+    command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name",
+               "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", *FEW,
                f"rl_config.actor_resource.num_npus={2 * stages}", "actor_config.tensor_model_parallel_size=2",
                f"actor_config.pipeline_model_parallel_size={stages}", "generate_config.infer_tensor_parallel_size=2",
-               "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2", "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
+               "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
+               "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
     text = (run / "rehearsal.md").read_text()
     assert text in done.stdout
     layers = f"{2 // stages} layers here ({48 // stages} there)"
-    for line in (f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 of 128 experts, {layers}.",
-                 "4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 update(s) a step; 2 steps.",
-                 "Every LoRA target reached the rollout engine: ", "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
+    for line in ((f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 "
+                 f"of 128 experts, {layers}."),
+                 ("4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 "
+                 "update(s) a step; 2 steps."), "Every LoRA target reached the rollout engine: ",
+                 "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
                  "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
         assert line in text, text
     facts = json.loads((run / "facts.json").read_text())

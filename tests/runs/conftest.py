@@ -20,7 +20,8 @@ def metrics_of(step, total, aqn=True):
     if aqn:
         stage = min(9, (step - 1) * 10 // total)
         sigma = 0.0 if stage == 0 else 0.05 * 0.01 ** ((stage - 1) / 8)
-        metrics |= {"aqn/sigma": sigma, "aqn/stage": stage, "aqn/layers": 5 if sigma else 0, "aqn/measured_std": 1.01 * sigma,
+        metrics |= {"aqn/sigma": sigma, "aqn/stage": stage, "aqn/layers": 5 if sigma else 0,
+                    "aqn/measured_std": 1.01 * sigma,
                     "aqn/changed_fraction": 1.0 if sigma else 0.0}
     return metrics
 
@@ -54,7 +55,7 @@ def made_run(new_run):
 
 @pytest.fixture
 def run_killed(tmp_path):
-    """A function that starts Python code which makes a run and kills itself with SIGKILL; returns the run directory."""
+    """A function that starts Python code which makes a run and kills itself (SIGKILL); returns its directory."""
 
     def start(code):
         prelude = (
@@ -62,8 +63,8 @@ def run_killed(tmp_path):
             "from pathlib import Path\n"
             "from mindspeed_qerl.runs.directory import RunDirectory\n"
             "from mindspeed_qerl.runs.metrics import MetricsWriter\n"
-            f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'killed', config={{}}, command=['x'], seed=1, data_files={{}})\n"
-            "print(json.dumps(str(run.path)), flush=True)\n"
+            f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'killed', config={{}}, command=['x'], seed=1, "
+            f"data_files={{}})\nprint(json.dumps(str(run.path)), flush=True)\n"
         )
         child = subprocess.run([sys.executable, "-c", prelude + code + "\nos.kill(os.getpid(), signal.SIGKILL)"],
                                capture_output=True, text=True, check=False)

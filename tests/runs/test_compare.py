@@ -1,4 +1,5 @@
-"""compare_runs on made-up runs: what is grouped, what is left out, and how often it sees what is there and what is not."""
+"""compare_runs on made-up runs: what is grouped, what is left out, and how often it sees what is there and what is
+not."""
 
 import io
 import json
@@ -29,18 +30,21 @@ from .test_statistics import differences
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
-AQN = {"enabled": True, "schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10, "targets": "auto", "exclude": [],
+AQN = {"enabled": True, "schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10,
+       "targets": "auto", "exclude": [],
        "restart_every": None, "multipliers": None, "multipliers_file": None, "seed": None}
 
 
 def config_of(aqn=False, seed=1, **changes):
-    return {"engine": "local", "megatron_training": {"seed": seed, "train_iters": STEPS, "save_interval": 5}, "actor_config": {"lr": 2e-4},
+    return {"engine": "local", "megatron_training": {"seed": seed, "train_iters": STEPS, "save_interval": 5},
+            "actor_config": {"lr": 2e-4},
             "aqn": {**AQN, "enabled": aqn}, "run": {"name": f"anything{seed}"}, **changes}
 
 
 def noise_rows(measured=1.0, **fields):
     schedule = NoiseSchedule(total_steps=STEPS)
-    return [{"aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": sigma, "aqn/measured_std": measured * sigma, **fields}
+    return [{"aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": sigma, "aqn/measured_std": measured * sigma,
+             **fields}
             for sigma in schedule.sigmas()]
 
 
@@ -48,17 +52,19 @@ def noise_rows(measured=1.0, **fields):
 def make_run(tmp_path):
     """A function that writes a run: `accuracy` of 60 questions before, a little more after."""
 
-    def make(aqn=False, seed=1, accuracy=0.5, noise=None, finished=True, last=STEPS, data=b"data", questions=60, **changes):
+    def make(aqn=False, seed=1, accuracy=0.5, noise=None, finished=True, last=STEPS, data=b"data", questions=60,
+             **changes):
         file = tmp_path / f"{hash(data)}.txt"
         file.write_bytes(data)
-        run = RunDirectory.create(tmp_path / "runs", "test", config=config_of(aqn, seed, **changes), command=["train"], seed=seed,
-                                  data_files={"train": file})
+        run = RunDirectory.create(tmp_path / "runs", "test", config=config_of(aqn, seed, **changes),
+                                  command=["train"], seed=seed, data_files={"train": file})
         generator = np.random.default_rng([seed, aqn])
         with MetricsWriter(run, tensorboard=False) as writer:
             for step in (0, last):
                 right = generator.random((questions, 4)) < accuracy + 0.2 * (step > 0)
                 writer.log_eval(step, {"accuracy": right.mean()}, [
-                    {"question": f"q{i}", "responses": ["?"] * 4, "scores": scores} for i, scores in enumerate(right.astype(float).tolist())])
+                    {"question": f"q{i}", "responses": ["?"] * 4, "scores": scores}
+                    for i, scores in enumerate(right.astype(float).tolist())])
             for step, row in enumerate(noise if noise is not None else noise_rows() if aqn else [{}] * STEPS, 1):
                 writer.log(step, {"reward/mean": accuracy + 0.2 * step / STEPS, **row})
         if finished:
@@ -75,14 +81,16 @@ def read_all(*paths):
 def test_runs_are_grouped_by_what_they_differ_in_but_the_seed(make_run):
     paths = [make_run(aqn, seed) for seed in (1, 2, 3) for aqn in (True, False)]
     comparison = compare(read_all(*paths))
-    assert [(group.name, group.seeds) for group in comparison.groups] == [("aqn off", [1, 2, 3]), ("aqn on", [1, 2, 3])]
+    assert [(group.name, group.seeds) for group in comparison.groups] == [
+        ("aqn off", [1, 2, 3]), ("aqn on", [1, 2, 3])]
     assert comparison.differing == ["aqn.enabled"] and comparison.left_out == []
     assert (comparison.steps, len(comparison.questions)) == ([0, STEPS], 60)
 
 
 def test_groups_are_told_apart_by_every_key_that_matters(make_run):
     paths = [make_run(True, 1), make_run(True, 1, actor_config={"lr": 1e-4})]
-    assert [group.name for group in compare(read_all(*paths)).groups] == ["actor_config.lr=0.0002", "actor_config.lr=0.0001"]
+    assert [group.name for group in compare(read_all(*paths)).groups] == [
+        "actor_config.lr=0.0002", "actor_config.lr=0.0001"]
     off = comparable_config(config_of(False))
     assert off["aqn.enabled"] is False and "aqn.sigma_start" not in off  # switched off, so no difference
     assert not any(key.startswith(("run", "megatron_training.s")) for key in off)
@@ -95,7 +103,8 @@ def test_accuracy_is_the_mean_over_seeds_and_questions(make_run):
     comparison = compare(read_all(*paths))
     assert comparison.groups[0].name == "all runs"
     for k, step in enumerate((0, STEPS)):
-        assert comparison.accuracy["all runs"][step].mean == pytest.approx(np.mean([row[k]["accuracy"] for row in rows]))
+        assert comparison.accuracy["all runs"][step].mean == pytest.approx(
+            np.mean([row[k]["accuracy"] for row in rows]))
     assert comparison.verdicts == [] and "nothing to compare it with" in to_markdown(comparison)
 
 
@@ -138,7 +147,8 @@ def test_a_repeated_seed_counts_once(make_run):
 
 
 def test_noise_of_a_run_that_is_off_is_a_fault():
-    assert check_noise([{"step": 3, "aqn/measured_std": 0.1}], {"enabled": False}, STEPS) == (["AQN is off in its config, but step 3 had noise"], [])
+    assert check_noise([{"step": 3, "aqn/measured_std": 0.1}], {"enabled": False}, STEPS) == (
+        ["AQN is off in its config, but step 3 had noise"], [])
     assert check_noise([{"step": 3}], {}, STEPS) == ([], [])
 
 
@@ -162,7 +172,8 @@ def test_a_schedule_is_read_by_the_keys_it_has():
     assert fault == "its config's section aqn cannot be read: num_stages must be an integer >= 1, not 'ten'"
 
 
-@pytest.mark.parametrize("measured, good", [(0.79, False), (0.81, True), (1.24, True), (1.26, False), (math.nan, False)])
+@pytest.mark.parametrize("measured, good",
+                         [(0.79, False), (0.81, True), (1.24, True), (1.26, False), (math.nan, False)])
 def test_how_much_of_the_noise_must_be_measured(measured, good):
     rows = [{"step": step, **row} for step, row in enumerate(noise_rows(measured), 1)]
     assert (check_noise(rows, AQN, STEPS)[0] == []) == good
@@ -170,7 +181,8 @@ def test_how_much_of_the_noise_must_be_measured(measured, good):
 
 def test_a_schedule_that_restarts_and_multipliers_are_checked_as_what_they_are():
     schedule = NoiseSchedule(total_steps=STEPS, restart_every=10)
-    rows = [{"step": step, "aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": 3 * sigma, "aqn/measured_std": 3 * sigma}
+    rows = [{"step": step, "aqn/sigma": sigma, "aqn/layers": 2, "aqn/expected_std": 3 * sigma,
+             "aqn/measured_std": 3 * sigma}
             for step, sigma in enumerate(schedule.sigmas(), 1)]
     assert check_noise(rows, {**AQN, "restart_every": "epoch"}, STEPS, restart_every=10) == ([], [])
     assert "its config's schedule says" in check_noise(rows, AQN, STEPS)[0][0]
@@ -179,14 +191,17 @@ def test_a_schedule_that_restarts_and_multipliers_are_checked_as_what_they_are()
 def test_two_seeds_give_no_verdict(make_run):
     comparison = compare(read_all(*(make_run(aqn, seed) for seed in (1, 2) for aqn in (True, False))))
     (verdict,) = comparison.verdicts
-    assert verdict.word == "no verdict" and sentence(verdict, 60, STEPS).endswith("no verdict, 2 seeds in common; it takes 3")
+    assert verdict.word == "no verdict" and sentence(verdict, 60, STEPS).endswith(
+        "no verdict, 2 seeds in common; it takes 3")
 
 
 def test_only_seeds_that_both_have_are_compared(make_run):
-    comparison = compare(read_all(*(make_run(False, seed) for seed in (1, 2)), *(make_run(True, seed) for seed in (2, 3))))
+    comparison = compare(read_all(*(make_run(False, seed) for seed in (1, 2)),
+                                  *(make_run(True, seed) for seed in (2, 3))))
     assert [group.seeds for group in comparison.groups] == [[1, 2], [2, 3]] and comparison.verdicts[0].seeds == [2]
     off, on = (next(run for run in group.runs if run.seed == 2).scores[STEPS] for group in comparison.groups)
-    assert comparison.difference["aqn on"][STEPS].mean == pytest.approx(np.mean(list(on.values())) - np.mean(list(off.values())))
+    assert comparison.difference["aqn on"][STEPS].mean == pytest.approx(
+        np.mean(list(on.values())) - np.mean(list(off.values())))
 
 
 def test_the_baseline_can_be_chosen(make_run):
@@ -205,7 +220,8 @@ def test_nothing_to_compare_is_an_error(make_run, tmp_path):
 
 @pytest.mark.parametrize("change, reason", [
     (dict(questions=2), r"it was evaluated otherwise: questions 2 \(\w+\) where most have 60 \(\w+\)"),
-    (dict(last=3, noise=[{}] * 3, megatron_training={"seed": 9, "train_iters": 3}), "it was evaluated otherwise: last step 3 where most have 20"),
+    (dict(last=3, noise=[{}] * 3, megatron_training={"seed": 9, "train_iters": 3}),
+     "it was evaluated otherwise: last step 3 where most have 20"),
 ])
 def test_a_stray_run_does_not_change_what_the_others_say(make_run, change, reason):
     runs = read_all(*(make_run(aqn, seed) for seed in (1, 2, 3) for aqn in (True, False)))
@@ -227,7 +243,8 @@ def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run):
 
 def test_several_verdicts_share_the_limit_and_say_so(make_run):
     runs = read_all(*(make_run(aqn, seed, accuracy, actor_config={"lr": lr})
-                      for seed in (1, 2, 3) for aqn, lr, accuracy in ((False, 1, 0.5), (True, 1, 0.55), (True, 2, 0.6))))
+                      for seed in (1, 2, 3)
+                      for aqn, lr, accuracy in ((False, 1, 0.5), (True, 1, 0.55), (True, 2, 0.6))))
     comparison = compare(runs)
     assert [verdict.limit for verdict in comparison.verdicts] == [0.025, 0.025]
     verdict = comparison.verdicts[0]
@@ -237,8 +254,10 @@ def test_several_verdicts_share_the_limit_and_say_so(make_run):
 
 
 def test_groups_that_look_alike_have_names_of_their_own(make_run):
-    runs = read_all(*(make_run(False, 1, actor_config={"lr": lr}) for lr in (1, "1")), make_run(False, 1, actor_config={"lr": 2, "more": None}))
-    assert [group.name for group in compare(runs).groups] == ["actor_config.lr=1", "actor_config.lr=1 (2)", "actor_config.lr=2"]
+    runs = read_all(*(make_run(False, 1, actor_config={"lr": lr}) for lr in (1, "1")),
+                    make_run(False, 1, actor_config={"lr": 2, "more": None}))
+    assert [group.name for group in compare(runs).groups] == ["actor_config.lr=1", "actor_config.lr=1 (2)",
+                                                              "actor_config.lr=2"]
 
 
 @pytest.fixture
@@ -252,13 +271,14 @@ def long_groups(make_run):
 def test_groups_that_differ_in_much_are_letters_with_a_legend(long_groups):
     comparison = compare(long_groups)
     assert [group.name for group in comparison.groups] == ["A", "B", "C"]
-    assert comparison.groups[0].settings == "actor_config.lr=0.0002, aqn off, rl_config.kl_coef=0.0, rl_config.clip_ratio=0.2"
+    assert comparison.groups[
+        0].settings == "actor_config.lr=0.0002, aqn off, rl_config.kl_coef=0.0, rl_config.clip_ratio=0.2"
     console = Console(width=80, file=io.StringIO())
     console.print(Markdown(to_markdown(comparison)))
     shown = [line.split() for line in console.file.getvalue().splitlines()]
     assert not any("…" in word for line in shown for word in line)
-    for line in (["key", "A", "B", "C"], ["actor_config.lr", "0.0002", "0.0001", "0.0003"], ["aqn.enabled", "false", "true", "true"],
-                 ["rl_config.kl_coef", "0.0", "0.05", "0.1"]):
+    for line in (["key", "A", "B", "C"], ["actor_config.lr", "0.0002", "0.0001", "0.0003"],
+                 ["aqn.enabled", "false", "true", "true"], ["rl_config.kl_coef", "0.0", "0.05", "0.1"]):
         assert line in shown
     assert [line[:2] for line in shown if line[:1] == ["0"]] == [["0", "A"]]  # a step is named once
 
@@ -272,7 +292,8 @@ def test_letters_stay_whichever_is_the_baseline(long_groups, asked, found):
 
 def test_more_groups_than_letters(make_run):
     noisy = read_run(make_run(True, 1))
-    groups = compare([replace(noisy, path=Path(f"{k}"), config={"aqn.enabled": True, "a_key_with_a_long_name": k}) for k in range(53)]).groups
+    groups = compare([replace(noisy, path=Path(f"{k}"), config={"aqn.enabled": True, "a_key_with_a_long_name": k})
+                      for k in range(53)]).groups
     assert [groups[k].name for k in (0, 25, 26, 52)] == ["A", "Z", "A2", "A3"]
 
 
@@ -284,7 +305,8 @@ def paths_of(config):
 @pytest.mark.parametrize("aqn", [True, False])
 @pytest.mark.parametrize("evil", ["missing", None, "section with unknown keys"])
 def test_configs_of_other_versions_are_read(make_run, aqn, evil):
-    """Each key in turn is missing, null, or a section of another shape; a run whose noise is then unclear is left out, nothing raises."""
+    """Each key in turn is missing, null, or a section of another shape; a run whose noise is then unclear is left out,
+    nothing raises."""
     whole, run = make_run(aqn, 1), make_run(aqn, 2)
     for path in paths_of(config_of(aqn, 2)):
         config = json.loads(json.dumps(config_of(aqn, 2)))
@@ -296,7 +318,8 @@ def test_configs_of_other_versions_are_read(make_run, aqn, evil):
         elif evil is None:
             section[path[-1]] = None
         elif isinstance(section[path[-1]], dict):
-            section[path[-1]] |= {"later_version": {"since": date(2027, 1, 1), "list": [{1: date(2027, 1, 1), "a": None}]}}
+            section[path[-1]] |= {"later_version": {"since": date(2027, 1, 1),
+                                                    "list": [{1: date(2027, 1, 1), "a": None}]}}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         to_markdown(compare(read_all(whole, run)))
 
@@ -312,7 +335,8 @@ def test_a_run_without_the_section_aqn_is_the_baseline(make_run):
 def test_other_hardware_that_is_none_is_no_difference():
     off = {"rollout": "none", "training": ["none"], "evaluation": [], "gaussian_std": 0.05}
     assert comparable_config(config_of(hardware_error=off)) == comparable_config(config_of())
-    one, other = (comparable_config(config_of(hardware_error={**off, "rollout": kinds})) for kinds in ("gaussian", ["gaussian"]))
+    one, other = (comparable_config(config_of(hardware_error={**off, "rollout": kinds}))
+                  for kinds in ("gaussian", ["gaussian"]))
     assert one == other and one["hardware_error.rollout"] == "gaussian"
 
 
@@ -335,7 +359,8 @@ def test_a_damaged_run_is_named(make_run, name, change, message):
 def test_what_is_no_number_is_not_averaged(make_run):
     rows = [{}] * (STEPS - 1) + [{"reward/mean": math.nan}]
     comparison = compare(read_all(make_run(False, 1, noise=rows), make_run(False, 2)))
-    assert list(comparison.reward["all runs"]) == list(range(1, STEPS)) and comparison.groups[0].runs[0].notes[-1] == "no number as its reward: 1 of 20 steps"
+    assert list(comparison.reward["all runs"]) == list(range(1, STEPS)) and comparison.groups[0].runs[0].notes[
+        -1] == "no number as its reward: 1 of 20 steps"
     path = make_run(False, 3)
     file = path / "eval_answers.jsonl"
     file.write_text(file.read_text().replace("[1.0,", "[NaN,", 1))
@@ -355,8 +380,9 @@ def synthetic(generator, effect):
     questions = [f"q{i}" for i in range(values.shape[1])]
 
     def run(aqn, seed, scores):
-        return ComparedRun(path=Path(f"{aqn}{seed}"), seed=seed, config={"aqn.enabled": aqn}, scores={10: dict(zip(questions, scores.tolist()))},
-                           rewards={}, data={}, code={}, faults=(), notes=())
+        return ComparedRun(path=Path(f"{aqn}{seed}"), seed=seed, config={"aqn.enabled": aqn},
+                           scores={10: dict(zip(questions, scores.tolist()))}, rewards={}, data={}, code={}, faults=(),
+                           notes=())
 
     return [run(aqn, seed, 0.5 + values[seed] / 2 * (1 if aqn else -1)) for seed in range(3) for aqn in (True, False)]
 
@@ -371,14 +397,16 @@ def test_how_often_of_200_it_says_better(effect, least, most):
 
 
 def test_several_groups_share_the_5_percent():
-    """Four treatments that do nothing: at least one is called better or worse in at most 5 % of the draws, not in 18 %."""
+    """Four treatments that do nothing: at least one is called better or worse in at most 5 % of the draws, not in 18
+    %."""
     generator, false = np.random.default_rng(0), 0
     for _ in range(200):
         runs = synthetic(generator, 0.0)
         base = [run for run in runs if not run.config["aqn.enabled"]]
         for number in range(1, 4):
             for run, other in zip(base, [run for run in synthetic(generator, 0.0) if run.config["aqn.enabled"]]):
-                runs.append(ComparedRun(**{**other.__dict__, "path": Path(f"{number}{other.seed}"), "config": {"aqn.enabled": True, "n": number}}))
+                runs.append(ComparedRun(**{**other.__dict__, "path": Path(f"{number}{other.seed}"),
+                                           "config": {"aqn.enabled": True, "n": number}}))
         false += any(verdict.word != "not distinguishable" for verdict in compare(runs).verdicts)
     assert false <= 16  # the 99 % quantile of 5 %
 
@@ -394,7 +422,8 @@ def test_from_the_command_line_to_the_files(make_run, tmp_path):
     assert "aqn on beside aqn off: not distinguishable" in done.stdout and "it is not finished" in done.stdout
     found = json.loads((tmp_path / "out/comparison.json").read_text())
     assert [group["seeds"] for group in found["groups"]] == [[1, 2, 3], [1, 2, 3]]
-    assert found["verdicts"][0]["difference"]["low"] < found["verdicts"][0]["difference"]["mean"] < found["verdicts"][0]["difference"]["high"]
+    assert found["verdicts"][0]["difference"]["low"] < found["verdicts"][0]["difference"]["mean"] < found["verdicts"][
+        0]["difference"]["high"]
     assert (tmp_path / "out/comparison.png").stat().st_size > 20_000
     refused = subprocess.run([*command[:2], tmp_path / "nowhere"], capture_output=True, text=True, check=False)
     assert refused.returncode == 1 and "holds none" in refused.stderr

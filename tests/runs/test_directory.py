@@ -16,7 +16,8 @@ from mindspeed_qerl.runs.versions import git_state
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROWS = b'{"problem": "1+1"}\n'
-ROWS_SHA256 = "fba5f57efc9866fdc0512e5316ac225d8f8a33388734369a0918b4ab17a4a6eb"  # what coreutils' sha256sum prints for it
+# what coreutils' sha256sum prints for it
+ROWS_SHA256 = "fba5f57efc9866fdc0512e5316ac225d8f8a33388734369a0918b4ab17a4a6eb"
 
 
 def create(root, name="run", **changes):

@@ -24,7 +24,8 @@ def test_a_killed_run_keeps_every_row_it_logged_also_in_tensorboard(run_killed):
     )
 
     rows = read_jsonl(run.metrics_file)
-    assert rows == [{"step": step, "reward/mean": 0.1 * step, "aqn/layers": 5, "grad_norm": 1e-30} for step in (1, 2, 3)]
+    assert rows == [{"step": step, "reward/mean": 0.1 * step, "aqn/layers": 5, "grad_norm": 1e-30}
+                    for step in (1, 2, 3)]
     assert run.metrics_file.read_bytes().endswith(b"}\n")
     assert read_jsonl(run.eval_file) == [{"step": 0, "accuracy": 0.25}]
     assert [row["response"] for row in read_jsonl(run.rollouts_file)] == ["#### − 72"] * 6

@@ -41,14 +41,16 @@ def test_summary_is_what_the_files_say(made_run):
     rows = read_jsonl(run.metrics_file)
 
     assert (summary.state, summary.steps) == ("finished", 20)
-    assert (summary.first_eval["accuracy"], summary.last_eval["accuracy"], summary.best_eval["step"]) == (0.25, 0.75, 20)
+    assert (summary.first_eval["accuracy"], summary.last_eval["accuracy"], summary.best_eval["step"]) == (
+        0.25, 0.75, 20)
     assert (summary.first_reward, summary.last_reward) == (rows[0]["reward/mean"], rows[-1]["reward/mean"])
     assert summary.part_seconds == pytest.approx(
         {"rollout": 9.0 + 19 * 0.3, "update": 20 * 0.2, "sync": 20 * 0.01, "other": 20 * 0.05, "eval": 0.4}
     )
     assert summary.k3 == pytest.approx((1e-12 * 21 / 2, 20e-12))
     assert (summary.noise.syncs, summary.noise.noisy_syncs, summary.noise.layers) == (20, 18, (5, 5))
-    assert [(stage.first_step, stage.last_step) for stage in summary.noise.stages] == [(k, k + 1) for k in range(1, 20, 2)]
+    assert [(stage.first_step, stage.last_step) for stage in summary.noise.stages] == [
+        (k, k + 1) for k in range(1, 20, 2)]
     assert summary.noise.stages[1].sigma == pytest.approx(0.05)
     assert summary.noise.stages[1].measured_std == pytest.approx(0.0505)
     assert summary.warnings == []
@@ -111,7 +113,8 @@ def test_facts_measured_once_are_shown(made_run):
                lora_movement={"linear_qkv": {"moved": 0.0123, "expected": 0.0123}})
     _, _, pictures = report(run)
     text = run.summary_file.read_text()
-    assert "| linear_qkv | 2 modules, 12,288 parameters |\n| linear_qkv in the rollout engine | moved 0.0123 of 0.0123 |" in text
+    assert ("| linear_qkv | 2 modules, 12,288 parameters |\n| linear_qkv in the rollout engine | moved 0.0123 of "
+            "0.0123 |") in text
     assert "| engine start | 2 min 5 s |" in text
     assert pictures == ALL_PLOTS
 
@@ -157,7 +160,8 @@ def test_pictures_draw_the_values_of_the_files(made_run):
 
     bars = plots.time_per_part(columns, evals).axes[0].patches
     tops = {bar.get_x() + bar.get_width() / 2: bar.get_y() + bar.get_height() for bar in bars}
-    assert list(tops.values()) == pytest.approx([*columns["time/step"][:19], columns["time/step"][19] + 0.4])  # 0.4: evaluation
+    # 0.4: evaluation
+    assert list(tops.values()) == pytest.approx([*columns["time/step"][:19], columns["time/step"][19] + 0.4])
 
 
 def test_long_runs_show_a_moving_mean_and_binned_times():
@@ -187,11 +191,13 @@ def test_results_that_only_look_fine_are_called_out(new_run):
     run = new_run()
     with MetricsWriter(run, tensorboard=False) as writer:
         for step in (1, 2):
-            writer.log(step, {"reward/mean": 0.0, "loss/total": math.nan if step == 2 else 1.0, "aqn/sigma": 5e-4, "aqn/stage": 9,
+            writer.log(step, {"reward/mean": 0.0, "loss/total": math.nan if step == 2 else 1.0, "aqn/sigma": 5e-4,
+                              "aqn/stage": 9,
                               "aqn/layers": 0, "aqn/measured_std": 2e-5})
     summary, terminal, _ = report(run)
     assert len(summary.warnings) == 4
-    for says in ("loss/total was NaN or infinite, first in step 2", "reward was 0 at every step", "put noise on no layer",
+    for says in ("loss/total was NaN or infinite, first in step 2", "reward was 0 at every step",
+                 "put noise on no layer",
                  "AQN stage 9: the measured std 2.0e-05 is far below the nominal one, 5.0e-04"):
         assert any(says in warning for warning in summary.warnings), says
         assert f"> **Warning:** {next(w for w in summary.warnings if says in w)}" in run.summary_file.read_text()
@@ -201,7 +207,8 @@ def test_results_that_only_look_fine_are_called_out(new_run):
 def test_the_command_writes_the_report_again_without_torch(made_run):
     run = made_run(3)
     # An entry of None in sys.modules makes `import torch` fail.
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('mindspeed_qerl.runs.report', run_name='__main__')"
+    code = ("import runpy, sys; sys.modules['torch'] = None; runpy.run_module('mindspeed_qerl.runs.report', "
+            "run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Report:" in done.stdout
@@ -211,9 +218,10 @@ def test_the_command_writes_the_report_again_without_torch(made_run):
 def test_the_command_explains_what_is_wrong(made_run):
     run = made_run(2)
     run.metrics_file.write_text("{}}\n" + run.metrics_file.read_text())
-    for wrong, says in ((run.path, "metrics.jsonl:1: damaged line"), (Path("no/such/run"), "no/such/run is not a run directory")):
-        done = subprocess.run([sys.executable, "-m", "mindspeed_qerl.runs.report", str(wrong)], capture_output=True, text=True,
-                              check=False)
+    for wrong, says in ((run.path, "metrics.jsonl:1: damaged line"),
+                        (Path("no/such/run"), "no/such/run is not a run directory")):
+        done = subprocess.run([sys.executable, "-m", "mindspeed_qerl.runs.report", str(wrong)], capture_output=True,
+                              text=True, check=False)
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert says in done.stderr

@@ -47,7 +47,8 @@ def test_later_rows_are_set_aside_and_written_again(stopped):
     assert repr(rows[:3]) == repr(before[:3]) and rows[3] == {"step": 4, "reward/mean": 0.45}
     assert run.status()["step"] == 4
     assert [row["step"] for row in read_jsonl(run.rollouts_file)] == [1, 1, 2, 2, 3, 3]
-    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0] == [row["step"] for row in read_jsonl(run.eval_answers_file)]
+    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0] == [
+        row["step"] for row in read_jsonl(run.eval_answers_file)]
     assert read_jsonl(run.path / "discarded" / "metrics.jsonl") == before[3:]
     assert [row["accuracy"] for row in read_jsonl(run.path / "discarded" / "eval.jsonl")] == [0.5]
 
@@ -60,7 +61,8 @@ def test_a_second_resumption_keeps_what_the_first_set_aside(stopped):
 
 def test_another_config_is_refused_by_name(stopped):
     with pytest.raises(ValueError, match=r"another config.*\naqn\.sigma_start was 0\.05 and is 0\.1$"):
-        RunDirectory.reopen(stopped.path, config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[], data_files={})
+        RunDirectory.reopen(stopped.path, config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[],
+                            data_files={})
     assert stopped.status()["state"] == "failed"
 
 
@@ -110,8 +112,10 @@ def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("status.json", ""), ("status.json", '{"state": "fini'), ("status.json", "[]"), ("status.json", '{"state": "failed"}'),
-    ("status.json", '{"state": "failed", "started": 5}'), ("status.json", "\0\0"), ("config.yaml", "a: ["), ("config.yaml", None)])
+    ("status.json", ""), ("status.json", '{"state": "fini'), ("status.json", "[]"),
+    ("status.json", '{"state": "failed"}'),
+    ("status.json", '{"state": "failed", "started": 5}'), ("status.json", "\0\0"), ("config.yaml", "a: ["),
+    ("config.yaml", None)])
 def test_a_damaged_sibling_is_skipped_and_named_once(new_run, capsys, name, content):
     damaged, whole = new_run(**CONFIG), new_run(**CONFIG)
     (damaged.path / name).unlink()
@@ -127,7 +131,8 @@ def test_a_damaged_sibling_is_skipped_and_named_once(new_run, capsys, name, cont
 
 
 @pytest.mark.parametrize("section, message", [
-    ({"root": None}, "run.root = None must be text"), ({"name": 5}, "run.name = 5 must be text"), (["resume"], "must be a section")])
+    ({"root": None}, "run.root = None must be text"), ({"name": 5}, "run.name = 5 must be text"),
+    (["resume"], "must be a section")])
 def test_a_folder_of_runs_that_is_no_text_is_refused(section, message):
     with pytest.raises(ConfigError, match=message):
         runs_folder({"run": section}, "tiny")
@@ -147,7 +152,8 @@ def test_other_data_than_at_the_start_are_refused(tmp_path):
         RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=files)
     assert run.status() == status
     files["train"].write_text(json.dumps({"question": "train"}) + "\n")
-    assert RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=files).status()["state"] == "running"
+    assert RunDirectory.reopen(run.path, config=resumed_config(run), command=[],
+                               data_files=files).status()["state"] == "running"
 
 
 def test_rows_that_a_cut_lost_are_named(stopped):
@@ -168,10 +174,12 @@ def test_resume_auto_with_a_folder_that_is_no_text_is_refused_in_words(capsys, o
 
 
 def test_an_interrupted_run_says_how_to_resume_and_from_where(stopped, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "cli/train_grpo.py", "run.name=my run", "run.resume=old", "aqn=off"])
+    monkeypatch.setattr(sys, "orig_argv",
+                        ["python", "cli/train_grpo.py", "run.name=my run", "run.resume=old", "aqn=off"])
     assert "before the first checkpoint" in train.how_to_resume(stopped)
     for name in ("iter_0000002", "iter_0000003", "iter_0000004.making"):
         (stopped.checkpoints_dir / name).mkdir(parents=True)
     assert train.how_to_resume(stopped).splitlines() == [
-        "interrupted after step 5; resume with", "  python cli/train_grpo.py 'run.name=my run' aqn=off run.resume=auto",
+        "interrupted after step 5; resume with",
+        "  python cli/train_grpo.py 'run.name=my run' aqn=off run.resume=auto",
         "It continues after step 3, the last checkpoint"]

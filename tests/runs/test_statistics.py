@@ -10,13 +10,15 @@ from mindspeed_qerl.runs.statistics import Estimate, estimate, seeds_needed
 
 
 def differences(generator, seeds, questions=200, samples=4, effect=0.0, of_seed=0.3, of_question=0.5):
-    """Scores with the treatment minus without, [seeds, questions]: sampled answers to questions of various difficulty, of models that vary
-    with the seed, and a treatment that helps on some questions and harms on others. All in logits."""
+    """Scores with the treatment minus without, [seeds, questions]: sampled answers to questions of various difficulty,
+    of models that vary with the seed, and a treatment that helps on some questions and harms on others. All in
+    logits."""
     difficulty = generator.normal(0, 1.5, questions)
     helps = generator.normal(0, of_question, questions)
 
     def scores(shift):
-        logits = difficulty + shift + generator.normal(0, of_seed, (seeds, 1)) + generator.normal(0, 0.3, (seeds, questions))
+        logits = (difficulty + shift + generator.normal(0, of_seed, (seeds, 1))
+                  + generator.normal(0, 0.3, (seeds, questions)))
         return generator.binomial(samples, 1 / (1 + np.exp(-logits))) / samples
 
     return scores(effect + helps) - scores(0.0)
@@ -25,20 +27,23 @@ def differences(generator, seeds, questions=200, samples=4, effect=0.0, of_seed=
 def false_verdicts(judge, seeds, of_seed, of_question, draws=400):
     """How often of 1 a difference is seen where there is none."""
     generator = np.random.default_rng([seeds, int(100 * of_seed), int(100 * of_question)])
-    return np.mean([judge(differences(generator, seeds, of_seed=of_seed, of_question=of_question), generator) for _ in range(draws)])
+    return np.mean([judge(differences(generator, seeds, of_seed=of_seed, of_question=of_question), generator)
+                    for _ in range(draws)])
 
 
-CASES = [(seeds, of_seed, of_question) for seeds in (3, 5) for of_seed in (0.0, 0.1, 0.3, 0.8) for of_question in (0.0, 0.8)]
+CASES = [(seeds, of_seed, of_question) for seeds in (3, 5) for of_seed in (0.0, 0.1, 0.3, 0.8)
+         for of_question in (0.0, 0.8)]
 
 
 def test_a_difference_is_seen_where_there_is_none_in_at_most_5_percent():
     rates = {case: false_verdicts(lambda values, _: estimate(values).p < 0.05, *case) for case in CASES}
     assert np.mean(list(rates.values())) <= 0.05
-    assert max(rates.values()) <= stats.binom.ppf(0.999, 400, 0.05) / 400, rates  # the chance of any draw being above it: 2 %
+    # the chance of any draw being above it: 2 %
+    assert max(rates.values()) <= stats.binom.ppf(0.999, 400, 0.05) / 400, rates
 
 
 def test_a_bootstrap_over_so_few_seeds_does_not_keep_that_promise():
-    """Why `estimate` is none: percentiles of means over seeds and questions drawn again with replacement (Owen 2007)."""
+    """Why `estimate` is none: percentiles of means over seeds and questions drawn again (Owen 2007)."""
 
     def bootstrap(values, generator, draws=300):
         seeds, questions = values.shape
@@ -61,7 +66,8 @@ def test_with_noise_of_seeds_alone_it_is_students_interval_of_the_seeds_means():
 
 def test_with_one_seed_it_is_students_interval_of_the_questions():
     values = np.random.default_rng(0).normal(0.1, 0.2, (1, 300))
-    assert (estimate(values).low, estimate(values).high) == pytest.approx(stats.t.interval(0.95, 299, values.mean(), stats.sem(values[0])))
+    assert (estimate(values).low, estimate(values).high) == pytest.approx(
+        stats.t.interval(0.95, 299, values.mean(), stats.sem(values[0])))
 
 
 def test_values_that_are_all_the_same():
@@ -73,7 +79,8 @@ def test_variances_are_taken_apart():
     """Against the variances that the values were made with."""
     generator = np.random.default_rng(0)
     seeds, questions = 400, 400
-    values = generator.normal(0, 0.3, (seeds, 1)) + generator.normal(0, 0.5, questions) + generator.normal(0, 2, (seeds, questions))
+    values = (generator.normal(0, 0.3, (seeds, 1)) + generator.normal(0, 0.5, questions)
+              + generator.normal(0, 2, (seeds, questions)))
     found = estimate(values)
     assert found.of_seeds == pytest.approx(0.09 / seeds + 4 / values.size, rel=0.2)
     assert found.of_questions == pytest.approx(0.25 / questions, rel=0.2)
@@ -102,4 +109,5 @@ def test_no_number_of_seeds_helps_where_the_questions_are_too_few():
 def test_a_tiny_difference_takes_more_seeds_than_anyone_has():
     assert seeds_needed(Estimate(1e-9, -1, 1, 1.0, 0.1, 0.0, 3)) is None
     textbook = 400  # n = (z_0.975 + z_0.8)^2 variance / difference^2
-    assert seeds_needed(Estimate(2.8016 * math.sqrt(0.3 / textbook), -1, 1, 1.0, 0.1, 0.0, 3)) == pytest.approx(textbook, rel=0.01)
+    assert seeds_needed(Estimate(2.8016 * math.sqrt(0.3 / textbook), -1, 1, 1.0, 0.1, 0.0, 3)) == pytest.approx(
+        textbook, rel=0.01)

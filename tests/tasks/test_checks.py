@@ -50,19 +50,22 @@ def test_the_real_gsm8k_has_no_fault(tmp_path):
 
 def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
     train, test = rows
-    disguised = [replace(row, question=row.question.upper().replace(" ", "  "), where=f"leak:{i}") for i, row in enumerate(test[10:30])]
+    disguised = [replace(row, question=row.question.upper().replace(" ", "  "), where=f"leak:{i}")
+                 for i, row in enumerate(test[10:30])]
     [fault], warnings = check_rows(train + disguised, test, ["gsm8k"])
     assert fault.startswith("20 of 60 test questions are training questions too, the first ") and not warnings
     assert test[10].where in fault and "leak:0" in fault and "set task.allow_overlap=true" in fault
     faults, [warning] = check_rows(train + disguised, test, ["gsm8k"], allow_overlap=True)
-    assert not faults and warning.startswith("20 of 60 test questions are training questions too") and "allow_overlap = true" in warning
+    assert not faults and warning.startswith(
+        "20 of 60 test questions are training questions too") and "allow_overlap = true" in warning
 
 
 def test_repeated_rows_are_counted(rows):
     train, test = rows
     faults, [warning] = check_rows(train + train[:20] * 19 + train[20:21], test, ["gsm8k"])
     assert not faults
-    assert warning.startswith("881 training rows hold 500 different questions: 1 is there 2 times, 20 are there 20 times, the first ")
+    assert warning.startswith(
+        "881 training rows hold 500 different questions: 1 is there 2 times, 20 are there 20 times, the first ")
 
 
 def test_swapped_files_are_asked_about(rows):
@@ -76,10 +79,12 @@ def test_gold_answers_that_are_no_integers_are_shown(rows):
     points = [with_answer(train[0], "1.234"), with_answer(train[1], "-7.0"), with_answer(train[2], "2/3"), *train[3:]]
     faults, [warning] = check_rows(points, test, ["gsm8k_strict"])
     assert not faults
-    assert warning.startswith(f"2 of 500 training rows have an answer that is no integer: '1.234' ({train[0].where}), '2/3'")
+    assert warning.startswith(
+        f"2 of 500 training rows have an answer that is no integer: '1.234' ({train[0].where}), '2/3'")
     words = [with_answer(row, "Paris") for row in test[:5]] + test[5:]
     [fault], warnings = check_rows(train, words, ["gsm8k"])
-    assert fault.startswith("5 of 60 test rows have an answer that is no number: 'Paris'") and fault.count("Paris") == 3
+    assert fault.startswith("5 of 60 test rows have an answer that is no number: 'Paris'") and fault.count(
+        "Paris") == 3
     assert "convert the file with tools/convert_gsm8k.py" in fault and not warnings
     assert check_rows(points, words, ["my_module:my_reward"]) == ([], [])  # another reward reads any answer
 
@@ -87,7 +92,8 @@ def test_gold_answers_that_are_no_integers_are_shown(rows):
 @pytest.fixture
 def tokenizer():
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<eos>{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}####{% endif %}"
+    tokenizer.chat_template = ("{% for m in messages %}<eos>{{ m.content | trim }}{% endfor %}{% if "
+                               "add_generation_prompt %}####{% endif %}")
     return tokenizer
 
 
@@ -116,7 +122,8 @@ def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
 
 def test_a_tokenizer_that_does_not_know_the_words_is_a_warning(tmp_path, tokenizer):
     """Names that it lacks make two questions one: no fault of a template."""
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{name} has 3 apples.", "answer": "3"}}\n' for name in ("Tom", "Zoe", "Ida")))
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{name} has 3 apples.", "answer": "3"}}\n'
+                                              for name in ("Tom", "Zoe", "Ida")))
     task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     assert task.prompts[1] == task.prompts[2]
     assert check_prompts(task, tokenizer, False) == (
@@ -127,7 +134,8 @@ def test_a_tokenizer_may_change_the_case(tmp_path):
     from tokenizers import normalizers
 
     tokenizer = build_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("apples", "books")  # what it gives back is another text
+    # what it gives back is another text
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("apples", "books")
     (tmp_path / "a.jsonl").write_text('{"prompt": "Tom has 3 apples.", "answer": "3"}\n')
     task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     assert "books" in tokenizer.decode(task.prompts[0]) and check_prompts(task, tokenizer, False) == ([], [])
@@ -137,17 +145,20 @@ def test_too_long_prompts_are_counted_of_all(folder, tokenizer):
     lengths = sorted(map(len, Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).prompts))
     task = Prompts(folder / "test_chat.parquet", tokenizer, "plain", lengths[9])
     left = sum(length > lengths[9] for length in lengths)
-    assert task.left_out("evaluation") == f"{left} of 60 evaluation prompts are longer than {lengths[9]} tokens and are left out"
+    assert task.left_out(
+        "evaluation") == f"{left} of 60 evaluation prompts are longer than {lengths[9]} tokens and are left out"
     assert Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).left_out("evaluation") == ""
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
-    turns = '[{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "Tom"}, {"role": "user", "content": "Tom"}]'
+    turns = ('[{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "Tom"}, {"role": "user", '
+             '"content": "Tom"}]')
     (tmp_path / "a.jsonl").write_text(f'{{"messages": {turns}, "answer": "3"}}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:1: its messages are a conversation, which has no plain form"):
         Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"a.jsonl:1: the tokenizer's chat template refuses its messages: roles must alternate"):
+    with pytest.raises(ValueError,
+                       match=r"a.jsonl:1: the tokenizer's chat template refuses its messages: roles must alternate"):
         Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
 
 
@@ -181,7 +192,8 @@ def test_self_before_its_base_is_what_hydra_makes_of_it(tmp_path, defaults, own,
 
 
 def test_the_shipped_configs_are_in_order_and_no_yaml_is_no_error(tmp_path):
-    assert [self_before_base(path) for path in (REPO / "configs").glob("*.yaml")] == [None] * len(list((REPO / "configs").glob("*.yaml")))
+    assert [self_before_base(path) for path in (REPO / "configs").glob("*.yaml")] == [None] * len(
+        list((REPO / "configs").glob("*.yaml")))
     for content in ("[1, 2]", "defaults: base", "a: [", ""):
         (tmp_path / "a.yaml").write_text(content)
         assert self_before_base(tmp_path / "a.yaml") is None

@@ -22,7 +22,8 @@ FILES = dict(re.findall(r"`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.
 
 def start(folder, command):
     variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
-    return subprocess.run(["bash", "-c", command], check=False, cwd=folder, capture_output=True, text=True, env=variables)
+    return subprocess.run(["bash", "-c", command], check=False, cwd=folder, capture_output=True, text=True,
+                          env=variables)
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +54,26 @@ def test_the_example_runs_as_printed(folder):
 
     rows = {row.question: row for row in read_rows(folder / "my_task" / "train.jsonl")}
     kept = read_jsonl(run.path / "rollouts.jsonl")
-    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3] and {row["step"] for row in kept} == {1, 2, 3}
+    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3] and {row["step"] for row in kept} == {
+        1, 2, 3}
     for one in kept:
         row = rows[one["question"]]
-        assert one["answer"] == row.answer and [one["reward"]] == reward([one["response"]], [row.answer], [row.columns])
+        assert one["answer"] == row.answer and [one["reward"]] == reward(
+            [one["response"]], [row.answer], [row.columns])
     assert len({one["reward"] for one in kept}) > 2, "the length counts"
 
     tested = read_rows(folder / "my_task" / "test.jsonl")
     for scored in read_jsonl(run.path / "eval_answers.jsonl"):
         [row] = [row for row in tested if row.question == scored["question"]]
-        assert scored["scores"] == reward(scored["responses"], [row.answer] * 4, [row.columns] * 4) and "rules" not in scored
+        assert scored["scores"] == reward(scored["responses"], [row.answer] * 4,
+                                          [row.columns] * 4) and "rules" not in scored
     assert len(read_jsonl(run.path / "eval.jsonl")) >= 2
 
 
 def test_a_reward_that_fails_ends_the_run_before_it_starts(folder):
-    (folder / "my_task" / "bad.py").write_text("def bad(responses, answers, rows):\n    return [row['points'] for row in rows]\n")
+    (folder / "my_task" / "bad.py").write_text(
+        "def bad(responses, answers, rows):\n    return [row['points'] for row in rows]\n")
     done = start(folder, COMMAND.replace("my_task.reward:right_and_short", "my_task.bad:bad"))
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
-    assert "verifier 'my_task.bad:bad' raised KeyError: 'points' (bad.py:2), on row 0 (my_task/train.jsonl:1): question 'Tom has 3" in done.stderr
+    assert ("verifier 'my_task.bad:bad' raised KeyError: 'points' (bad.py:2), on row 0 (my_task/train.jsonl:1): "
+            "question 'Tom has 3") in done.stderr

@@ -34,7 +34,8 @@ def test_a_reward_cannot_change_the_rows_of_the_next_call():
     def reward(responses, answers, rows):
         return [float(row.pop("level")) for row in rows]
 
-    assert call_reward("mine", reward, TEXTS, ROWS).tolist() == call_reward("mine", reward, TEXTS, ROWS).tolist() == [0, 1, 2, 3]
+    assert call_reward("mine", reward, TEXTS, ROWS).tolist() == call_reward("mine", reward, TEXTS, ROWS).tolist() == [
+        0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("given", [
@@ -46,7 +47,8 @@ def test_any_list_of_numbers_will_do(given):
 
 
 def test_several_rewards_are_weighted_and_summed(tmp_path, monkeypatch):
-    (tmp_path / "weighted.py").write_text("def levels(responses, answers, rows):\n    return [row['level'] for row in rows]\n")
+    (tmp_path / "weighted.py").write_text(
+        "def levels(responses, answers, rows):\n    return [row['level'] for row in rows]\n")
     monkeypatch.chdir(tmp_path)
     total, each = score([("gsm8k", 1.0), ("gsm8k_strict", -0.25), ("weighted:levels", 10)], TEXTS, ROWS)
     flexible = [verifier.score(text, row.answer) for text, row in zip(TEXTS, ROWS)]
@@ -66,11 +68,13 @@ def together(responses, answers, rows):
     return [0.0]
 
 
-ROW = {i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}', response {TEXTS[i]!r}" for i in range(4)}
+ROW = {i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}', response {TEXTS[i]!r}"
+       for i in range(4)}
 
 
 @pytest.mark.parametrize("reward, message", [
-    (bad_row, f"raised ZeroDivisionError: division by zero (test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), on {ROW[2]}"),
+    (bad_row, (f"raised ZeroDivisionError: division by zero (test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), "
+              f"on {ROW[2]}")),
     (together, f", on 4 responses together, and on none of them alone; the first is {ROW[0]}"),
     (lambda responses, answers: [], f"but 3 were given, on {ROW[0]}"),
     (lambda *_: [0.0] * 3, f"returned 3 scores for 4 responses, and must return one for each; {ROW[3]} has none"),
@@ -141,10 +145,12 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
     ("package.inner.my_reward", "Known: gsm8k, gsm8k_strict. Your own is written package.inner:my_reward"),
     (7, "unknown verifier 7"),
     (None, "unknown verifier None"),
-    ("own_rewards.py:my_reward", "'own_rewards.py' is not a module. Write it as in an import, my_package.my_module:my_reward"),
+    ("own_rewards.py:my_reward",
+     "'own_rewards.py' is not a module. Write it as in an import, my_package.my_module:my_reward"),
     ("./own_rewards:my_reward", "'./own_rewards' is not a module. Write it as in an import"),
     (":my_reward", "'' is not a module"),
-    ("no_such:f", "no module 'no_such'. Start from the folder that holds it (this is FOLDER), or put that folder on PYTHONPATH"),
+    ("no_such:f",
+     "no module 'no_such'. Start from the folder that holds it (this is FOLDER), or put that folder on PYTHONPATH"),
     ("package.other:f", "no module 'package.other'"),
     ("nowhere.inner:f", "no module 'nowhere'"),
     ("needs:f", "its module needs one that is missing: No module named 'no_such_package'"),
@@ -165,16 +171,19 @@ def test_a_script_of_another_folder_finds_the_reward_too(modules):
     """python cli/train_grpo.py puts cli/ on sys.path, not the current folder."""
     (modules / "elsewhere").mkdir()
     (modules / "elsewhere" / "start.py").write_text(
-        "from mindspeed_qerl.tasks.rewards import load_reward\nprint(load_reward('own_rewards:my_reward')(['a'], ['a'], [{}]))\n")
-    done = subprocess.run([sys.executable, "elsewhere/start.py"], check=False, cwd=modules, capture_output=True, text=True,
-                          env={"PYTHONPATH": str(REPO), "PATH": ""})
+        "from mindspeed_qerl.tasks.rewards import load_reward\nprint(load_reward('own_rewards:my_reward')(['a'], "
+        "['a'], [{}]))\n")
+    done = subprocess.run([sys.executable, "elsewhere/start.py"], check=False, cwd=modules, capture_output=True,
+                          text=True, env={"PYTHONPATH": str(REPO), "PATH": ""})
     assert done.stdout == "[1.0]\n", done.stderr
 
 
 def test_a_reward_is_tried_with_an_answer_and_an_empty_response(modules):
     try_reward("own_rewards:my_reward", ROWS)
     try_reward("gsm8k", ROWS[:1])
-    with pytest.raises(RewardError, match=r"needs_text' raised ZeroDivisionError.*row 1 .*response ''. \(It was tried before the start"):
+    with pytest.raises(RewardError, match=r"needs_text' raised ZeroDivisionError.*row 1 .*response ''. \(It was tried "
+                                          r"before the start"):
         try_reward("own_rewards:needs_text", ROWS)
-    with pytest.raises(RewardError, match=r"'gsm8k' raised ValueError: not a number: 'Paris'.* on row 0 \(towns.jsonl:1\)"):
+    with pytest.raises(RewardError,
+                       match=r"'gsm8k' raised ValueError: not a number: 'Paris'.* on row 0 \(towns.jsonl:1\)"):
         try_reward("gsm8k", [row_of({"prompt": "The capital of France?", "answer": "Paris"}, "towns.jsonl:1")])

@@ -9,7 +9,8 @@ import pytest
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.tasks.rows import read_rows
 
-CONVERTED = {"messages": [{"role": "user", "content": "3+4? Think."}], "question": "3+4?", "answer": "7", "solution": "#### 7"}
+CONVERTED = {"messages": [{"role": "user", "content": "3+4? Think."}], "question": "3+4?", "answer": "7",
+             "solution": "#### 7"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -24,12 +25,15 @@ def write_parquet(path, rows):
 
 
 @pytest.mark.parametrize("write, name, first, second", [(write_jsonl, "a.jsonl", "a.jsonl:1", "a.jsonl:2"),
-                                                        (write_parquet, "a.parquet", "a.parquet: row 1", "a.parquet: row 2")])
+                                                        (write_parquet, "a.parquet", "a.parquet: row 1",
+                                                         "a.parquet: row 2")])
 def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, first, second):
-    columns = [{"prompt": "Name a fruit.\n", "answer": "apple", "level": 3}, {"prompt": "2?", "answer": " ", "level": 4} | {"answer": "x y"}]
+    columns = [{"prompt": "Name a fruit.\n", "answer": "apple", "level": 3},
+               {"prompt": "2?", "answer": " ", "level": 4} | {"answer": "x y"}]
     one, two = read_rows(write(tmp_path / name, columns))
     assert one.messages == [{"role": "user", "content": "Name a fruit.\n"}]
-    assert (one.prompt, one.question, one.answer, one.columns) == ("Name a fruit.\n", "Name a fruit.\n", "apple", columns[0])
+    assert (one.prompt, one.question, one.answer, one.columns) == (
+        "Name a fruit.\n", "Name a fruit.\n", "apple", columns[0])
     assert (two.answer, one.where, two.where) == ("x y", f"{tmp_path}/{first}", f"{tmp_path}/{second}")
 
 
@@ -43,7 +47,8 @@ def test_gsm8ks_converted_rows_are_such_rows(tmp_path):
 @pytest.mark.parametrize("columns, prompt, question", [
     ({"messages": [{"role": "user", "content": "2+2?"}]}, "2+2?", "2+2?"),
     ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}]}, None, "2+2?"),
-    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"}]},
+    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"},
+                   {"role": "user", "content": "Sure?"}]},
      None, "Sure?"),
     ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}], "prompt": "2+2="}, "2+2=", "2+2="),
     ({"prompt": "2+2=", "messages": None}, "2+2=", "2+2="),  # parquet fills what one row lacks
@@ -55,7 +60,8 @@ def test_a_conversation_has_a_plain_form_only_if_it_is_given(tmp_path, columns, 
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"messages": None}, "neither column 'prompt' nor column 'messages'; the row has messages, question, answer, solution"),
+    ({"messages": None},
+     "neither column 'prompt' nor column 'messages'; the row has messages, question, answer, solution"),
     ({"messages": []}, "column 'messages': expected a list of {role, content}, both of them text, got []"),
     ({"messages": [{"role": "user"}]}, "column 'messages'"),
     ({"messages": [{"content": "3+4?"}]}, "column 'messages'"),
@@ -78,7 +84,8 @@ def test_malformed_rows_are_named(tmp_path, change, words):
 def test_missing_columns_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"a.parquet: row 1: column 'answer' is missing; the row has prompt"):
         read_rows(write_parquet(tmp_path / "a.parquet", [{"prompt": "q"}]))
-    with pytest.raises(ConfigError, match=r"raw.jsonl:1: neither column 'prompt' nor column 'messages'; the row has question, answer"):
+    with pytest.raises(ConfigError, match=r"raw.jsonl:1: neither column 'prompt' nor column 'messages'; the row has "
+                                          r"question, answer"):
         read_rows(write_jsonl(tmp_path / "raw.jsonl", [{"question": "3+4?", "answer": "#### 7"}]))  # raw GSM8K
 
 

@@ -1,4 +1,4 @@
-"""A task of one's own on the real upstream: rows packed by the tool, a reward by its import path, an exception in it."""
+"""A task of one's own on the real upstream: rows packed by the tool, a reward by import path, an exception."""
 
 import json
 import subprocess
@@ -27,7 +27,8 @@ def task(upstream, tiny, tmp_path_factory):
     """(model, changes to a config): four training rows, which are one batch, and two to test with."""
     folder, (model, _) = tmp_path_factory.mktemp("task"), tiny("qwen3")
     for name, words in (("train", TRAINED), ("test", TESTED)):
-        rows = ({"prompt": f"Which is {BASES[word]}?", "answer": word, "marks": {"base": BASES[word]}} for word in words)
+        rows = ({"prompt": f"Which is {BASES[word]}?", "answer": word, "marks": {"base": BASES[word]}}
+                for word in words)
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data_path = folder / "packed" / "train"
     subprocess.run([sys.executable, str(ROOT / "tools" / "pack_task.py"), "--rows", str(folder / "train.jsonl"),
@@ -59,7 +60,8 @@ def test_the_reward_sees_the_rows(task, upstream, tmp_path):
     for evaluation in read_jsonl(run.eval_file):
         problems = [one for one in read_jsonl(run.eval_answers_file) if one["step"] == evaluation["step"]]
         assert [problem["answer"] for problem in problems] == list(TESTED)
-        expected = [BASES[problem["answer"]] + len(text) / 100 for problem in problems for text in problem["responses"]]
+        expected = [BASES[problem["answer"]] + len(text) / 100
+                    for problem in problems for text in problem["responses"]]
         assert [score for problem in problems for score in problem["scores"]] == pytest.approx(expected)
         assert evaluation["accuracy"] == pytest.approx(sum(expected) / 4)
 

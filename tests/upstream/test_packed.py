@@ -101,7 +101,8 @@ def made(tmp_path_factory):
     problems = make_problems(split_pairs(0.1, 0)[0], 60, "train")
     write_problems(folder / "train.jsonl", problems)
     with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"question": "Wie viele Äpfel kosten 5€?\nUnd 6€?", "answer": "#### -1,234,567"}) + "\n")
+        file.write(json.dumps(
+            {"question": "Wie viele Äpfel kosten 5€?\nUnd 6€?", "answer": "#### -1,234,567"}) + "\n")
     tokenizer = save_tokenizer(folder / "tokenizer", [problem.question for problem in problems])
     convert(folder / "train.jsonl", folder / "chat")
     [packed] = convert_packed(folder / "train.jsonl", folder / "packed", folder / "tokenizer")

@@ -158,7 +158,8 @@ def context_parallel_algorithm(plan: Plan) -> str | None:
       "raise ValueError('num_moe_experts must be non None to use expert-parallel.')")
 def dense_model_without_ep(plan: Plan) -> str | None:
     if plan.layout.ep > 1 and not plan.shape.moe:
-        return f"EP {plan.layout.ep} with a dense model: there are no experts to divide: set actor_config.expert_model_parallel_size=1"
+        return (f"EP {plan.layout.ep} with a dense model: there are no experts to divide: set "
+                "actor_config.expert_model_parallel_size=1")
     return None
 
 

@@ -80,6 +80,6 @@ def _hub_rows(name: str, split: str) -> Iterator[tuple[str, dict]]:
         rows = datasets.load_dataset(name, "main", split=split)
     except Exception as error:  # datasets raises many kinds: offline, unknown name, unknown split
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FileNotFoundError(f"{name} is neither a file or folder here nor a dataset that could be loaded from the Hub "
-                                f"({reason}); offline, give a folder with train.jsonl and test.jsonl") from error
+        raise FileNotFoundError(f"{name} is neither a file or folder here nor a dataset that could be loaded from the "
+                                f"Hub ({reason}); offline, give a folder with train.jsonl and test.jsonl") from error
     return numbered(f"{name} {split}", rows)

@@ -41,7 +41,7 @@ _ODD = "\0"
 _CHARACTERS = str.maketrans(
     {chr(code): _ODD for code in range(128, 0x10000) if unicodedata.category(chr(code)) in ("Nd", "No")}
     | {chr(0xff10 + digit): str(digit) for digit in range(10)}  # full-width digits
-    | dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus sign, hyphens, en dash, full-width and small minus
+    | dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus, hyphens, en dash, full-width and small minus
     | dict.fromkeys("\t\u00a0\u2009\u202f", " ")  # tab, no-break and thin spaces
 )
 _RUN = rf"(?:(?<![\w.])\.)?[0-9][0-9,.{_ODD}]*"  # all the digits, commas and points that stand together
@@ -61,7 +61,7 @@ _FORMS = {
     "####": _HASHES,
     "\\boxed": re.compile(r"\\boxed\{" + _STATED),
     "answer is": re.compile(r"(?i:\banswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
-    "A:": re.compile(r"A:(?<!\wA:)" + _STATED),  # the literal first: it is searched for much faster than a word boundary
+    "A:": re.compile(r"A:(?<!\wA:)" + _STATED),  # the literal first: searched much faster than a word boundary
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _CONTINUES = re.compile(  # another number stands right behind, or behind an operator or a conjunction
@@ -99,7 +99,8 @@ def score_batch(responses: Sequence[str], golds: Sequence[str], rows: Sequence[d
     ValueError if responses and gold answers are not equally many.
     """
     if len(responses) != len(golds):
-        raise ValueError(f"{len(responses)} responses but {len(golds)} gold answers: give one gold answer for each response")
+        raise ValueError(
+            f"{len(responses)} responses but {len(golds)} gold answers: give one gold answer for each response")
     return [score(response, gold, method) for response, gold in zip(responses, golds)]
 
 
@@ -120,7 +121,8 @@ def _read_number(text: str) -> Fraction:
     match = _ANY_NUMBER.fullmatch(_normalise(str(text)).strip())
     value = _value(match) if match else None
     if value is None:
-        raise ValueError(f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', '-7' or '1,000.5'")
+        raise ValueError(
+            f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', '-7' or '1,000.5'")
     return value
 
 

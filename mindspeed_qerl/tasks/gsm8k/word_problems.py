@@ -99,8 +99,8 @@ def make_problems(pairs: list[Pair], count: int, seed: int | str) -> list[Proble
         problems.setdefault(problem.question, problem)
         if len(problems) == count:
             return list(problems.values())
-    raise ValueError(f"only {len(problems)} distinct questions found for {len(pairs)} operand pairs, {count} asked for: "
-                     "ask for fewer or hold out more pairs")
+    raise ValueError(f"only {len(problems)} distinct questions found for {len(pairs)} operand pairs, {count} asked "
+                     "for: ask for fewer or hold out more pairs")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class Mixture:
 def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mixture, rng: random.Random) -> str:
     """One answer to `problem`, of a kind drawn from `mixture`. Whatever equation it states has a pair in
     `training_pairs`."""
-    kinds = {"bare": mixture.bare, "wrong_operation": mixture.wrong_operation, "slipped_number": mixture.slipped_number}
+    kinds = {"bare": mixture.bare, "wrong_operation": mixture.wrong_operation,
+             "slipped_number": mixture.slipped_number}
     kind = rng.choices([*kinds, "right"], [*kinds.values(), 1 - sum(kinds.values())])[0]
     if kind == "bare":
         return f"The answer is {problem.result}"
@@ -162,7 +163,8 @@ def equations(pairs: Iterable[Pair]) -> set[tuple[int, str, int]]:
 def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:
     """Write raw GSM8K jsonl: one `{"question", "answer"}` a line."""
     with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n" for problem in problems)
+        file.writelines(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n"
+                        for problem in problems)
 
 
 def all_wordings() -> Iterator[str]:

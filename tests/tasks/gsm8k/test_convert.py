@@ -45,7 +45,8 @@ def test_files_and_summary(tmp_path):
     out = tmp_path / "new" / "out"
     assert sorted(path.name for path in out.iterdir()) == sorted(file.path.name for file in written) == NAMES
     assert [row.columns for row in read_rows(out / "train_chat.parquet")] == [
-        {"messages": chat_messages(ROW["question"]), "question": ROW["question"], "answer": "7", "solution": ROW["answer"]},
+        {"messages": chat_messages(ROW["question"]), "question": ROW["question"], "answer": "7",
+         "solution": ROW["answer"]},
         {"messages": chat_messages("500*2?"), "question": "500*2?", "answer": "1000", "solution": big["answer"]},
     ]
     lines = (out / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -160,7 +161,8 @@ def test_gsm8k_itself(tmp_path):
     if not GSM8K.is_dir():
         pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     convert(GSM8K, tmp_path)
-    train, test = ([row.columns for row in read_rows(tmp_path / f"{split}_chat.parquet")] for split in ("train", "test"))
+    train, test = ([row.columns for row in read_rows(tmp_path / f"{split}_chat.parquet")]
+                   for split in ("train", "test"))
     assert (len(train), len(test)) == (7473, 1319)
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_bytes().splitlines()]
     assert [(row["question"], row["solution"]) for row in train] == [(row["question"], row["answer"]) for row in raw]

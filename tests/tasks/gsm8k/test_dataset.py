@@ -37,7 +37,8 @@ def test_gold_answer_is_behind_the_last_hashes():
 
 
 @pytest.mark.parametrize("solution, words", [
-    ("seven", "no '#### n'"), ("#### ", "not a number: ' '"), ("#### 7 or 8", "not a number: ' 7 or 8'"), ("#### 1e9", "1e9"),
+    ("seven", "no '#### n'"), ("#### ", "not a number: ' '"), ("#### 7 or 8", "not a number: ' 7 or 8'"),
+    ("#### 1e9", "1e9"),
 ])
 def test_gold_answer_errors(solution, words):
     with pytest.raises(ValueError, match=words):

@@ -27,7 +27,8 @@ def test_numbers_counted_by_hand():
     assert {name: share for name, share in result.items() if name.startswith("rule/")} == pytest.approx(
         {"rule/####": 3 / 6, "rule/answer is": 1 / 6, "rule/last number": 1 / 6, "rule/none": 1 / 6})
     assert answers[0] == {"question": "a", "answer": "72", "responses": texts[:3], "extracted": ["72", "72", "71"],
-                          "rules": ["####", "####", "last number"], "scores": [1.0, 1.0, 0.0], "truncated": [False, False, True]}
+                          "rules": ["####", "####", "last number"], "scores": [1.0, 1.0, 0.0],
+                          "truncated": [False, False, True]}
     assert answers[1]["extracted"] == ["1000", "3", None]
 
 
@@ -44,7 +45,8 @@ def test_lists_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("text, rule", [
-    ("#### 7", "####"), (r"\boxed{7}", r"\boxed"), ("The answer is 7.", "answer is"), ("A: 7", "A:"), ("it is 7", "last number"),
+    ("#### 7", "####"), (r"\boxed{7}", r"\boxed"), ("The answer is 7.", "answer is"), ("A: 7", "A:"),
+    ("it is 7", "last number"),
     ("#### 3+4=7", "last number"), ("seven", "none"), ("", "none")])
 def test_the_rule_that_found_an_answer_is_named(text, rule):
     assert extract_with_rule(text) == (None if rule == "none" else "7", rule)
@@ -67,12 +69,14 @@ def test_wilson_interval_is_the_inverted_score_test(right, problems):
 
 
 def test_several_answers_count_between_once_and_n_times():
-    """Answers to one problem that are always alike add nothing; those that differ like strangers add as much as other problems."""
+    """Answers to one problem that are always alike add nothing; those that differ like strangers add as much as other
+    problems."""
     alike = np.repeat([1.0, 0.0], [70, 30])
     assert wilson_interval(alike, 4) == wilson_interval(alike, 1)
     generator = np.random.default_rng(0)
     strangers = generator.binomial(4, 0.7, size=10000) / 4
-    width, same = (np.subtract(*wilson_interval(values, k)[::-1]) for values, k in ((strangers, 4), (generator.binomial(1, 0.7, size=40000), 1)))
+    width, same = (np.subtract(*wilson_interval(values, k)[::-1])
+                   for values, k in ((strangers, 4), (generator.binomial(1, 0.7, size=40000), 1)))
     assert width == pytest.approx(same, rel=0.03)
 
 
@@ -112,9 +116,11 @@ def test_a_users_own_reward_is_a_mean_score_with_a_normal_interval(monkeypatch):
     means = [1.0, 1.0, 5.0]
     error = statistics.stdev(means) / math.sqrt(3)
     assert result == pytest.approx({
-        "accuracy": 7 / 3, "standard_error": error, "interval_low": 7 / 3 - 1.959964 * error, "interval_high": 7 / 3 + 1.959964 * error,
+        "accuracy": 7 / 3, "standard_error": error, "interval_low": 7 / 3 - 1.959964 * error,
+        "interval_high": 7 / 3 + 1.959964 * error,
         "n_problems": 3, "samples_per_problem": 2, "truncated_fraction": 0, "pass@2": (2 + 2 + 7) / 3})
-    assert answers[1] == {"question": "b", "answer": "y", "responses": ["abcd", ""], "scores": [2.0, 0.0], "truncated": [False, False]}
+    assert answers[1] == {"question": "b", "answer": "y", "responses": ["abcd", ""], "scores": [2.0, 0.0],
+                          "truncated": [False, False]}
 
     result, _ = evaluate_answers(rows, texts, [False] * 6, 2, "own_lengths:empty")  # 0 or 1: fractions, as GSM8K's
     assert (result["interval_low"], result["interval_high"]) == wilson_interval(np.array([0.5, 0.5, 0.0]), 2)

@@ -33,10 +33,13 @@ def save_tokenizer(directory, model, pre_tokenizer, decoder, template=TEMPLATE, 
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     if texts:
         reserved = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=reserved, show_progress=False,
-                                                                 initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-        # As Llama's does, and Qwen's does not: a token in front of every text, which no chat template and no label may get twice.
-        tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+        tokenizer.train_from_iterator(texts,
+                                      trainers.BpeTrainer(vocab_size=400, special_tokens=reserved, show_progress=False,
+                                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        # As Llama's does, and Qwen's does not: a token in front of every text, which no chat template and no label may
+        # get twice.
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     wrapped.chat_template = template
     wrapped.save_pretrained(directory)
@@ -61,15 +64,17 @@ def raw(tmp_path_factory):
 def bpe(tmp_path_factory, raw):
     """A byte-level BPE with the special tokens of Qwen's."""
     texts = (raw / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    return save_tokenizer(tmp_path_factory.mktemp("bpe"), models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False),
-                          decoders.ByteLevel(), texts=texts, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return save_tokenizer(tmp_path_factory.mktemp("bpe"), models.BPE(),
+                          pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), texts=texts,
+                          eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 def words(directory, decoder, template=TEMPLATE):
     """A tokenizer of ten digits and an unknown token."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", *"0123456789"])}
-    return save_tokenizer(directory, models.WordLevel(vocabulary, unk_token="<unk>"), pre_tokenizers.Split("", "isolated"), decoder,
-                          template, unk_token="<unk>", pad_token="<unk>")
+    return save_tokenizer(directory, models.WordLevel(vocabulary, unk_token="<unk>"),
+                          pre_tokenizers.Split("", "isolated"), decoder, template, unk_token="<unk>",
+                          pad_token="<unk>")
 
 
 def read(prefix, field):
@@ -81,7 +86,8 @@ def snapshot(folder):
 
 
 def check_split(split, packed, tokenizer_dir, chat_file):
-    """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same row of `chat_file`."""
+    """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same row of
+    `chat_file`."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     rows = [row.columns for row in read_rows(chat_file)]
     prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
@@ -100,11 +106,13 @@ def check_split(split, packed, tokenizer_dir, chat_file):
 def test_every_row_reads_back(tmp_path, raw, bpe):
     packed = convert_packed(raw, tmp_path / "new" / "out", bpe)
     convert(raw, tmp_path / "chat")
-    assert sorted(file.path.name for split in packed for file in split.files) == sorted(snapshot(tmp_path / "new" / "out")) == NAMES
+    assert sorted(file.path.name for split in packed
+                  for file in split.files) == sorted(snapshot(tmp_path / "new" / "out")) == NAMES
     for split, one in zip(("train", "test"), packed, strict=True):
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
         prompts = check_split(split, one, bpe, chat_file)
-        assert prompts == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts, "evaluation asks otherwise"
+        assert prompts == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat",
+                                  10_000).prompts, "evaluation asks otherwise"
         for file in one.files:
             content = file.path.read_bytes()
             assert (file.rows, file.bytes) == (len(prompts), len(content))
@@ -130,7 +138,8 @@ def test_one_file_is_one_split_and_bytes_repeat(tmp_path, raw, bpe):
     [test] = convert_packed(raw / "test.jsonl", tmp_path / "one", bpe)
     convert_packed(raw / "test.jsonl", tmp_path / "one", bpe)  # again, over the first
     assert test.data_path == tmp_path / "one" / "gsm8k_test"
-    assert snapshot(tmp_path / "one").items() < snapshot(tmp_path / "both").items() and len(snapshot(tmp_path / "one")) == 4
+    assert snapshot(tmp_path / "one").items() < snapshot(tmp_path / "both").items() and len(
+        snapshot(tmp_path / "one")) == 4
 
 
 def test_dropped_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
@@ -150,8 +159,10 @@ def half_written(path, data):
 @pytest.mark.parametrize("fault, error, message", [
     ("bad row", ValueError, "test.jsonl:16: column 'answer': no '#### n'"),
     ("no chat template", ValueError, "has no chat template, so a question cannot become a prompt: give an instruct"),
-    ("template fails", ValueError, "train row 1: the tokenizer.s chat template refuses its messages: no templates here"),
-    ("answers change", ValueError, r"train row \d+: the tokenizer turns the answer '\d\d' into \[\d+, \d+\] and that back into '\d \d'"),
+    ("template fails", ValueError,
+     "train row 1: the tokenizer.s chat template refuses its messages: no templates here"),
+    ("answers change", ValueError,
+     r"train row \d+: the tokenizer turns the answer '\d\d' into \[\d+, \d+\] and that back into '\d \d'"),
     ("no directory", FileNotFoundError, "no directory .*nowhere: --tokenizer is the directory"),
     ("no tokenizer", FileNotFoundError, "has no tokenizer that transformers can read"),
     ("disk full", OSError, "disk full"),
@@ -173,7 +184,8 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
     elif fault == "answers change":
         tokenizer = words(tmp_path / "words", None)  # transformers then joins tokens with spaces
     elif fault == "foreign field":
-        (output / "gsm8k_test_packed_attention_mask_document.idx").write_text("from an earlier run of upstream's preprocessor")
+        (output / "gsm8k_test_packed_attention_mask_document.idx").write_text(
+            "from an earlier run of upstream's preprocessor")
     elif fault == "disk full":
         monkeypatch.setattr(Path, "write_bytes", half_written)
     else:
@@ -186,14 +198,16 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
 
 @pytest.mark.parametrize("name", ["a+b", "a*", "[a]", "(a", "a|b", "$a", "a{2}"])
 def test_folders_that_upstream_cannot_find(tmp_path, raw, bpe, name):
-    with pytest.raises(ValueError, match="MindSpeed-RL reads the path .* as a pattern and would not find it, because of"):
+    with pytest.raises(ValueError,
+                       match="MindSpeed-RL reads the path .* as a pattern and would not find it, because of"):
         convert_packed(raw, tmp_path / name, bpe)
     assert not (tmp_path / name).exists()
 
 
 def run_tool(*arguments):
     command = [sys.executable, REPO / "tools" / "convert_gsm8k.py", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPO)})
+    return subprocess.run(command, check=False, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(REPO)})
 
 
 def test_tool(tmp_path, raw, bpe):
@@ -203,7 +217,8 @@ def test_tool(tmp_path, raw, bpe):
     assert f'  data_path: "{tmp_path / "out" / "gsm8k_test"}"\n' in done.stdout and "unknown token" not in done.stdout
     assert "  15 of 15 have 1 tokens or more: with max_prompt_length: 1 MindSpeed-RL leaves them out\n" in done.stdout
     for name, content in snapshot(tmp_path / "out").items():
-        assert f"{tmp_path / 'out' / name}  15 rows  {len(content):,} bytes  sha256 {hashlib.sha256(content).hexdigest()}\n" in done.stdout
+        assert (f"{tmp_path / 'out' / name}  15 rows  {len(content):,} bytes  sha256 "
+                f"{hashlib.sha256(content).hexdigest()}\n") in done.stdout
 
     digits = words(tmp_path / "digits", decoders.Fuse())
     done = run_tool(*arguments, "--output", tmp_path / "out", "--tokenizer", digits)

@@ -167,7 +167,8 @@ def test_docs_table_is_the_tested_table():
     text = (REPO / "docs" / "verifier.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     documented = [tuple(cell.strip() for cell in row.split("|")[2:4]) for row in rows]
-    assert documented == [("yes" if strict else "no", "yes" if flexible else "no") for *_, strict, flexible in FIELD_TABLE]
+    assert documented == [("yes" if strict else "no", "yes" if flexible else "no")
+                          for *_, strict, flexible in FIELD_TABLE]
 
 
 def test_all_gold_answers_of_gsm8k():
@@ -207,7 +208,8 @@ def test_bad_input_is_named(call, words):
 
 
 @pytest.mark.parametrize("written, canonical", [
-    ("1,000", "1000"), (" 72 ", "72"), ("72.", "72"), ("-7", "-7"), ("$7.50", "7.5"), ("0.05", "0.05"), ("-.5", "-0.5"),
+    ("1,000", "1000"), (" 72 ", "72"), ("72.", "72"), ("-7", "-7"), ("$7.50", "7.5"), ("0.05", "0.05"),
+    ("-.5", "-0.5"),
     ("-0.0", "0"), ("3/4", "0.75"), ("1/3", "1/3"), ("109,200,000", "109200000"), ("\u22127", "-7"),
 ])
 def test_canonical_form(written, canonical):
@@ -223,14 +225,17 @@ def test_numbers_are_bounded():
 
 # Each of these is quadratic, or fails, for some plausible way to write the verifier (1 MB of each).
 HOSTILE_UNITS = [
-    "9", "9,", "1,000,", ",", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1", "\\frac{1",
-    "\\frac{1}{", "the answer is ", "answer:", "answer*", "A:", "-", "1-", "$", "\\$", "*", "#### **", " ", "\t", "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2",
+    "9", "9,", "1,000,", ",", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1",
+    "\\frac{1",
+    "\\frac{1}{", "the answer is ", "answer:", "answer*", "A:", "-", "1-", "$", "\\$", "*", "#### **", " ", "\t",
+    "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2",
 ]
 HOSTILE_STARTS = ["", "#### ", "#### 1", "\\frac{1"]
 
 
 def test_a_megabyte_of_anything_is_read_in_linear_time():
-    """Quadratic time is 10^10 steps or more, many minutes; the limit only ends such a run, linear time takes a second or two."""
+    """Quadratic time is 10^10 steps or more, many minutes; the limit only ends such a run, linear time takes a second
+    or two."""
     program = (
         "import faulthandler, json, sys\n"
         "from mindspeed_qerl.tasks.gsm8k.verifier import score\n"
@@ -242,13 +247,15 @@ def test_a_megabyte_of_anything_is_read_in_linear_time():
     texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS if not start or unit in " ,9*\\$"]
     command = [sys.executable, "-c", program, json.dumps(texts)]
     done = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, f"{len(done.stdout.splitlines())} of {len(texts)} texts were read: {done.stderr[-500:]}"
+    assert done.returncode == 0, (f"{len(done.stdout.splitlines())} of {len(texts)} texts were read: "
+                                  f"{done.stderr[-500:]}")
     assert len(done.stdout.splitlines()) == len(texts)
     verdicts = dict(zip(map(tuple, texts), done.stdout.splitlines()))
     assert verdicts["", "#### 1"] == "1 1" and verdicts["", "9"] == "0 0" and verdicts["#### 1", " "] == "1 1"
 
 
-# --- against independent formulations -------------------------------------------------------------------------------------
+# --- against independent formulations
+# -------------------------------------------------------------------------------------
 
 decimals = st.decimals(min_value=-10**12, max_value=10**12, places=3).map(lambda d: d + 0)  # no negative zero
 
@@ -281,7 +288,8 @@ def read_word(word: str) -> Decimal | None:
     whole, point, rest = core.lstrip("-$").partition(".")
     groups = whole.split(",")
     grouped = 1 <= len(groups[0]) <= 3 and all(len(group) == 3 for group in groups[1:])
-    if not all(group.isdigit() for group in groups) or (len(groups) > 1 and not grouped) or (point and not rest.isdigit()):
+    if not all(group.isdigit() for group in groups) or (len(groups) > 1 and not grouped) or (
+            point and not rest.isdigit()):
         return None
     return sign * Decimal("".join(groups) + point + rest)
 
@@ -300,7 +308,8 @@ def test_last_number_against_a_word_by_word_reading(sentence):
     assert (None if answer is None else Decimal(answer)) == expected
 
 
-@given(st.lists(st.tuples(st.integers(-50, 50), st.sampled_from(["", "\nthe rest", "\n\nWait.\n", " dollars\n"])), max_size=5))
+@given(st.lists(st.tuples(st.integers(-50, 50), st.sampled_from(["", "\nthe rest", "\n\nWait.\n", " dollars\n"])),
+                max_size=5))
 def test_strict_wants_one_value_and_flexible_takes_the_last(statements):
     response = "Some work.\n" + "\n".join(f"#### {number}{after}" for number, after in statements)
     values = [number for number, _ in statements]
@@ -318,6 +327,8 @@ def test_any_text_gives_a_canonical_number_or_nothing(text):
 
 
 def test_imports_without_any_installed_package():
-    program = "import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import convert, dataset, prompts, verifier"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program, str(REPO)], check=False, capture_output=True, text=True)
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import convert, dataset, "
+               "prompts, verifier")
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program, str(REPO)], check=False, capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr

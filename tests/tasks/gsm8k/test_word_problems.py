@@ -58,7 +58,8 @@ def test_the_generator_repeats_itself(split):
     assert make(5) == make(5)
     assert make(5) != make(6)
     assert len({problem.question for problem in make(5)}) == 200
-    assert word_problems.split_pairs(0.15, 7) == word_problems.split_pairs(0.15, 7) != word_problems.split_pairs(0.15, 8)
+    assert word_problems.split_pairs(0.15, 7) == word_problems.split_pairs(0.15, 7) != word_problems.split_pairs(
+        0.15, 8)
 
 
 def test_answers_follow_the_mixture(split):
