@@ -55,3 +55,17 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
         assert row["aqn/measured_std"] == pytest.approx(sigma, rel=0.3)
     assert all(0 <= row["verifier/gsm8k/mean"] <= 1 for row in rows)
     assert len(read_jsonl(run.rollouts_file)) == 3 * 8
+
+
+def test_a_rehearsal_of_a_config(upstream, tiny, tmp_path):
+    """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what Megatron is told of it."""
+    model, data = tiny("qwen2_moe")
+    config = make_config("qwen2_moe", model, data, tmp_path, npus=2, tp=2, ep=1, infer_ep=2)
+    config["rehearsal"] = dict(enabled=True, steps=2, max_tokens=8, models=str(tmp_path / "models"))
+    config["task"]["train_file"] = str(data / "chat" / "train_chat.parquet")
+    result = run_engine(config, upstream, tmp_path)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    run = RunDirectory.open(next((tmp_path / "rehearsals" / "rehearsal").iterdir()))
+    assert run.status()["state"] == "finished" and run.status()["step"] == 2
+    assert [row["aqn/sigma"] > 0 for row in read_jsonl(run.metrics_file)] == [False, True]
+    assert {entry["modules"] for entry in run.facts()["lora"].values()} == {LAYERS, 2 * LAYERS}
