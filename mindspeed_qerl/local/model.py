@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,6 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     config, shape = read_hf_config(model_dir), read_shape(model_dir)
@@ -88,35 +88,8 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     first, last = stage == 0, stage == layout.pp - 1
     layers = stage_layers(shape, layout)[stage]
     experts = expert_range(shape, layout, parallel_state.get_expert_model_parallel_rank()) if shape.moe else range(0)
-    parallel = dict(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, dense models too
-        pipeline_dtype=dtype,
-    )
-    if shape.moe:
-        parallel |= dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1,
-                         moe_grouped_gemm=False)
-    transformer_config = TransformerConfig(
-        **family_of(shape).transformer_config(shape),
-        **parallel,
-        recompute_granularity="full" if recompute_layers else None,
-        recompute_method="block" if recompute_layers else None,
-        recompute_num_layers=min(recompute_layers, len(layers)) or None,
-        calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
     model = GPTModel(
-        config=transformer_config,
+        config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers),
                                                           layer_norm=RMSNorm),
         vocab_size=shape.vocab_size,
@@ -135,6 +108,39 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     check_tensors(checkpoint, shape, config.dtype, (name for mapping in table for name in mapping.hf))
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return RankModel(model, table, layers, experts)
+
+
+def _transformer_config(shape: ModelShape, dtype: torch.dtype, layout: Layout, recompute_layers: int) -> Any:
+    """megatron-core's TransformerConfig of one rank."""
+    from megatron.core.transformer import TransformerConfig
+
+    parallel = dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, dense models too
+        pipeline_dtype=dtype,
+    )
+    if shape.moe:
+        parallel |= dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1,
+                         moe_grouped_gemm=False)
+    return TransformerConfig(
+        **family_of(shape).transformer_config(shape),
+        **parallel,
+        recompute_granularity="full" if recompute_layers else None,
+        recompute_method="block" if recompute_layers else None,
+        recompute_num_layers=recompute_layers or None,
+        calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
 
 
 def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:

@@ -18,8 +18,7 @@ from mindspeed_qerl.aqn.schedule import NoiseSchedule
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
-MAX_STEPS = 1_000_000  # more are a typing error too, and a schedule of them takes gigabytes
-MAX_RANKS = 100_000  # more are a typing error, and take minutes to judge
+MAX_RANKS, MAX_STEPS = 100_000, 1_000_000  # more are a typing error, and take minutes and gigabytes
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
@@ -48,8 +47,8 @@ def _kinds(value: Any) -> Any:
 
 def _layer_list(value: Any) -> Any:
     """num_layer_list, "14,14", as numbers."""
-    parts = (str(value).split(",")
-             if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "" else value or ())
+    text = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+    parts = str(value).split(",") if text else value or ()
     if isinstance(parts, (list, tuple)) and all(str(item).strip().isdecimal() for item in parts):
         return tuple(map(int, parts))
     raise ValueError("must be whole numbers with commas between them, such as 14,14")
