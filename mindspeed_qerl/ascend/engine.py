@@ -39,7 +39,7 @@ from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
 
-OURS_ON_THE_WAY = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
+PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
@@ -60,7 +60,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         run.record(aqn_restart_every=epoch_steps(recipe))
     progress.phase("starting Ray")
     os.environ.update(environment)
-    environment |= {name: os.environ[name] for name in OURS_ON_THE_WAY if name in os.environ}
+    environment |= {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     start_ray(recipe, environment)
     # a scheduler's stop is an interrupt; Ray's own handler would abort
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -234,7 +234,7 @@ def saved_step(directory: str | Path) -> int:
     try:
         return int(tracker.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} has no checkpoint to go on from ({error}). One is saved every "
+        raise ValueError(f"{directory} has no checkpoint to resume from ({error}). One is saved every "
                          "megatron_training.save_interval steps. Start a new run without run.resume") from error
 
 

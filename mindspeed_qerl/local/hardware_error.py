@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOTS_PER_UNIT, LAST_KNOT = 2, 8
-MADE_OF_OTHERS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 
 
 class HardwareErrorMode(TorchDispatchMode):
@@ -48,7 +48,7 @@ class HardwareErrorMode(TorchDispatchMode):
         self.generator.manual_seed(seed)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if operator in MADE_OF_OTHERS:  # inference mode hands them over whole
+        if operator in COMPOSITE:  # inference mode hands them over whole
             with self:
                 return operator.decompose(*args, **(kwargs or {}))
         return self._own.get(operator, operator)(*args, **(kwargs or {}))
