@@ -36,13 +36,13 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
         import os
         from mindspeed_qerl import private_ray
         directory = private_ray.start(num_cpus=1)
-        print(directory, len(list(directory.glob("session_*/logs"))))
+        print(directory, any(directory.glob("session_*/logs")))
         os.write(2, b"stderr is back")
         private_ray.stop()
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     directory, logs = done.stdout.split()
-    assert logs == "1" and not Path(directory).exists()
+    assert logs == "True" and not Path(directory).exists()
     assert done.stderr == "stderr is back"
 
 

@@ -126,9 +126,9 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     foreign = RunDirectory.create(tmp_path / "runs", "other", config=raw, command=["cli"], seed=7, data_files={})
     assert of_run(foreign.path, step=0) == replace(found, run=str(foreign.path), samples=0, hardware_error={
         "kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64})
-    del raw["gsm8k"]
+    del raw["task"]
     unsaid = RunDirectory.create(tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={})
-    with pytest.raises(ConfigError, match="does not say .*gsm8k.test_file: give --model, --data"):
+    with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
         of_run(unsaid.path, step=0)
     with pytest.raises(ConfigError,
                        match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)"):
