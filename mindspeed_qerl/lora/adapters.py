@@ -114,7 +114,7 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
     if not targets or set(targets) - set(LORA_TARGETS):
         wrong = next((target for target in targets if target not in LORA_TARGETS), None)
         raise ConfigError(unknown("LoRA target", wrong, LORA_TARGETS) if targets
-                          else f"lora_target_modules is empty. Known: {', '.join(LORA_TARGETS)}")
+                          else f"no LoRA target. Known: {', '.join(LORA_TARGETS)}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     found = {target: {"modules": 0, "parameters": 0} for target in targets}
