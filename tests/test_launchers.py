@@ -206,7 +206,7 @@ def test_ports_that_can_be(port, machine):
                           ("true", "True must be int"))),
     ("rl_config=null", "rl_config.actor_resource.num_npus is missing"),
     ("rl_config.num_cpus_for_local_task=abc", "rl_config.num_cpus_for_local_task = 'abc' must be int"),
-    ("megatron_training.data_path=null", "megatron_training.data_path is missing"),
+    ("megatron_training.data_path=null", "megatron_training.data_path = '' must be a path"),
     ("megatron_training.tokenizer_name_or_path=null", "megatron_training.tokenizer_name_or_path is missing"),
     ("task=null", "task.train_file = '' must be a path"),
     ("actor_config.load=5", "actor_config.load = 5 must be str"),
