@@ -59,10 +59,9 @@ def _check_task(recipe: Recipe, engine: Engine, found: Found) -> None:
     found.raise_faults()
 
 
-def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str) -> tuple[RunDirectory,
-               int | None]:
-    """The run's directory, and the step that it resumes after (None: a new run). ValueError or OSError if it cannot
-    be."""
+def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine,
+               label: str) -> tuple[RunDirectory, int | None]:
+    """The run's directory, and the step that it resumes after (None: a new run); ValueError or OSError if refused."""
     section, data_files = recipe.run, engine.data_files(recipe)
     if section.resume:
         after = engine.last_checkpoint(recipe)
