@@ -39,7 +39,7 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = N
     from hydra import compose as composed
     from omegaconf import OmegaConf
 
-    overrides, name = list(overrides), name.removesuffix(".yaml")
+    overrides, name = list(map(quoted, overrides)), name.removesuffix(".yaml")
     folders = config_folders(name, config_dir)
     chosen = {part.rpartition("/")[0] for part in config_parts(name, (), config_dir)}
     groups, values = [], []
@@ -64,13 +64,23 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = N
         return OmegaConf.to_container(config, resolve=True)
 
 
+def quoted(override: str) -> str:
+    """An override whose value holds another "=", such as the folder of a run, in the quotes that Hydra wants then.
+
+    >>> quoted("run.resume=runs/tiny/2026-11-22_aqn=off_seed1"), quoted("aqn=off")
+    ("run.resume='runs/tiny/2026-11-22_aqn=off_seed1'", 'aqn=off')
+    """
+    key, _, value = override.partition("=")
+    return f"{key}='{value}'" if "=" in value and not set(value) & set("'\"[{(") else override
+
+
 def combinations(name: str, overrides: Iterable[str], config_dir: str | None = None) -> list[list[str]]:
     """The overrides of each run of a sweep: one value of each that lists several, as in `aqn=off,qerl seed=1,2`."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    overrides = list(overrides)
+    overrides = list(map(quoted, overrides))
     with _hydra(name, overrides, config_folders(name, config_dir)):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         return BasicSweeper.split_arguments(parser.parse_overrides(overrides), max_batch_size=None)[0]

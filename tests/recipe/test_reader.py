@@ -251,3 +251,8 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(raw, capsys):
     raw["engine"] = "lokal"
     assert run(raw, "a") == 2
     assert "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl" in capsys.readouterr().err
+
+
+def test_the_labelled_folder_of_a_run_can_be_given_on_the_command_line():
+    folder = "runs/tiny/2026-11-22_14-03-59_aqn=off_seed1"
+    assert compose("grpo_tiny_moe_cpu", [f"run.resume={folder}"])["run"]["resume"] == folder
