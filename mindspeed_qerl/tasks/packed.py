@@ -169,12 +169,6 @@ def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
     return tokens.tobytes(), header + lengths.tobytes() + (ends - 4 * lengths).tobytes() + documents.tobytes()
 
 
-def count_documents(index: str | Path) -> int:
-    """How many rows the .idx file of an indexed dataset describes."""
-    with open(index, "rb") as file:
-        return struct.unpack("<9sQBQQ", file.read(struct.calcsize("<9sQBQQ")))[3]
-
-
 def read_packed(prefix: str) -> tuple[Any, Any]:
     """(length of each row, all tokens) of an indexed dataset, int32, memory mapped.
 
