@@ -1,11 +1,11 @@
-"""The loss: what is trained, and what is logged about it."""
+"""The loss: what is trained, and what is logged about it. docs/algorithms.md has each option's formula and paper."""
 
 from dataclasses import dataclass
 
 import torch
 
-from mindspeed_qerl.algorithm.corrections import truncated_weights
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, low_variance_kl, mismatch
+from mindspeed_qerl.algorithm.corrections import correction_weights
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, entropy_metrics, kl_estimate, mismatch
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
@@ -22,6 +22,22 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
+def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Entropy of softmax(logits / temperature) over the whole vocabulary, in nats.
+
+    Args:
+        logits: [batch, length, vocab].
+
+    Returns:
+        float32 [batch, length].
+
+    >>> token_entropy(torch.zeros(1, 1, 4)).exp()
+    tensor([[4.]])
+    """
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """One micro-batch. What stands outside the mask, even NaN or infinity, changes neither the loss nor its gradient.
@@ -31,8 +47,10 @@ class LossInputs:
         old_logprobs: [batch, length], of that policy before this iteration's first update.
         rollout_logprobs: [batch, length], of the policy that sampled.
         advantages: [batch], one per answer.
-        mask: bool [batch, length], True on completion tokens.
+        mask: bool [batch, length], True on completion tokens; an answer without any is not trained.
         reference_logprobs: [batch, length], of the base model, or None where there is no KL term.
+        entropy: [batch, length], of the trained policy's distribution, with its gradient where there is an entropy
+            bonus; or None.
     """
 
     logprobs: torch.Tensor
@@ -41,59 +59,108 @@ class LossInputs:
     advantages: torch.Tensor
     mask: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Completion tokens."""
-        return int(self.mask.sum())
+
+def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
+    """What the sum that `loss` returns is divided by, in the whole mini-batch: add up those of its micro-batches.
+
+    token-mean: its tokens (DAPO, arXiv 2503.14476). seq-mean-*: its answers that have tokens;
+    seq-mean-token-sum-norm: those times loss_scale_factor (Dr. GRPO, arXiv 2503.20783).
+
+    >>> denominator(torch.tensor([[True, True], [True, False]]), Algorithm(loss_agg_mode="token-mean"))
+    3.0
+    """
+    if algorithm.loss_agg_mode == "token-mean":
+        return float(mask.sum())
+    answers = float(mask.any(1).sum())
+    return answers * algorithm.loss_scale_factor if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" else answers
 
 
 def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The loss of one micro-batch as a *sum* over its tokens, and its metrics.
+    """The loss of one micro-batch as a sum, and its metrics: policy + kl_coefficient KL - entropy_coefficient entropy.
 
-    Divided by the number of tokens of the whole mini-batch it is DAPO's token-level loss (arXiv 2503.14476):
-    policy + kl_coefficient KL. Whoever calls `backward` logs what it really gets as loss/total.
+    Divided by the `denominator` of the whole mini-batch it does not depend on how that is cut into micro-batches.
     """
-    tokens = inputs.tokens
-    ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs).exp()
-    advantages = inputs.advantages.unsqueeze(1)
-    per_token, is_clipped = clipped_loss(ratio, advantages, algorithm.clip_low, algorithm.clip_high)
-    sampled, trained = inputs.rollout_logprobs[inputs.mask], inputs.old_logprobs[inputs.mask]
-    metrics = mismatch(sampled, trained)
-    if cap := correction.active_cap:
-        per_token = per_token * truncated_weights(inputs.old_logprobs, inputs.rollout_logprobs, cap)
-        above = (trained.double() - sampled.double()).exp() > cap
-        metrics["rollout_correction/truncated_fraction"] = Mean(above.sum().item(), tokens)
-    policy = _inside(inputs.mask, per_token).sum()
-    total, kl = policy, 0.0
-    if algorithm.kl_coefficient:
-        logprobs, reference = (_inside(inputs.mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
-        kl_sum = low_variance_kl(logprobs, reference).sum()
-        total, kl = policy + algorithm.kl_coefficient * kl_sum, kl_sum.item()
-    return total, {
-        "loss/policy": Mean(policy.item(), tokens),
-        "loss/kl": Mean(kl, tokens),
-        "clip_fraction": Mean(_inside(inputs.mask, is_clipped).sum().item(), tokens),
-        **metrics,
-    }
+    mask, count = inputs.mask, denominator(inputs.mask, algorithm)
+    metrics = mismatch(inputs.rollout_logprobs, inputs.old_logprobs, mask)
+    per_token, clipped_low, clipped_high = policy_loss(inputs, algorithm)
+    if correction.method != "none":
+        weights, of_weights = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, mask, correction)
+        per_token, metrics = per_token * weights, metrics | of_weights
+
+    def total_of(values: torch.Tensor) -> torch.Tensor:
+        values = _inside(mask, values)
+        if algorithm.loss_agg_mode == "seq-mean-token-mean":
+            values = values / mask.sum(1, keepdim=True).clamp(min=1)
+        return values.sum()
+
+    total = policy = total_of(per_token)
+    metrics["loss/policy"] = Mean(policy.item(), count)
+    metrics["loss/kl"] = Mean(0.0, count)
+    if algorithm.kl_coefficient and not algorithm.use_kl_in_reward:
+        logprobs, reference = (_inside(mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
+        kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
+        total = total + algorithm.kl_coefficient * kl
+        metrics["loss/kl"] = Mean(kl.item(), count)
+    if algorithm.entropy_coefficient:
+        entropy = total_of(inputs.entropy)
+        total = total - algorithm.entropy_coefficient * entropy
+        metrics["loss/entropy"] = Mean(entropy.item(), count)
+    if inputs.entropy is not None:
+        metrics |= entropy_metrics(inputs.entropy, mask)
+    tokens = mask.sum().item()
+    for name, clipped in (("clip_fraction", clipped_low | clipped_high), ("clip_fraction_low", clipped_low),
+                          ("clip_fraction_high", clipped_high)):
+        metrics[name] = Mean((mask & clipped).sum().item(), tokens)
+    return total, metrics | {"loss/total": Mean(total.item(), count)}
 
 
-def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
-                 clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped policy loss per token (arXiv 1707.06347), with one bound below and one above (DAPO).
+def policy_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The policy's part of the loss by `algorithm.loss_mode`.
+
+    vanilla: `clipped_loss` of each token's ratio p_new / p_old.
+    gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its value is the
+        answer's, its gradient each token's share (verl's GSPO-token).
+    cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every token is trained.
+
+    Returns:
+        (loss, whether clipping from below acted, whether from above), each [batch, length].
+    """
+    low, high, advantages = algorithm.clip_low, algorithm.clip_high, inputs.advantages.unsqueeze(1)
+    logprobs = _inside(inputs.mask, inputs.logprobs)
+    log_ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs)
+    if algorithm.loss_mode == "cispo":
+        ratio = log_ratio.detach().exp()
+        return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs, ratio < 1 - low, ratio > 1 + high
+    if algorithm.loss_mode == "gspo":
+        of_answer = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = logprobs - logprobs.detach() + of_answer.detach()
+    per_token, is_clipped = clipped_loss(log_ratio.exp(), advantages, low, high, algorithm.clip_ratio_c)
+    return per_token, is_clipped & (advantages < 0), is_clipped & (advantages > 0)
+
+
+def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float,
+                 dual_clip: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clipped policy loss per token (arXiv 1707.06347), with one bound below and one above (DAPO) and, for
+    negative advantages, one on the loss itself (dual clip, arXiv 1912.09729).
 
     Args:
         ratio: p_new / p_old of each token. advantages: of a shape that fits.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: where the advantage is negative, a ratio above it counts as it; None: no bound.
 
     Returns:
-        the loss, of `ratio`'s shape, and where the clipping took the gradient away, bool.
+        the loss, of `ratio`'s shape, and where [1 - clip_low, 1 + clip_high] took the gradient away, bool.
 
     >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), clip_low=0.2, clip_high=0.28)
     (tensor([-1.2800, -0.5000]), tensor([ True, False]))
     """
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    per_token = torch.maximum(unclipped, clipped)
+    if dual_clip is not None:
+        per_token = torch.where(advantages < 0, torch.minimum(per_token, -advantages * dual_clip), per_token)
+    return per_token, clipped > unclipped
 
 
 def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Protocol, Self
 
 import torch
 
+FIRST_TOKENS = 8
+
 
 class Metric(Protocol):
     """What `merge` needs: how two of a kind are joined, and the number they give at last."""
@@ -77,39 +79,66 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
-def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) per token: exp(d) - 1 - d with d = reference - policy, >= 0.
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: str = "low_var_kl") -> torch.Tensor:
+    """Schulman's estimates of KL(policy || reference) of each token (joschu.net/blog/kl-approx.html), with
+    d = policy - reference, by MindSpeed-RL's names (utils/compute.py `compute_kl_penalty`, without its bounds).
 
-    >>> low_variance_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
-    tensor([0.1931])
+    kl (k1): d. abs: |d|. mse (k2): d^2 / 2. low_var_kl (k3): exp(-d) - 1 + d, never negative.
+    As a loss on the policy's own samples k2 has the gradient of KL, k3 that of the KL the other way round, and k1 none:
+    its expected gradient is 0.
+
+    >>> policy, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    >>> kl_estimate(policy, reference), kl_estimate(policy, reference, "kl")
+    (tensor([0.1931]), tensor([0.6931]))
     """
     difference = reference_logprobs - logprobs
-    return difference.exp() - 1 - difference
+    if kind == "low_var_kl":
+        return difference.exp() - 1 - difference
+    return {"kl": -difference, "abs": difference.abs(), "mse": 0.5 * difference.square()}[kind]
 
 
-def mismatch(sampled: torch.Tensor, trained: torch.Tensor) -> dict[str, Metric]:
+def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
     """How far the policy that sampled is from the one that is trained, before its update.
 
     Args:
-        sampled, trained: log probabilities of the sampled tokens, [tokens], by each of the two; computed in float64.
+        sampled, trained: log probabilities of the sampled tokens, [batch, length], by each of the two; computed in
+            float64. mask: bool [batch, length], True on completion tokens.
 
     Returns:
         KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities,
         its mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective
-        sample size.
+        sample size, of tokens and, by the product of its tokens' ratios, of answers.
 
-    >>> mismatch(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())["mismatch/max_abs_prob_diff"]
+    >>> sampled, trained = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
+    >>> mismatch(sampled, trained, torch.ones(1, 2).bool())["mismatch/max_abs_prob_diff"]
     Max(largest=0.25)
     """
-    sampled, trained = sampled.double(), trained.double()
+    of_answers = torch.where(mask, trained.double() - sampled.double(), 0.0).sum(1)[mask.any(1)].exp()
+    sampled, trained = sampled[mask].double(), trained[mask].double()
     count = sampled.numel()
     difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
-    ratio_total = ratio.sum().item()
     return {
         "mismatch/k1": Mean((sampled - trained).sum().item(), count),
-        "mismatch/k3": Mean(low_variance_kl(sampled, trained).sum().item(), count),
+        "mismatch/k3": Mean(kl_estimate(sampled, trained).sum().item(), count),
         "mismatch/mean_abs_prob_diff": Mean(difference.sum().item(), count),
         "mismatch/max_abs_prob_diff": Max(difference.max().item() if count else 0.0),
-        "mismatch/ratio_mean": Mean(ratio_total, count),
-        "mismatch/effective_sample_size": EffectiveSampleSize(ratio_total, ratio.square().sum().item(), count),
+        "mismatch/ratio_mean": Mean(ratio.sum().item(), count),
+        "mismatch/effective_sample_size": _effective(ratio),
+        "mismatch/effective_sample_size_of_answers": _effective(of_answers),
     }
+
+
+def _effective(ratio: torch.Tensor) -> EffectiveSampleSize:
+    return EffectiveSampleSize(ratio.sum().item(), ratio.square().sum().item(), ratio.numel())
+
+
+def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+    """Mean entropy of a token's distribution, in nats: of all tokens, and of each answer's first `FIRST_TOKENS`, where
+    a method of solution is chosen.
+
+    Args:
+        entropy: [batch, length]. mask: bool [batch, length], True on completion tokens.
+    """
+    first = mask & (mask.cumsum(1) <= FIRST_TOKENS)
+    return {name: Mean(entropy.detach()[where].double().sum().item(), where.sum().item())
+            for name, where in (("entropy/mean", mask), ("entropy/first_tokens", first))}

@@ -159,13 +159,25 @@ class Batch:
 
 @part
 class Algorithm:
-    """GRPO's loss. Options that only one value works for are in keys.yaml."""
+    """GRPO and what varies it (docs/algorithms.md): MindSpeed-RL's names where it has one, verl's or TRL's where not."""
 
+    section: ClassVar[str] = "algorithm"
+    adv_estimator: Literal["group_norm", "rloo"] = key("rl_config.adv_estimator", "group_norm")
+    norm_adv_by_std_in_grpo: bool = True
+    loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean")
+    loss_scale_factor: Float | None = Field(None, gt=0)  # of seq-mean-token-sum-norm; None: sampling max_tokens
+    mask_truncated_completions: bool = False  # TRL's: answers that were cut off are not trained
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
     clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
     clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)  # DAPO's: ratio in [1 - low, 1 + high]
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
+    clip_ratio_c: Float | None = Field(None, gt=1)  # dual clip; None: off
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
+    kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key("rl_config.kl_penalty", "low_var_kl")
+    use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)
+    entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
 
     @property
     def clip_low(self) -> float:
@@ -174,6 +186,18 @@ class Algorithm:
     @property
     def clip_high(self) -> float:
         return self.clip_ratio_high if self.clip_higher_enable else self.clip_ratio
+
+
+@part
+class Selection:
+    """Which groups are trained, and what length costs: DAPO's dynamic sampling and overlong shaping."""
+
+    filter_groups_enable: bool = key("rl_config.filter_groups_enable", False)
+    filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)  # at most; 0 or less: no limit
+    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)  # prompts of an update
+    overlong_buffer_enable: bool = key("rl_config.overlong_buffer_enable", False)
+    overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)  # tokens before max_tokens that cost
+    overlong_buffer_penalty_factor: Float = key("rl_config.overlong_buffer_penalty_factor", 1.0, ge=0)
 
 
 @part
@@ -255,16 +279,13 @@ class Noise:
 
 @part
 class Correction:
-    """For answers that another policy sampled: "token_tis", the loss times min(p_trained / p_sampled, cap)."""
+    """Importance weights for answers that another policy sampled (algorithm/corrections.py)."""
 
     section: ClassVar[str] = "rollout_correction"
-    method: Literal["none", "token_tis"] = "none"
+    method: Literal["none", "token_tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
     cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
-
-    @property
-    def active_cap(self) -> float | None:
-        """The cap of the importance weights; None: every token counts 1."""
-        return self.cap if self.method == "token_tis" else None
+    floor: Float = Field(0.5, ge=0, le=1)  # of icepop and geometric_mask
+    warn_below: Float = Field(0.5, ge=0, le=1)  # effective sample size of tokens that is warned of, with AQN on
 
 
 @part
@@ -370,6 +391,7 @@ class Recipe:
     layout: Layout
     batch: Batch
     algorithm: Algorithm
+    selection: Selection
     optimizer: Optimizer
     sampling: Sampling
     rollout: Rollout

@@ -1,0 +1,213 @@
+"""Every option of the loss, the advantages and the corrections against verl's and TRL's own code: values and gradients
+on random batches with padding, whole and cut into micro-batches of any size."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.corrections import correction_weights
+from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
+from mindspeed_qerl.algorithm.metrics import kl_estimate
+from mindspeed_qerl.recipe.types import Algorithm, Correction
+from tests.algorithm import verl
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+CLIP = {"clip_higher_enable": True, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3}
+LONGEST = 11
+
+
+def batch(seed=0, rows=8, dtype=torch.float64):
+    """Policies far enough apart for every bound to act; answers of 1 to LONGEST tokens, one of them not trained."""
+    torch.manual_seed(seed)
+    logprobs = -2 * torch.rand(rows, LONGEST, dtype=dtype)
+    old, rollout, reference = (logprobs + 0.4 * torch.randn(rows, LONGEST, dtype=dtype) for _ in range(3))
+    lengths = torch.randint(1, LONGEST + 1, (rows,))
+    lengths[rows // 2] = 0
+    mask = torch.arange(LONGEST) < lengths[:, None]
+    entropy = (0.5 + torch.rand(rows, LONGEST, dtype=dtype)).requires_grad_()
+    return LossInputs(logprobs.requires_grad_(), old, rollout, 2 * torch.randn(rows, dtype=dtype), mask, reference, entropy)
+
+
+def ours(inputs, algorithm, correction=Correction(), parts=None):
+    """The loss of the mini-batch, cut into `parts`, and its gradients in the log probabilities and the entropy."""
+    whole = denominator(inputs.mask, algorithm)
+    total = 0.0
+    for rows in parts or [slice(None)]:
+        part = LossInputs(*(value[rows] for value in vars(inputs).values()))
+        summed, _ = loss(part, algorithm, correction)
+        total = total + summed / whole
+    gradients = torch.autograd.grad(total, [inputs.logprobs, inputs.entropy], allow_unused=True)
+    return total.detach(), [torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients]
+
+
+def verls(inputs, algorithm, weights=None):
+    """verl's policy loss + KL - entropy, aggregated by its agg_loss, and the gradients."""
+    info = {"dp_size": 1, "loss_scale_factor": algorithm.loss_scale_factor}
+    settings = {"clip_ratio": 0.2, "clip_ratio_low": algorithm.clip_low, "clip_ratio_high": algorithm.clip_high,
+                "clip_ratio_c": algorithm.clip_ratio_c or 1e9, "global_batch_info": info}
+    config = type("ActorConfig", (SimpleNamespace,), {"get": lambda self, name, default: getattr(self, name, default)})
+    compute = getattr(verl.core, f"compute_policy_loss_{algorithm.loss_mode}")
+    mask = inputs.mask.double()
+    total, _ = compute(inputs.old_logprobs, inputs.logprobs, inputs.advantages[:, None].expand(mask.shape), mask,
+                       algorithm.loss_agg_mode, config(**settings), weights)
+    if algorithm.kl_coefficient:
+        kl = verl.core.kl_penalty_forward(inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty)
+        total = total + algorithm.kl_coefficient * verl.core.agg_loss(kl, mask, algorithm.loss_agg_mode, **info)
+    if algorithm.entropy_coefficient:
+        bonus = verl.core.agg_loss(inputs.entropy, mask, algorithm.loss_agg_mode, **info)
+        total = total - algorithm.entropy_coefficient * bonus
+    gradients = torch.autograd.grad(total, [inputs.logprobs, inputs.entropy], allow_unused=True)
+    return total.detach(), [torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients]
+
+
+@pytest.fixture(autouse=True)
+def _verls_gspo_asks_for_its_own_config(monkeypatch):
+    """`isinstance(config, ActorConfig)` in verl's gspo and cispo."""
+    for name in ("gspo", "cispo"):
+        monkeypatch.setitem(getattr(verl.core, f"compute_policy_loss_{name}").__globals__, "ActorConfig", SimpleNamespace)
+
+
+PARTS = ([slice(None)], [slice(0, 1), slice(1, 4), slice(4, 8)], [slice(row, row + 1) for row in range(8)])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo"])
+@pytest.mark.parametrize("more", [
+    {"kl_coefficient": 0.0}, {"kl_coefficient": 0.3}, {"kl_coefficient": 0.3, "kl_penalty": "kl"},
+    {"kl_coefficient": 0.3, "kl_penalty": "mse"}, {"kl_coefficient": 0.0, "entropy_coefficient": 0.2},
+    {"kl_coefficient": 0.0, "clip_ratio_c": 1.4}], ids=str)
+def test_the_loss_is_verls_whatever_the_micro_batches(mode, aggregation, more):
+    if mode != "vanilla" and "clip_ratio_c" in more:
+        pytest.skip("verl has the dual clip for vanilla only")
+    inputs = batch()
+    algorithm = Algorithm(loss_mode=mode, loss_agg_mode=aggregation, loss_scale_factor=20.0, **CLIP, **more)
+    expected, expected_gradients = verls(inputs, algorithm)
+    for parts in PARTS:
+        value, gradients = ours(inputs, algorithm, parts=parts)
+        torch.testing.assert_close(value, expected, rtol=1e-7, atol=1e-7)  # verl divides by a length + 1e-8
+        for gradient, wanted in zip(gradients, expected_gradients):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-7, atol=1e-7)
+    assert expected_gradients[0].norm() > 0.01
+
+
+@pytest.mark.parametrize("method, is_level, threshold", [
+    ("token_tis", "token", 1.3), ("sequence_tis", "sequence", 1.3), ("icepop", "token", "0.8_1.3")])
+def test_the_weights_of_a_correction_are_verls(method, is_level, threshold):
+    inputs, correction = batch(), Correction(method, cap=1.3, floor=0.8)
+    log_ratio, mask = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.mask.double()
+    expected, _ = verl.correction.compute_rollout_correction_weights(log_ratio, mask, is_level, threshold)
+    weights, metrics = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
+    torch.testing.assert_close(weights * inputs.mask, expected, rtol=1e-12, atol=0)
+    algorithm = Algorithm(kl_coefficient=0.0, **CLIP)
+    value, gradients = ours(inputs, algorithm, correction, PARTS[1])
+    torch.testing.assert_close(value, verls(inputs, algorithm, expected)[0], rtol=1e-12, atol=1e-12)
+    assert 0 < next(iter(metrics.values())).value() < 1
+
+
+def test_the_geometric_mask_is_verls():
+    """verl's bounds are of p_sampled / p_trained, ours of its inverse."""
+    inputs, correction = batch(), Correction("geometric_mask", cap=1.1, floor=0.95)
+    log_ratio, mask = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.mask.double()
+    expected, _ = verl.correction.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.95}")
+    weights, metrics = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
+    assert torch.equal(weights * inputs.mask, expected)
+    kept = expected.any(1).sum() / inputs.mask.any(1).sum()
+    masked = metrics["rollout_correction/masked_fraction"].value()
+    assert 0 < masked < 1 and masked == pytest.approx(1 - kept.item())
+
+
+@pytest.mark.parametrize("estimator, by_std", [("group_norm", True), ("group_norm", False), ("rloo", True)])
+def test_advantages_are_verls(estimator, by_std):
+    torch.manual_seed(2)
+    rewards, index = torch.rand(12).double().round(decimals=1), np.arange(12) // 4
+    mask = torch.ones(12, 1).double()
+    if estimator == "rloo":
+        expected, _ = verl.core.compute_rloo_outcome_advantage(rewards[:, None].clone(), mask, index)
+    else:
+        expected, _ = verl.core.compute_grpo_outcome_advantage(rewards[:, None].clone(), mask, index,
+                                                               norm_adv_by_std_in_grpo=by_std)
+    torch.testing.assert_close(group_advantages(rewards, 4, estimator, by_std).double(), expected[:, 0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["low_var_kl", "kl", "abs", "mse"])
+def test_kl_estimates_are_verls(kind):
+    inputs = batch()
+    expected = verl.core.kl_penalty_forward(inputs.logprobs, inputs.reference_logprobs, kind)
+    torch.testing.assert_close(kl_estimate(inputs.logprobs, inputs.reference_logprobs, kind), expected)
+
+
+# ---- TRL ----
+
+def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", delta=None):
+    """GRPOTrainer._compute_loss on our tensors."""
+    from collections import defaultdict
+
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    mask = inputs.mask.double()
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda value: value, sync_gradients=True,
+                                  reduce=lambda value, reduction: value)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (inputs.logprobs, inputs.entropy, None),
+        accelerator=accelerator, aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level=level, beta=beta, loss_type=loss_type, epsilon_low=CLIP["clip_ratio_low"],
+        epsilon_high=CLIP["clip_ratio_high"] + (loss_type == "cispo"), use_vllm=weights is not None,
+        vllm_importance_sampling_correction=True, max_completion_length=20, model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1, _metrics={"train": defaultdict(list)}, entropy_coef=entropy,
+        _entropy_bonus_enabled=bool(entropy), use_adaptive_entropy=False,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1))
+    total = GRPOTrainer._compute_loss(trainer, None, {
+        "prompt_ids": torch.zeros(len(mask), 1), "prompt_mask": torch.ones(len(mask), 1),
+        "completion_ids": torch.zeros_like(mask), "completion_mask": mask, "advantages": inputs.advantages,
+        "old_per_token_logps": inputs.old_logprobs, "ref_per_token_logps": inputs.reference_logprobs,
+        "num_items_in_batch": mask.sum(), "importance_sampling_ratio": weights})
+    return total.detach(), torch.autograd.grad(total, [inputs.logprobs])[0]
+
+
+@pytest.mark.parametrize("more, trl", [
+    ({"loss_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
+    ({"loss_agg_mode": "token-mean", "kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
+    ({"loss_agg_mode": "token-mean", "entropy_coefficient": 0.2}, {"loss_type": "dapo", "entropy": 0.2}),
+    ({"loss_agg_mode": "token-mean", "clip_ratio_c": 1.4}, {"loss_type": "dapo", "delta": 1.4}),
+    ({"loss_agg_mode": "token-mean", "loss_mode": "cispo", "clip_ratio_low": 1.0}, {"loss_type": "cispo"}),
+    ({"loss_agg_mode": "seq-mean-token-mean"}, {"loss_type": "grpo"}),
+    ({"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"}, {"loss_type": "grpo", "level": "sequence"}),
+    ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
+    ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0}, {"loss_type": "dr_grpo"})], ids=str)
+def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
+    """Without the answer that is not trained: TRL counts it among the answers."""
+    whole = batch()
+    trained = whole.mask.any(1)
+    inputs = LossInputs(*(value[trained].detach().requires_grad_(value.requires_grad) for value in vars(whole).values()))
+    algorithm = Algorithm(**{"kl_coefficient": 0.0, **CLIP, **more})
+    expected, expected_gradient = trls(inputs, **trl)
+    for parts in PARTS:
+        value, gradients = ours(inputs, algorithm, parts=parts)
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(gradients[0], expected_gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_token_tis_is_trls():
+    """TRL hands its clamped ratio over as importance_sampling_ratio (vllm_importance_sampling_mode token_truncate)."""
+    whole = batch()
+    inputs = LossInputs(*(value[whole.mask.any(1)].detach().requires_grad_(value.requires_grad) for value in vars(whole).values()))
+    ratio = (inputs.old_logprobs - inputs.rollout_logprobs).exp().clamp(max=1.3)
+    value, gradients = ours(inputs, Algorithm(kl_coefficient=0.0, **CLIP), Correction("token_tis", cap=1.3))
+    expected, expected_gradient = trls(inputs, "dapo", ratio)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradients[0], expected_gradient)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo"])
+def test_in_float32_the_loss_is_that_of_float64_to_1e_6(mode):
+    algorithm = Algorithm(loss_mode=mode, kl_coefficient=0.3, entropy_coefficient=0.1, **CLIP)
+    exact, exact_gradients = ours(batch(), algorithm, Correction("token_tis", 1.3))
+    single = LossInputs(*(value.detach().float().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+                          for value in vars(batch()).values()))
+    value, gradients = ours(single, algorithm, Correction("token_tis", 1.3), PARTS[1])
+    assert abs(value.double() - exact) < 1e-6
+    for gradient, wanted in zip(gradients, exact_gradients):
+        assert (gradient.double() - wanted).abs().max() < 1e-6
