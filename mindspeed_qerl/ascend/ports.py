@@ -1,0 +1,38 @@
+"""Upstream's ZMQ server on ports that nobody can take from it.
+
+A rank that shares its answers with its tensor and pipeline parallel peers draws three ports, closes each, and binds
+them again later (MindSpeed-RL workers/base_worker.py:117 `_get_free_port`, utils/zmq_communication.py `init_socket`).
+What another process took in between is an error that is logged and passed over; the run ends in
+`'NoneType' object has no attribute 'recv_json'` or, a minute later, in `wait client pubsub message ack overtime`.
+Here each socket binds to port 0 and tells the port that it got: the server's addresses are broadcast afterwards.
+"""
+
+from typing import Any
+
+import zmq
+from mindspeed_rl.utils.zmq_communication import ZmqServer
+from mindspeed_rl.workers import actor_hybrid_worker, base_worker
+
+
+class BoundZmqServer(ZmqServer):
+    """Upstream's server; binding fails loudly, and a slow peer has `seconds` before the run is given up."""
+
+    seconds = 600  # upstream: 60, which also ends a run whose peer is merely slow
+
+    def init_socket(self) -> None:
+        """The three sockets, their ports in `server_info`. zmq.ZMQError: the address cannot be bound."""
+        self.msg_overtime_seconds = self.seconds
+        self.publisher, self.server_info.publisher_port = self._bound(zmq.PUB)
+        self.register, self.server_info.register_port = self._bound(zmq.REP)
+        self.reliability, self.server_info.reliability_port = self._bound(zmq.PULL)
+
+    def _bound(self, kind: int) -> tuple[Any, int]:
+        """A socket, and the port that the system gave it."""
+        made = self.context.socket(kind)
+        return made, made.bind_to_random_port(f"tcp://{self.server_info.ip_addr}")
+
+
+def install(seconds: int) -> None:
+    """Put the server where upstream's workers of this process look theirs up."""
+    BoundZmqServer.seconds = seconds
+    base_worker.ZmqServer = actor_hybrid_worker.ZmqServer = BoundZmqServer

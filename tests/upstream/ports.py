@@ -1,0 +1,84 @@
+"""Starts upstream's ZMQ server and client as two ranks do; test_ports.py reads what it prints."""
+
+import json
+import queue
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import zmq
+from mindspeed_rl.utils.zmq_communication import ZmqClient, ZmqClientInfo, ZmqServer, ZmqServerInfo
+
+from mindspeed_qerl.ascend.ports import BoundZmqServer
+
+
+def server_info(ports):
+    info = ZmqServerInfo()
+    info.global_rank, info.dp_world_size, info.ip_addr = 0, 2, "127.0.0.1"
+    info.register_port, info.publisher_port, info.reliability_port = ports
+    return info
+
+
+def start_pair(server_class, ports):
+    """A server that sends one tensor to its client; what arrives. The addresses go through a queue instead of
+    torch.distributed."""
+    addresses, failures = queue.Queue(), []
+
+    class Server(server_class):
+        def broadcast_server_info(self):
+            addresses.put({name: getattr(self.server_info, name) for name in (
+                "ip_addr", "register_port", "publisher_port", "reliability_port")})
+
+    class Client(ZmqClient):
+        def wait_server_broadcast(self):
+            self.server_info = addresses.get(timeout=60)
+
+    def serve():
+        try:
+            Server(server_info(ports), None).dispatch_transfer_docker_data({"answers": torch.arange(5)})
+        except Exception as error:
+            failures.append(error)
+            addresses.put(None)
+
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
+    client_info = ZmqClientInfo()
+    client_info.global_rank = 1
+    try:
+        arrived = Client(client_info, None).wait_publisher_message()
+    finally:
+        serving.join(60)
+        if failures:
+            raise failures[0]
+    return arrived
+
+
+def drawn_ports():
+    """As upstream's `_get_free_port` draws them."""
+    ports = []
+    for _ in range(3):
+        with socket.socket() as drawn:
+            drawn.bind(("127.0.0.1", 0))
+            ports.append(drawn.getsockname()[1])
+    return ports
+
+
+def error_of(start, *arguments):
+    try:
+        return start(*arguments)["answers"].tolist()
+    except (AttributeError, TypeError, zmq.ZMQError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+with ThreadPoolExecutor(50) as pool:  # a message that comes before its subscription is sent again after a second
+    arrived = list(pool.map(lambda _: error_of(start_pair, BoundZmqServer, drawn_ports()), range(int(sys.argv[1]))))
+ports = drawn_ports()
+with socket.socket() as taken:
+    taken.bind(("127.0.0.1", ports[0]))
+    of_upstream, ours = error_of(start_pair, ZmqServer, ports), error_of(start_pair, BoundZmqServer, ports)
+elsewhere = server_info(drawn_ports())
+elsewhere.ip_addr = "203.0.113.1"
+print("RESULT", json.dumps({"arrived": arrived, "upstream": of_upstream, "ours": ours,
+                            "elsewhere": error_of(BoundZmqServer, elsewhere, None)}))
