@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_qerl.locks import hold
+from mindspeed_qerl.files import hold
 
 PREFIX = "qerl_ray_"
 _ours: dict[Path, tuple[IO, list]] = {}  # temporary directory of this process's Ray: its lock, and earlier children
@@ -36,7 +36,8 @@ def start(**options: Any) -> Path:
     if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
         parent = Path("/tmp")
     for left in parent.glob(f"{PREFIX}*"):
-        _remove_unless_in_use(left)
+        with contextlib.suppress(OSError), hold(left):  # held by a living process, or another user's
+            shutil.rmtree(left, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
@@ -72,11 +73,3 @@ def _stderr_into(file: Path) -> Iterator[None]:
     finally:
         os.dup2(screen, 2)
         os.close(screen)
-
-
-def _remove_unless_in_use(directory: Path) -> None:
-    try:
-        with hold(directory):
-            shutil.rmtree(directory, ignore_errors=True)
-    except OSError:  # held by a living process, or another user's
-        pass
