@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+import ray
+from ray._private import ray_constants
+
 from mindspeed_qerl.files import hold
 
 PREFIX = "qerl_ray_"
@@ -21,13 +25,8 @@ def start(**options: Any) -> Path:
     cluster, which it asks when it is imported (ray/_private/services.py:resolve_ip_for_localhost,
     ray_constants.py:ENABLE_RAY_CLUSTER).
 
-    Returns:
-        its temporary directory, which `stop` removes, or, if this process is killed, the next `start` on this machine.
+    Returns its temporary directory, which `stop` removes, or, if this process is killed, the next `start` here.
     """
-    import psutil
-    import ray
-    from ray._private import ray_constants
-
     # Its agents outlive a killed process by the last one's seconds, not by 60.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0",
                       RAY_BACKEND_LOG_LEVEL="fatal", RAY_gcs_rpc_server_reconnect_timeout_s="5")
@@ -50,9 +49,6 @@ def start(**options: Any) -> Path:
 
 def stop() -> None:
     """End this process's Ray, if there is one; returns when its processes and its temporary directory are gone."""
-    import psutil
-    import ray
-
     children = psutil.Process().children(recursive=True) if _ours else []
     ray.shutdown()
     while _ours:

@@ -21,8 +21,6 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
 # Of one run of a sweep: its overrides; "finished", "finished before" or "failed"; its directory, if it is finished
 Outcome = tuple[str, str, RunDirectory | None]
 
@@ -30,9 +28,9 @@ Outcome = tuple[str, str, RunDirectory | None]
 def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]) -> Outcome:
     """Run one config of a sweep, unless a run of it is finished; resume one that stopped.
 
-    `raw` is its resolved config, `name` the config's name, `overrides` what makes it this one, `command` the sweep's
-    command line. KeyboardInterrupt if the run was interrupted; ConfigError for a rehearsal, whose run has another
-    config than was asked for, so that it could not be found again.
+    `raw` is its resolved config, `name` the config's name, `overrides` what makes it this one, `command` what runs the
+    config without them. KeyboardInterrupt if the run was interrupted; ConfigError for a rehearsal, whose run has
+    another config than was asked for, so that it could not be found again.
     """
     recipe, _ = read(raw)  # the run itself says what is wrong with it
     if recipe.rehearsal.enabled:
@@ -43,7 +41,7 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
         return what, "finished before", done
     print(f"sweep: {what}", flush=True)
     resume = [] if any(override.startswith("run.resume=") for override in overrides) else ["run.resume=auto"]
-    process = subprocess.Popen([sys.executable, *_without_sweep(command), *overrides, *resume],
+    process = subprocess.Popen([sys.executable, *command, *overrides, *resume],
                                preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
     try:
         code = process.wait()
@@ -68,12 +66,6 @@ def report(outcomes: Sequence[Outcome]) -> int:
         print(f"error: {failed} of {len(outcomes)} runs failed; started again with the same command, the sweep "
               "tries them again", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _without_sweep(command: Sequence[str]) -> list[str]:
-    """`command` without what makes it a sweep, and without overrides."""
-    return [part for part in command if part not in ("-m", "--multirun") and (part.startswith("-") or "=" not in part)
-            and not part.startswith(("~", "+"))]
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -45,6 +45,11 @@ class Group:
         by_seed = {run.seed: run.scores[step] for run in self.runs}
         return np.array([[by_seed[seed][question] for question in questions] for seed in seeds])
 
+    def reward(self) -> dict[int, Estimate]:
+        """The training reward by step, of the steps that all runs have."""
+        shared = sorted(set.intersection(*(set(run.rewards) for run in self.runs)))
+        return {step: estimate(np.array([[run.rewards[step]] for run in self.runs])) for step in shared}
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -59,7 +64,7 @@ class Verdict:
     seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: no number would
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """Everything a comparison found."""
 
@@ -68,11 +73,10 @@ class Comparison:
     left_out: list[ComparedRun]
     steps: list[int]  # that all runs were evaluated after
     questions: list[str]
-    accuracy: dict[str, dict[int, Estimate]] = field(default_factory=dict)  # group -> step ->
-    reward: dict[str, dict[int, Estimate]] = field(default_factory=dict)
-    # of accuracy to the baseline's, over the seeds that both have
-    difference: dict[str, dict[int, Estimate]] = field(default_factory=dict)
-    verdicts: list[Verdict] = field(default_factory=list)
+    accuracy: dict[str, dict[int, Estimate]]  # group -> step ->
+    reward: dict[str, dict[int, Estimate]]
+    difference: dict[str, dict[int, Estimate]]  # of accuracy to the baseline's, over the seeds that both have
+    verdicts: list[Verdict]
 
     def to_json(self) -> dict[str, Any]:
         numbers = asdict(self)
@@ -84,19 +88,14 @@ class Comparison:
             "left_out": [{"run": str(run.path), "reasons": run.faults} for run in self.left_out],
             "notes": {str(run.path): run.notes for group in self.groups for run in group.runs if run.notes},
             "questions": len(self.questions),
-            **{name: numbers[name] for name in ("accuracy", "reward", "difference", "verdicts")},
-        }
+            **{name: numbers[name] for name in ("accuracy", "reward", "difference", "verdicts")}}
 
 
 def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
-    """Group `runs`, leave out those that may not be averaged in, and compare each group with the baseline.
+    """Group `runs`, leave out those that may not be averaged in, and compare each group with the baseline: by its name
+    or settings, or a part of them that no other group has; None: the group without AQN, or else the first one.
 
-    Args:
-        baseline: the baseline group's name or settings, or a part of them that no other group has; None: the group
-            without AQN, or else the first one.
-
-    Raises:
-        ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step or no question.
+    ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step or no question.
     """
     faults = _all_faults(runs)
     left_out = [replace(run, faults=found) for run in runs if (found := faults[run.path])]
@@ -119,20 +118,18 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     groups = _named(list(by_config.values()), differing)
     base = _find_baseline(groups, baseline)
     others = [group for group in groups if group is not base]
-    comparison = Comparison([base, *others], differing, left_out, steps, questions)
-    for group in comparison.groups:
-        comparison.accuracy[group.name] = {step: estimate(group.matrix(step, questions, group.seeds))
-                                           for step in steps}
-        shared = sorted(set.intersection(*(set(run.rewards) for run in group.runs)))
-        comparison.reward[group.name] = {
-            step: estimate(np.array([[run.rewards[step]] for run in group.runs])) for step in shared}
+    groups = [base, *others]
+    accuracy = {group.name: {step: estimate(group.matrix(step, questions, group.seeds)) for step in steps}
+                for group in groups}
+    reward = {group.name: group.reward() for group in groups}
+    difference, verdicts = {}, []
     for group in others:
         seeds = [seed for seed in group.seeds if seed in base.seeds]
-        by_step = comparison.difference[group.name] = {
+        by_step = difference[group.name] = {
             step: estimate(group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds))
             for step in steps if seeds}
-        comparison.verdicts.append(_verdict(group.name, base.name, seeds, by_step.get(steps[-1]), len(others)))
-    return comparison
+        verdicts.append(_verdict(group.name, base.name, seeds, by_step.get(steps[-1]), len(others)))
+    return Comparison(groups, differing, left_out, steps, questions, accuracy, reward, difference, verdicts)
 
 
 def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
@@ -140,9 +137,14 @@ def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
     faults = {run.path: run.faults for run in runs}
     usable = [run for run in runs if not run.faults]
     told = {"data": "its data differ", "code": "its code differs", "evaluation": "it was evaluated otherwise"}
-    for what, words in told.items():
-        for path, difference in _differing_from_most(usable, what).items():
-            faults[path] += (f"{words}: {difference}",)
+    for what, words in told.items() if usable else ():
+        (usual, _), *_ = Counter(json.dumps(getattr(run, what), sort_keys=True) for run in usable).most_common(1)
+        usual = json.loads(usual)  # of most runs, or if there is no most, of the first
+        for run in usable:
+            found = getattr(run, what)
+            if other := [key for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key)]:
+                faults[run.path] += (f"{words}: " + ", ".join(
+                    f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}" for key in other),)
     newest: dict[tuple[str, int], ComparedRun] = {}
     for run in sorted(usable, key=lambda run: (run.started, run.path)):
         if not faults[run.path]:
@@ -151,15 +153,6 @@ def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
                 faults[older.path] = (f"it repeats seed {run.seed}, and {run.path.name} is newer",)
             newest[key] = run
     return faults
-
-
-def _differing_from_most(runs: Sequence[ComparedRun], what: str) -> dict[Path, str]:
-    """Path -> in what a run's `data` or `code` differs from that of most runs (of the first, if there is no most)."""
-    counts = Counter(json.dumps(getattr(run, what), sort_keys=True) for run in runs)
-    usual = json.loads(counts.most_common(1)[0][0]) if counts else {}
-    return {run.path: ", ".join(f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}"
-                                for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key))
-            for run in runs if (found := getattr(run, what)) != usual}
 
 
 def _short(value: str | None) -> str:

@@ -60,12 +60,8 @@ class RunDirectory:
     def create(cls, root: Path | str, name: str, *, config: dict, command: list[str], seed: int,
                data_files: Mapping[str, Path], label: str = "", versions: Mapping[str, Any] = {}) -> RunDirectory:
         """Make `root/name/<date>_<time>_<label>_seed<seed>`, with -2, -3, ... appended when that exists, and describe
-        the run in it.
-
-        Args:
-            config: the resolved config in plain Python types. command: the argument list that started the run.
-            data_files: label ("train", "test", ...) -> file. label: see `label_of`.
-            versions: JSON values added to versions.json, such as {"upstream": {"MindSpeed": <commit>}}.
+        the run in it: its resolved `config` in plain Python types, the `command` that started it, its data files by
+        label ("train", "test", ...), and JSON values for versions.json, as {"upstream": {"MindSpeed": <commit>}}.
 
         Raises ValueError for a bad name, FileNotFoundError for a missing data file (both before anything is made), and
         OSError when the directory cannot be written.

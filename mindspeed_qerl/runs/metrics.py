@@ -37,16 +37,14 @@ TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 
 class MetricsWriter:
-    """Writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases when a project is
-    named. A context manager, whose end closes TensorBoard's file and uploads the rest to W&B.
+    """A context manager that writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases
+    when a project is named; W&B follows its own environment, WANDB_MODE=offline included.
 
     Each row is handed to the operating system before the call returns: a killed process loses nothing that was logged
-    (a machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
-    environment, WANDB_MODE=offline included.
+    (a machine that loses power may lose the last seconds, since nothing is forced to the disk).
 
     With `after`, a run is resumed after that step: rows of later steps, which will be made again, move to
-    `discarded/`. `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost, as when the file
-    was cut short.
+    `discarded/`. `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost.
 
     Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was
     asked for is missing.
