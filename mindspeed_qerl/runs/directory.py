@@ -13,8 +13,6 @@
         summary.md, plots/                                          written by report.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -28,7 +26,7 @@ from functools import cache
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import yaml
 
@@ -58,7 +56,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path | str, name: str, *, config: dict, command: list[str], seed: int,
-               data_files: Mapping[str, Path], label: str = "", versions: Mapping[str, Any] = {}) -> RunDirectory:
+               data_files: Mapping[str, Path], label: str = "", versions: Mapping[str, Any] = {}) -> Self:
         """Make `root/name/<date>_<time>_<label>_seed<seed>`, with -2, -3, ... appended when that exists, and describe
         the run in it: its resolved `config` in plain Python types, the `command` that started it, its data files by
         label ("train", "test", ...), and JSON values for versions.json, as {"upstream": {"MindSpeed": <commit>}}.
@@ -90,7 +88,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path | str, *, config: dict, command: list[str], data_files: Mapping[str, Path],
-               may_change: Iterable[str] = ()) -> RunDirectory:
+               may_change: Iterable[str] = ()) -> Self:
         """Resume an existing run: the same data, and the same config but for `run.resume` and the keys of
         `may_change`, such as the layout. config.yaml becomes the config that is resumed with, the earlier one is kept
         as config.before.yaml. The command is added to command.txt.
@@ -126,7 +124,7 @@ class RunDirectory:
         return run
 
     @classmethod
-    def unfinished(cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()) -> RunDirectory | None:
+    def unfinished(cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()) -> Self | None:
         """The newest run below `parent` that did not finish, has a checkpoint, and can be reopened with `config`."""
         for run, state, started_with in _runs_below(parent):
             other = _differences(started_with, config).keys() - set(may_change)
@@ -135,13 +133,13 @@ class RunDirectory:
         return None
 
     @classmethod
-    def finished(cls, parent: Path, *, config: dict) -> RunDirectory | None:
+    def finished(cls, parent: Path, *, config: dict) -> Self | None:
         """The newest run below `parent` that finished with `config`."""
         return next((run for run, state, started_with in _runs_below(parent)
                      if state == "finished" and not _differences(started_with, config)), None)
 
     @classmethod
-    def open(cls, path: Path | str) -> RunDirectory:
+    def open(cls, path: Path | str) -> Self:
         """An existing run directory. Raises FileNotFoundError when `path` is not one."""
         run = cls(path)
         if not run.status_file.is_file():

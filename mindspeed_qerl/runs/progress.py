@@ -17,17 +17,8 @@ RECENT_STEPS = 20  # the ETA follows the pace of these, so that a slow first ste
 
 
 class Progress:
-    """Context manager around the training loop.
-
-        with Progress(60, "grpo_tiny_moe_cpu") as progress:
-            progress.phase("starting engines")
-            progress.evaluated(0, {"accuracy": 0.25, "standard_error": 0.02})
-            for step in range(1, 61):
-                progress.phase("rollout")
-                progress.step(step, {"reward/mean": 0.31, "aqn/sigma": 0.05, "time/step": 0.8})
-
-    `metrics` and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py). `clock` returns seconds.
-    """
+    """Context manager around the training loop, told of each phase, step and evaluation; `metrics` and `result`
+    are rows of metrics.jsonl and eval.jsonl (see metrics.py). `clock` returns seconds."""
 
     def __init__(self, total_steps: int, title: str, *, console: Console | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
