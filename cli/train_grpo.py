@@ -89,8 +89,9 @@ def sweep(args: argparse.Namespace) -> int:
     name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
     combinations = compose.combinations(name, args.overrides, folder)
     configs = [compose.compose(name, overrides, folder) for overrides in combinations]
+    command = [sys.argv[0], "--config-name", name, *(["--config-dir", folder] if folder else [])]
     try:
-        outcomes = [sweep.run_one(raw, name, overrides, sys.argv) for raw, overrides in zip(configs, combinations)]
+        outcomes = [sweep.run_one(raw, name, overrides, command) for raw, overrides in zip(configs, combinations)]
         return sweep.report(outcomes)
     except KeyboardInterrupt:
         print("error: interrupted; the same command resumes the sweep", file=sys.stderr)

@@ -1,11 +1,14 @@
-"""Files and directories that are there whole or not at all, and the names of checkpoints. Standard library only."""
+"""Files and directories that are there whole or not at all, or held by one process, and the names of checkpoints.
+Standard library only."""
 
+import fcntl
 import glob
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -35,6 +38,18 @@ def new_directory(path: Path) -> Iterator[Path]:
         making.rename(path)  # replaces an empty directory, and nothing else
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def hold(directory: Path) -> IO:
+    """The open file `directory`/lock: the folder is held until it is closed, or its process ends, however that happens
+    (flock(2)). Raises BlockingIOError when another open file holds it."""
+    lock = open(directory / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise
+    return lock
 
 
 def checkpoint_iterations(checkpoints: Path) -> list[int]:

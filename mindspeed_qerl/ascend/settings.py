@@ -27,6 +27,7 @@ from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.packed import pack_rows, read_packed
 from mindspeed_qerl.tasks.rows import Row
 
+UPSTREAM = True
 MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 

@@ -47,7 +47,7 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary
     files are gone.
     """
-    logs = Path(run) / "logs"
+    logs = run.path / "logs"
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
     rendezvous = logs.resolve() / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # of a run that was killed

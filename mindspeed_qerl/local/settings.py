@@ -16,6 +16,7 @@ from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
+UPSTREAM = False
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.
 LAYOUT_RULES = (training.ranks_fill_training_groups, training.ranks_fill_expert_groups, training.heads_by_tp,

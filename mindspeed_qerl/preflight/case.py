@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_qerl.engines import engine_of, examine, on_npus
+from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
@@ -48,7 +48,8 @@ class Case:
 
     @property
     def on_npus(self) -> bool:
-        return on_npus(self.recipe)
+        """Whether the run would use NPUs: its engine does, and they are not emulated."""
+        return self.upstream and not self.recipe.emulate_npu
 
     @property
     def upstream(self) -> bool:

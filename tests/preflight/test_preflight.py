@@ -507,11 +507,11 @@ def test_an_illegal_layout(ready):
 
 def test_a_broken_rule_is_one_line(ready, monkeypatch):
     """Also where the engine's own check names it."""
-    from mindspeed_qerl import ascend
+    from mindspeed_qerl.ascend import settings
 
     ready["generate_config"]["infer_expert_parallel_size"] = 8
     message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
-    monkeypatch.setattr(ascend, "validate",
+    monkeypatch.setattr(settings, "validate",
                         lambda recipe: Found([f"layout: {message} (a source)", "run.name is wrong"]))
     failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
     assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed
