@@ -22,9 +22,8 @@ class Rule:
     """What upstream demands of a plan: `check` gives one sentence with the numbers if a plan breaks it."""
 
     name: str
+    source: str  # `repository path:line` of upstream; tests/upstream/rule_lines.json has that line
     statement: str  # in words; and what would happen without it, where upstream does not state it itself
-    source: str  # `repository path:line` of upstream
-    text: str  # of that line; tests/upstream compares it with the checkouts
     check: Callable[[Plan], str | bool | None]
 
 
@@ -90,94 +89,78 @@ def _context_parallel_heads(plan: Plan) -> str | None:
 
 
 TRAINING = (
-    Rule("ranks_fill_training_groups", "The ranks are a multiple of TP x PP x CP.",
-         f"{VALIDATION}:82", "if resource.num_npus % product != 0:",
+    Rule("ranks_fill_training_groups", f"{VALIDATION}:82", "The ranks are a multiple of TP x PP x CP.",
          lambda p: indivisible("ranks", p.layout.world, "TP {} x PP {} x CP {}", p.layout.tp, p.layout.pp,
                                p.layout.cp)),
-    Rule("ranks_fill_expert_groups", "The ranks are a multiple of TP x EP x PP.",
-         "Megatron-LM megatron/core/parallel_state.py:700",
-         "if decoder_world_size % expert_tensor_model_pipeline_parallel_size != 0:",
+    Rule("ranks_fill_expert_groups", "Megatron-LM megatron/core/parallel_state.py:700",
+         "The ranks are a multiple of TP x EP x PP.",
          lambda p: indivisible("ranks", p.layout.world, "TP {} x EP {} x PP {}", p.layout.tp, p.layout.ep,
                                p.layout.pp)),
-    Rule("ranks_fill_nodes", "With more ranks than a node has, every node is full: upstream starts as many actors on "
-         "each.", "MindSpeed-RL mindspeed_rl/workers/scheduler/launcher.py:241",
-         "for bundle_index in range(0, self.num_devices_per_node):",
+    Rule("ranks_fill_nodes", "MindSpeed-RL mindspeed_rl/workers/scheduler/launcher.py:241",
+         "With more ranks than a node has, every node is full: upstream starts as many actors on each.",
          lambda p: indivisible("ranks", p.layout.world, "{} ranks a node", p.layout.node_width)),
-    Rule("heads_by_tp", "Attention heads are a multiple of TP.",
-         f"{TRANSFORMER}:559", "if self.num_attention_heads % self.tensor_model_parallel_size != 0:",
+    Rule("heads_by_tp", f"{TRANSFORMER}:559", "Attention heads are a multiple of TP.",
          lambda p: indivisible("attention heads", p.shape.num_attention_heads, "TP {}", p.layout.tp)),
-    Rule("kv_heads_by_tp", "KV heads are a multiple of TP.",
-         f"{TRANSFORMER}:574", "if self.num_query_groups % self.tensor_model_parallel_size != 0:",
+    Rule("kv_heads_by_tp", f"{TRANSFORMER}:574", "KV heads are a multiple of TP.",
          lambda p: indivisible("KV heads", p.shape.num_key_value_heads, "TP {}", p.layout.tp)),
-    Rule("width_by_tp", "The width of a dense MLP or a shared expert is a multiple of TP.",
-         "Megatron-LM megatron/core/tensor_parallel/layers.py:765",
-         "self.output_size_per_partition = divide(output_size, world_size)",
+    Rule("width_by_tp", "Megatron-LM megatron/core/tensor_parallel/layers.py:765",
+         "The width of a dense MLP or a shared expert is a multiple of TP.",
          lambda p: indivisible_width(p, "TP {}", p.layout.tp)),
-    Rule("vocabulary_by_tp", "The rows of the embedding are a multiple of TP.",
-         "Megatron-LM megatron/core/tensor_parallel/utils.py:110",
-         "per_partition_vocab_size = divide(global_vocab_size, world_size)",
+    Rule("vocabulary_by_tp", "Megatron-LM megatron/core/tensor_parallel/utils.py:110",
+         "The rows of the embedding are a multiple of TP.",
          lambda p: indivisible("rows of the embedding", p.rows, "TP {}", p.layout.tp)),
-    Rule("vocabulary_is_vllms", "Megatron's embedding has the rows of vLLM's: the model's vocabulary, padded to a "
-         "multiple of 64.", "MindSpeed-RL mindspeed_rl/workers/resharding/memory_buffer.py:59",
-         "buffer_tensor = buffer_tensor.view(param.shape)",
+    Rule("vocabulary_is_vllms", "MindSpeed-RL mindspeed_rl/workers/resharding/memory_buffer.py:59",
+         "Megatron's embedding has the rows of vLLM's: the model's vocabulary, padded to a multiple of 64.",
          lambda p: p.rows != p.vllm_rows and
          f"padded_vocab_size {p.rows:,} must be {p.vllm_rows:,}, the rows of vLLM's embedding for a vocabulary of "
          f"{p.shape.vocab_size:,}"),
-    Rule("layers_by_pp", "Layers are a multiple of PP, or num_layer_list says how many each stage has.",
-         f"{CONTAINER}:274", "if self._num_hidden_layers % self._pp_size != 0:",
+    Rule("layers_by_pp", f"{CONTAINER}:274",
+         "Layers are a multiple of PP, or num_layer_list says how many each stage has.",
          lambda p: not p.layout.num_layer_list and
          indivisible("layers", p.shape.num_hidden_layers, "PP {} (or give num_layer_list)", p.layout.pp)),
-    Rule("layer_list_has_a_number_for_each_stage", "num_layer_list has PP numbers, and PP is above 1.",
-         f"{ARGUMENTS}:1094", "if len(args.num_layer_list.split(',')) != args.pipeline_model_parallel_size:",
-         _layer_list_has_a_number_for_each_stage),
-    Rule("layer_list_sums_to_the_layers", "num_layer_list sums to the model's layers, and no stage is empty.",
-         f"{ARGUMENTS}:1159", "if config.layer_offset[args.pipeline_model_parallel_size] != args.num_layers:",
-         _layer_list_sums_to_the_layers),
-    Rule("virtual_stages", "A virtual pipeline needs PP above 1, no num_layer_list, and stages that are a multiple of "
-         "its layers.", "Megatron-LM megatron/training/arguments.py:461",
-         "assert num_layers_per_pipeline_stage % args.num_layers_per_virtual_pipeline_stage == 0, \\",
-         _virtual_stages),
-    Rule("shared_backbone_has_one_chunk", "A reference on the shared backbone goes with no virtual pipeline: only the "
-         "first chunk's adapters are switched off for it.",
-         "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
-         "with self.ref_model[0].module.module.disable_adapter():",
+    Rule("layer_list_has_a_number_for_each_stage", f"{ARGUMENTS}:1094",
+         "num_layer_list has PP numbers, and PP is above 1.", _layer_list_has_a_number_for_each_stage),
+    Rule("layer_list_sums_to_the_layers", f"{ARGUMENTS}:1159",
+         "num_layer_list sums to the model's layers, and no stage is empty.", _layer_list_sums_to_the_layers),
+    Rule("virtual_stages", "Megatron-LM megatron/training/arguments.py:461", "A virtual pipeline needs PP above 1, no "
+         "num_layer_list, and stages that are a multiple of its layers.", _virtual_stages),
+    Rule("shared_backbone_has_one_chunk", "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
+         "A reference on the shared backbone goes with no virtual pipeline: only the first chunk's adapters are "
+         "switched off for it.",
          lambda p: p.share_backbone and p.layout.layers_per_virtual_stage is not None and
          f"share_backbone with num_layers_per_virtual_pipeline_stage {p.layout.layers_per_virtual_stage}: only the "
          "first chunk's adapters would be off for the reference"),
-    Rule("shared_backbone_has_adapters", "A reference on the shared backbone needs LoRA: it is the model without its "
-         "adapters.", f"{VALIDATION}:288", "if not actor_config.lora_target_modules:",
+    Rule("shared_backbone_has_adapters", f"{VALIDATION}:288",
+         "A reference on the shared backbone needs LoRA: it is the model without its adapters.",
          lambda p: p.share_backbone and not p.lora and
          "share_backbone needs LoRA: the reference is the model without its adapters"),
-    Rule("context_parallel_heads", "With Ulysses context parallelism, heads are a multiple of TP x CP and seq_length "
-         "of CP.", "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
-         "if not (head >= 1 and remainder == 0):", _context_parallel_heads),
-    Rule("context_parallel_algorithm", "Context parallelism is ulysses_cp_algo or megatron_cp_algo.",
-         f"{VALIDATION}:56", 'if actor_config.context_parallel_algo not in ["ulysses_cp_algo", "megatron_cp_algo"]:',
+    Rule("context_parallel_heads",
+         "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32", "With Ulysses "
+         "context parallelism, heads are a multiple of TP x CP and seq_length of CP.", _context_parallel_heads),
+    Rule("context_parallel_algorithm", f"{VALIDATION}:56",
+         "Context parallelism is ulysses_cp_algo or megatron_cp_algo.",
          lambda p: p.layout.cp > 1 and p.layout.cp_algorithm not in CP_ALGORITHMS and
          f"CP {p.layout.cp} with {p.layout.cp_algorithm}: upstream has {' and '.join(CP_ALGORITHMS)}"),
-    Rule("dense_model_without_ep", "A dense model has EP 1.",
-         f"{TRANSFORMER}:621", "raise ValueError('num_moe_experts must be non None to use expert-parallel.')",
+    Rule("dense_model_without_ep", f"{TRANSFORMER}:621", "A dense model has EP 1.",
          lambda p: p.layout.ep > 1 and not p.shape.moe and
          f"EP {p.layout.ep} with a dense model: there are no experts to divide: set "
          "actor_config.expert_model_parallel_size=1"),
-    Rule("experts_by_training_ranks", "Experts are a multiple of TP x EP: with moe_tp_extend_ep the TP ranks hold "
-         "whole experts too.", "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
-         "if args.num_experts % (args.tensor_model_parallel_size * args.expert_model_parallel_size) != 0:",
+    Rule("experts_by_training_ranks", "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
+         "Experts are a multiple of TP x EP: with moe_tp_extend_ep the TP ranks hold whole experts too.",
          lambda p: indivisible("experts", p.shape.num_experts, "TP {} x EP {}", p.layout.tp, p.layout.ep)),
-    Rule("experts_are_whole", "A mixture of experts needs moe_tp_extend_ep: the weight sync knows experts in no other "
-         "form, and vLLM's would stay zero.",
-         f"{CONTAINER}:189", "if(self.moe_tp_extend_ep and self._infer_ep_size >= self._ep_size):",
+    Rule("experts_are_whole", f"{CONTAINER}:189", "A mixture of experts needs moe_tp_extend_ep: the weight sync knows "
+         "experts in no other form, and vLLM's would stay zero.",
          lambda p: p.shape.moe and not p.layout.tp_extend_ep and
          "moe_tp_extend_ep = False must be True for a mixture of experts: without it vLLM's experts stay zero, or the "
          "first sync fails"),
-    Rule("experts_need_sequence_parallelism", "A mixture of experts with TP above 1 needs sequence_parallel.",
-         "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133", "and not self.config.sequence_parallel",
+    Rule("experts_need_sequence_parallelism", "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133",
+         "A mixture of experts with TP above 1 needs sequence_parallel.",
          lambda p: p.shape.moe and p.layout.tp > 1 and not p.layout.sequence_parallel and
          f"sequence_parallel must be true for a mixture of experts with tensor_model_parallel_size = {p.layout.tp}"),
-    Rule("dispatcher_has_ranks", "A mixture of experts without LoRA needs TP x EP above 1: the TP-to-EP dispatcher "
-         "returns a variable that it sets only there. With LoRA MindSpeed-LLM builds the other dispatcher.",
+    Rule("dispatcher_has_ranks",
          "MindSpeed mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/token_dispatcher.py:154",
-         "return num_tokens_per_local_expert",
+         "A mixture of experts without LoRA needs TP x EP above 1: the TP-to-EP dispatcher returns a variable that it "
+         "sets only there. With LoRA MindSpeed-LLM builds the other dispatcher.",
          lambda p: p.shape.moe and not p.lora and p.layout.tp_extend_ep and p.layout.tp * p.layout.ep == 1 and
          "TP 1 x EP 1 without LoRA: MindSpeed's TP-to-EP dispatcher needs at least 2 ranks"),
 )
@@ -201,67 +184,54 @@ def _stages_hold_whole_infer_tp_groups(plan: Plan) -> str | None:
 
 
 ROLLOUT = (
-    Rule("no_infer_pipeline", "vLLM has no pipeline parallelism.",
-         f"{VALIDATION}:169", "if generate_config.infer_pipeline_parallel_size > 1:",
+    Rule("no_infer_pipeline", f"{VALIDATION}:169", "vLLM has no pipeline parallelism.",
          lambda p: p.layout.infer_pp > 1 and f"infer PP {p.layout.infer_pp} must be 1"),
-    Rule("ranks_fill_infer_groups", "The ranks are a multiple of infer TP x EP; a rank left over would be in no "
-         "expert group.", f"{PARALLEL_STATE}:267", "num_expert_groups: int = infer_data_parallel_size * "
-         "context_parallel_size // expert_model_parallel_size",
+    Rule("ranks_fill_infer_groups", f"{PARALLEL_STATE}:267",
+         "The ranks are a multiple of infer TP x EP; a rank left over would be in no expert group.",
          lambda p: indivisible("ranks", p.layout.world, "infer TP {} x EP {}", p.layout.infer_tp, p.layout.infer_ep)),
-    Rule("infer_groups_hold_whole_training_groups", "Infer TP x EP is a multiple of training's TP x EP: the sync cuts "
-         "a training rank's experts into shares, and never joins two ranks'.",
-         f"{CONTAINER}:156", "if self._infer_ep_size % self._ep_size != 0:",
-         _infer_groups_hold_whole_training_groups),
-    Rule("tensor_parallel_sizes_divide", "Of training's TP and infer TP, one is a multiple of the other.",
-         f"{CONTAINER}:651", "if self._infer_tp_size % self._tp_size != 0:",
+    Rule("infer_groups_hold_whole_training_groups", f"{CONTAINER}:156",
+         "Infer TP x EP is a multiple of training's TP x EP: the sync cuts a training rank's experts into shares, and "
+         "never joins two ranks'.", _infer_groups_hold_whole_training_groups),
+    Rule("tensor_parallel_sizes_divide", f"{CONTAINER}:651",
+         "Of training's TP and infer TP, one is a multiple of the other.",
          lambda p: p.layout.tp % p.layout.infer_tp and p.layout.infer_tp % p.layout.tp and
          f"TP {p.layout.tp} and infer TP {p.layout.infer_tp}: neither is a multiple of the other"),
-    Rule("stages_hold_whole_infer_tp_groups", "With infer TP above training's, a pipeline stage's ranks are a "
-         "multiple of infer TP.",
-         f"{CONTAINER}:174", "(self._world_size // self._pp_size) % self._infer_tp_size != 0):",
-         _stages_hold_whole_infer_tp_groups),
-    Rule("heads_by_infer_tp", "Attention heads are a multiple of infer TP.",
-         "vllm vllm/config/model.py:1048", "if total_num_attention_heads % tensor_parallel_size != 0:",
+    Rule("stages_hold_whole_infer_tp_groups", f"{CONTAINER}:174", "With infer TP above training's, a pipeline stage's "
+         "ranks are a multiple of infer TP.", _stages_hold_whole_infer_tp_groups),
+    Rule("heads_by_infer_tp", "vllm vllm/config/model.py:1048", "Attention heads are a multiple of infer TP.",
          lambda p: indivisible("attention heads", p.shape.num_attention_heads, "infer TP {}", p.layout.infer_tp)),
-    Rule("kv_heads_by_infer_tp", "KV heads are a multiple of infer TP: vLLM could repeat them, the sync cannot.",
+    Rule("kv_heads_by_infer_tp",
          "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/megatron_weight_loaders.py:160",
-         "ng = hf_config.num_key_value_heads // infer_tensor_parallel_size",
+         "KV heads are a multiple of infer TP: vLLM could repeat them, the sync cannot.",
          lambda p: indivisible("KV heads", p.shape.num_key_value_heads, "infer TP {}", p.layout.infer_tp)),
-    Rule("width_by_infer_tp", "The width of a dense MLP or a shared expert is a multiple of infer TP.",
-         "vllm vllm/model_executor/layers/linear.py:1250",
-         "self.input_size_per_partition = divide(input_size, self.tp_size)",
+    Rule("width_by_infer_tp", "vllm vllm/model_executor/layers/linear.py:1250",
+         "The width of a dense MLP or a shared expert is a multiple of infer TP.",
          lambda p: indivisible_width(p, "infer TP {}", p.layout.infer_tp)),
-    Rule("vocabulary_by_infer_tp", "The rows of vLLM's embedding are a multiple of infer TP.",
-         "vllm vllm/model_executor/layers/vocab_parallel_embedding.py:263",
-         "self.num_embeddings_per_partition = divide(self.num_embeddings_padded,",
+    Rule("vocabulary_by_infer_tp", "vllm vllm/model_executor/layers/vocab_parallel_embedding.py:263",
+         "The rows of vLLM's embedding are a multiple of infer TP.",
          lambda p: indivisible("rows of vLLM's embedding", p.vllm_rows, "infer TP {}", p.layout.infer_tp)),
-    Rule("experts_by_infer_ranks", "Experts are a multiple of infer TP x EP.",
-         f"{CONTAINER}:500", "expert_pernode = int(self.num_experts / self._infer_ep_size_raw / self._infer_tp_size)",
+    Rule("experts_by_infer_ranks", f"{CONTAINER}:500", "Experts are a multiple of infer TP x EP.",
          lambda p: indivisible("experts", p.shape.num_experts, "infer TP {} x EP {}", p.layout.infer_tp,
                                p.layout.infer_ep)),
-    Rule("infer_experts_are_spread", "A mixture of experts needs infer TP x EP above 1: the first sync fails on a "
-         "group of one.", f"{CONTAINER}:569", "src = src_router[cur_rank % infer_tp_ep_size]",
+    Rule("infer_experts_are_spread", f"{CONTAINER}:569",
+         "A mixture of experts needs infer TP x EP above 1: the first sync fails on a group of one.",
          lambda p: p.shape.moe and p.layout.infer_tp * p.layout.infer_ep == 1 and
          "infer TP 1 x EP 1 with a mixture of experts: the first weight sync fails; at least 2 ranks must share "
          "vLLM's experts"),
-    Rule("infer_experts_are_whole", "A mixture of experts with infer TP x EP above 1 needs enable_expert_parallel: "
-         "the sync deals whole experts to vLLM's ranks.",
-         f"{CONTAINER}:140", "self._infer_ep_size = self._infer_ep_size * self._infer_tp_size",
+    Rule("infer_experts_are_whole", f"{CONTAINER}:140", "A mixture of experts with infer TP x EP above 1 needs "
+         "enable_expert_parallel: the sync deals whole experts to vLLM's ranks.",
          lambda p: p.shape.moe and p.layout.infer_tp * p.layout.infer_ep > 1 and not p.layout.enable_expert_parallel
          and f"enable_expert_parallel must be true for a mixture of experts with infer TP {p.layout.infer_tp} x EP "
          f"{p.layout.infer_ep}: the sync deals whole experts to vLLM's ranks"),
-    Rule("two_ranks", "There are at least 2 NPUs: the groups that vLLM's ranks are found by are not made for one.",
-         f"{PARALLEL_STATE}:80", "if torch.distributed.get_world_size() > 1:",
+    Rule("two_ranks", f"{PARALLEL_STATE}:80",
+         "There are at least 2 NPUs: the groups that vLLM's ranks are found by are not made for one.",
          lambda p: p.layout.world == 1 and
          "1 NPU: it takes at least 2, since the groups that vLLM's ranks are found by are not made for one"),
-    Rule("answers_fit_vllm", "seq_length is at most max_model_len.",
-         f"{VALIDATION}:49", "if generate_config.max_model_len < actor_config.seq_length:",
+    Rule("answers_fit_vllm", f"{VALIDATION}:49", "seq_length is at most max_model_len.",
          lambda p: p.batch.seq_length > p.batch.max_model_len and
          f"seq_length {p.batch.seq_length} is above max_model_len {p.batch.max_model_len}"),
-    Rule("prompts_fit_the_scheduler", "max_num_batched_tokens is at least max_model_len: vLLM-Ascend's scheduler does "
-         "not cut prompts into chunks.",
-         "vllm-ascend vllm_ascend/core/schedule_config.py:66",
-         "if (self.max_num_batched_tokens < self.max_model_len",
+    Rule("prompts_fit_the_scheduler", "vllm-ascend vllm_ascend/core/schedule_config.py:66",
+         "max_num_batched_tokens is at least max_model_len: vLLM-Ascend's scheduler does not cut prompts into chunks.",
          lambda p: p.batch.max_num_batched_tokens < p.batch.max_model_len and
          f"max_num_batched_tokens {p.batch.max_num_batched_tokens} is below max_model_len {p.batch.max_model_len}"),
 )
@@ -319,64 +289,55 @@ def _update_takes_every_answer(plan: Plan) -> str | None:
 
 
 BATCH = (
-    Rule("batch_by_training_dp", "global_batch_size is a multiple of training's data-parallel size.",
-         f"{VALIDATION}:134", "if global_batch_size % data_parallel != 0:",
+    Rule("batch_by_training_dp", f"{VALIDATION}:134",
+         "global_batch_size is a multiple of training's data-parallel size.",
          lambda p: _batch_by(p, f"training DP {{}} = {p.layout.world} / (TP {p.layout.tp} x PP {p.layout.pp} x CP "
                              f"{p.layout.cp})", p.layout.dp)),
-    Rule("batch_by_infer_dp", "global_batch_size is a multiple of vLLM's replicas, world / infer TP.",
-         f"{VALIDATION}:158", "generate_config.data_parallel_size = rl_config.actor_resource.num_npus // (",
+    Rule("batch_by_infer_dp", f"{VALIDATION}:158",
+         "global_batch_size is a multiple of vLLM's replicas, world / infer TP.",
          lambda p: _batch_by(p, f"vLLM's {{}} replicas = {p.layout.world} / infer TP {p.layout.infer_tp}",
                              p.layout.infer_dp)),
-    Rule("batch_by_nodes", "global_batch_size is a multiple of the nodes: each has one process that scores answers.",
-         f"{VALIDATION}:281", "if reward_config.global_batch_size % rule_reward_num_process != 0:",
+    Rule("batch_by_nodes", f"{VALIDATION}:281",
+         "global_batch_size is a multiple of the nodes: each has one process that scores answers.",
          lambda p: _batch_by(p, "{} nodes", p.layout.nodes)),
-    Rule("share_by_micro_batch", "A training rank's answers of an iteration are a multiple of micro_batch_size.",
-         f"{VALIDATION}:139", "if (global_batch_size // data_parallel * n_samples) % micro_batch_size != 0:",
+    Rule("share_by_micro_batch", f"{VALIDATION}:139",
+         "A training rank's answers of an iteration are a multiple of micro_batch_size.",
          lambda p: indivisible("answers of a training rank",
                                p.batch.global_batch_size // p.dp * p.batch.samples_per_prompt,
                                "micro_batch_size {}", p.batch.micro_batch_size)),
-    Rule("mini_batch_by_training_dp", "mini_batch_size x n_samples_per_prompt is a multiple of training's "
-         "data-parallel size: upstream rounds down, and the answers that are left make an update of their own.",
-         f"{WORKER}:166", "// self.parallel_state.get_data_parallel_world_size(),",
+    Rule("mini_batch_by_training_dp", f"{WORKER}:166",
+         "mini_batch_size x n_samples_per_prompt is a multiple of training's data-parallel size: upstream rounds "
+         "down, and the answers that are left make an update of their own.",
          lambda p: indivisible("answers of a mini-batch", p.batch.mini_answers, "training DP {}", p.dp)),
-    Rule("mini_batches_are_equal", "A training rank's answers of an iteration are a multiple of its mini-batch: those "
-         "left over would make a small update of their own.",
-         f"{ENGINE}:515", "mini_batches = self._split_batches(data, batch_size=self.mini_batch_size_per_dp,",
+    Rule("mini_batches_are_equal", f"{ENGINE}:515", "A training rank's answers of an iteration are a multiple of its "
+         "mini-batch: those left over would make a small update of their own.",
          lambda p: not p.batch.mini_answers % p.dp and p.mini_share < p.share and  # else one update
          indivisible("answers of a training rank", p.share, "the {} of its mini-batch", p.mini_share)),
-    Rule("mini_batch_by_micro_batch", "A training rank's mini-batch is a multiple of micro_batch_size: a smaller last "
-         "micro-batch would weigh as much as a full one.",
-         f"{ENGINE}:210", "batches = self._split_batches(batch, batch_size=self.micro_batch_size,",
+    Rule("mini_batch_by_micro_batch", f"{ENGINE}:210", "A training rank's mini-batch is a multiple of "
+         "micro_batch_size: a smaller last micro-batch would weigh as much as a full one.",
          lambda p: p.mini_share < p.share and  # else all answers are one update, whose size is share_by_micro_batch's
          indivisible("answers of a rank's mini-batch", p.mini_share, "micro_batch_size {}", p.batch.micro_batch_size)),
-    Rule("dispatch_divides_the_answers", "Every dispatch size divides the answers of an iteration.",
-         f"{VALIDATION}:312", "if global_batch * rl_config.n_samples_per_prompt % experience_count != 0:",
-         _dispatch_divides_the_answers),
-    Rule("dispatch_is_at_most_a_share", "A dispatch size is at most a rank's share of the answers: of vLLM's replicas "
-         "for the rollout, of training's ranks for the others.", f"{VALIDATION}:377", "if dispatch_size and "
-         "dispatch_size > (global_batch_size * n_samples_per_prompt // data_parallel_size):",
-         _dispatch_is_at_most_a_share),
-    Rule("rollout_share_by_dispatch", "A vLLM replica's answers are a multiple of actor_rollout_dispatch_size.",
-         f"{VALIDATION}:192", "rl_config.actor_rollout_dispatch_size,", _rollout_share_by_dispatch),
-    Rule("whole_prompts_are_dispatched", "actor_rollout_dispatch_size and reward_dispatch_size are multiples of "
-         "n_samples_per_prompt: these two take whole prompts.",
-         "MindSpeed-RL mindspeed_rl/trainer/utils/transfer_dock.py:436",
-         "if experience_count % self.n_samples_per_prompt != 0:", _whole_prompts_are_dispatched),
-    Rule("update_takes_a_mini_batch", "actor_update_dispatch_size is at least a training rank's mini-batch.",
-         f"{VALIDATION}:367",
-         "if rl_config.actor_update_dispatch_size < rl_config.mini_batch_size / actor_data_parallel_size:",
-         _update_takes_a_mini_batch),
-    Rule("update_takes_every_answer", "actor_update_dispatch_size is a training rank's whole share with "
-         "guarantee_order, where each rank is dealt that many answers once and the others are never trained on; "
-         "without it, it divides the share, or ranks would differ in their number of updates and wait for ever.",
-         f"{WORKER}:306", "assign_batch_size=experience_count", _update_takes_every_answer),
-    Rule("removed_padding_resets_the_mask", "use_remove_padding needs reset_attention_mask.",
-         f"{VALIDATION}:70", "if not actor_config.reset_attention_mask:",
+    Rule("dispatch_divides_the_answers", f"{VALIDATION}:312",
+         "Every dispatch size divides the answers of an iteration.", _dispatch_divides_the_answers),
+    Rule("dispatch_is_at_most_a_share", f"{VALIDATION}:377",
+         "A dispatch size is at most a rank's share of the answers: of vLLM's replicas for the rollout, of training's "
+         "ranks for the others.", _dispatch_is_at_most_a_share),
+    Rule("rollout_share_by_dispatch", f"{VALIDATION}:192",
+         "A vLLM replica's answers are a multiple of actor_rollout_dispatch_size.", _rollout_share_by_dispatch),
+    Rule("whole_prompts_are_dispatched", "MindSpeed-RL mindspeed_rl/trainer/utils/transfer_dock.py:436",
+         "actor_rollout_dispatch_size and reward_dispatch_size are multiples of n_samples_per_prompt: these two take "
+         "whole prompts.", _whole_prompts_are_dispatched),
+    Rule("update_takes_a_mini_batch", f"{VALIDATION}:367",
+         "actor_update_dispatch_size is at least a training rank's mini-batch.", _update_takes_a_mini_batch),
+    Rule("update_takes_every_answer", f"{WORKER}:306",
+         "actor_update_dispatch_size is a training rank's whole share with guarantee_order, where each rank is dealt "
+         "that many answers once and the others are never trained on; without it, it divides the share, or ranks "
+         "would differ in their number of updates and wait for ever.", _update_takes_every_answer),
+    Rule("removed_padding_resets_the_mask", f"{VALIDATION}:70", "use_remove_padding needs reset_attention_mask.",
          lambda p: p.batch.use_remove_padding and not p.batch.reset_attention_mask and
          "use_remove_padding needs megatron_training.reset_attention_mask: true"),
-    Rule("removed_padding_varies_in_a_pipeline", "use_remove_padding with PP above 1 needs no_pad_to_seq_lengths.",
-         f"{VALIDATION}:64",
-         "if actor_config.pipeline_model_parallel_size > 1 and not actor_config.no_pad_to_seq_lengths:",
+    Rule("removed_padding_varies_in_a_pipeline", f"{VALIDATION}:64",
+         "use_remove_padding with PP above 1 needs no_pad_to_seq_lengths.",
          lambda p: p.batch.use_remove_padding and p.layout.pp > 1 and not p.batch.no_pad_to_seq_lengths and
          f"use_remove_padding with PP {p.layout.pp} needs megatron_training.no_pad_to_seq_lengths: true"),
 )
