@@ -80,8 +80,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest of the moments that are fixed by the layout; vLLM's KV cache fills the rollout up to
-        its own limit."""
+        """Bytes at the fullest moment but the rollout, which vLLM's KV cache fills up to its own limit."""
         return max(self.total(moment) for moment in MOMENTS if moment != "rollout")
 
     @property
@@ -135,45 +134,44 @@ def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, i
 
 def training_weights(plan: Plan, stage: int) -> tuple[int, int]:
     """Of one training rank in pipeline stage `stage` (0 .. PP-1)."""
-    it, hidden, layers = plan.layout, plan.shape.hidden_size, plan.layers[stage]
-    dense, experts = layer_weights(plan.shape, it.tp, it.tp * it.ep)
-    first, last = stage == 0, stage == it.pp - 1
-    tables = first + last - (first and last and plan.shape.tie_word_embeddings)
-    return dense * layers + (hidden if last else 0) + tables * (plan.rows // it.tp) * hidden, experts * layers
+    it = plan.layout
+    return _shard(plan.shape, plan.rows, it.tp, it.ep, plan.layers[stage], stage == 0, stage == it.pp - 1)
 
 
 def rollout_weights(plan: Plan) -> tuple[int, int]:
     """Of one vLLM rank."""
-    return _whole_model(plan.shape, plan.vllm_rows, plan.layout.infer_tp, plan.layout.infer_ep)
+    it, shape = plan.layout, plan.shape
+    return _shard(shape, plan.vllm_rows, it.infer_tp, it.infer_ep, shape.num_hidden_layers)
 
 
 def model_parameters(shape: ModelShape) -> int:
     """Of the whole model, with experts."""
-    return sum(_whole_model(shape, shape.vocab_size))
+    return sum(_shard(shape, shape.vocab_size, 1, 1, shape.num_hidden_layers))
 
 
-def _whole_model(shape: ModelShape, rows: int, tp: int = 1, ep: int = 1) -> tuple[int, int]:
+def _shard(shape: ModelShape, rows: int, tp: int, ep: int, layers: int, first: bool = True,
+           last: bool = True) -> tuple[int, int]:
+    """Of `layers` layers, with the embedding if they are the first, output layer and norm if they are the last."""
     dense, experts = layer_weights(shape, tp, tp * ep)
-    tables = 1 if shape.tie_word_embeddings else 2
-    return (dense * shape.num_hidden_layers + shape.hidden_size + tables * rows // tp * shape.hidden_size,
-            experts * shape.num_hidden_layers)
+    tables = first + last - (first and last and shape.tie_word_embeddings)
+    return dense * layers + (tables * (rows // tp) + last) * shape.hidden_size, experts * layers
 
 
 def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, int]:
     """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a
     row-parallel A (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM
     tasks/posttrain/lora/moe/experts.py:437)."""
-    it, r, dense, experts = plan.layout, settings.lora_r, 0, 0
+    it, dense, experts = plan.layout, 0, 0
     for linear in family_of(plan.shape).linears(plan.shape):
-        if linear.target not in settings.lora_targets:
-            continue
-        if linear.split == "expert":
-            experts += linear.copies // (it.tp * it.ep) * r * (linear.inputs + linear.outputs)
-        elif linear.split == "column":
-            dense += r * linear.inputs + r * linear.outputs // it.tp
-        else:
-            dense += r * linear.inputs // it.tp + r * linear.outputs
-    return dense * plan.layers[stage], experts * plan.layers[stage]
+        if linear.target in settings.lora_targets:
+            if linear.split == "expert":
+                experts += linear.copies // (it.tp * it.ep) * (linear.inputs + linear.outputs)
+            elif linear.split == "column":
+                dense += linear.inputs + linear.outputs // it.tp
+            else:
+                dense += linear.inputs // it.tp + linear.outputs
+    rank_layers = settings.lora_r * plan.layers[stage]
+    return dense * rank_layers, experts * rank_layers
 
 
 # ---- activations ----
@@ -195,36 +193,30 @@ def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
 def communicators(plan: Plan) -> list[str]:
     """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of HCCL_BUFFSIZE for each
     (CANN, HCCL_BUFFSIZE)."""
-    it = plan.layout
-    sizes = {"world": it.world, "TP": it.tp, "PP": it.pp, "DP": it.dp * it.cp}
-    if plan.shape.moe:
-        sizes |= {"EP": it.tp * it.ep, "expert DP": it.expert_dp}
-    sizes["vLLM TP"] = it.infer_tp
-    if plan.shape.moe:
-        sizes |= dict.fromkeys(("vLLM EP", "vLLM MC2"), it.infer_tp * it.infer_ep)
+    it, moe = plan.layout, plan.shape.moe
+    sizes = {"world": it.world, "TP": it.tp, "PP": it.pp, "DP": it.dp * it.cp, "EP": it.tp * it.ep * moe,
+             "expert DP": it.expert_dp * moe, "vLLM TP": it.infer_tp,
+             **dict.fromkeys(("vLLM EP", "vLLM MC2"), it.infer_tp * it.infer_ep * moe)}
     return [name for name, size in sizes.items() if size > 1]
 
 
 # ---- the sums ----
 
 def estimate(plan: Plan, settings: Settings) -> Memory:
-    """The memory of the fullest rank. The plan must be legal (`rules.broken` empty): shares are divided without a
-    remainder."""
+    """The memory of the fullest rank of a legal plan (`rules.broken` empty): shares have no remainder."""
     pp = plan.layout.pp
-    # the others hold less
-    stages = [_stage(plan, settings, stage) for stage in (range(pp) if plan.layout.num_layer_list else {0, pp - 1})]
-    return max(stages, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
+    stages = range(pp) if plan.layout.num_layer_list else {0, pp - 1}  # of equal ones those between hold less
+    return max((_stage(plan, settings, stage) for stage in stages),
+               key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
 
 
 def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
-    """The memory of a rank of one pipeline stage."""
     it, batch, shape = plan.layout, plan.batch, plan.shape
     runtime = _runtime(plan, settings)
+    of_layers = f", {plan.layers[stage]} of {shape.num_hidden_layers} layers" if it.pp > 1 else ""
     weights = _weights("frozen base" if plan.lora else "weights", "training weights", training_weights(plan, stage),
-                       f"TP {it.tp}" + (f", {plan.layers[stage]} of {shape.num_hidden_layers} layers"
-                                        if it.pp > 1 else ""),
-                       f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = {shape.num_experts // (it.tp * it.ep)} of "
-                       f"each of {plan.layers[stage]} layers")
+                       f"TP {it.tp}{of_layers}", f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = "
+                       f"{shape.num_experts // (it.tp * it.ep)} of each of {plan.layers[stage]} layers")
     vllm = _weights("vLLM's weights", "vLLM's weights", rollout_weights(plan), f"infer TP {it.infer_tp}",
                     f"{shape.num_experts} / (infer TP {it.infer_tp} x EP {it.infer_ep}) = "
                     f"{shape.num_experts // (it.infer_tp * it.infer_ep)} of each layer")

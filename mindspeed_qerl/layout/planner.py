@@ -68,9 +68,8 @@ def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
     legal = [with_memory(plan) for plan in plans if not broken(plan)]
     if legal:
         return min(legal, key=rollout_key).plan
-    training = layout.tp * layout.ep
-    return min(plans,
-               key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep - training)))
+    return min(plans, key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep
+                                                               - layout.tp * layout.ep)))
 
 
 def _divisors(number: int) -> list[int]:
@@ -125,9 +124,8 @@ def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, memor
 def layer_collectives(plan: Plan) -> tuple[int, int]:
     """Collectives that a layer's forward pass waits for, in training and in vLLM."""
     it, moe = plan.layout, plan.shape.moe
-    training = (4 if it.tp > 1 else 0) + (2 if moe and it.tp * it.ep > 1 else 0)
-    rollout = (2 if it.infer_tp > 1 else 0) + (2 if moe and it.infer_tp * it.infer_ep > 1 else 0)
-    return training, rollout
+    return (4 * (it.tp > 1) + 2 * (moe and it.tp * it.ep > 1),
+            2 * (it.infer_tp > 1) + 2 * (moe and it.infer_tp * it.infer_ep > 1))
 
 
 def stage_work(plan: Plan) -> list[float]:
