@@ -89,7 +89,7 @@ def training_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, lo
     """Plans whose training side is legal; the rollout's is still the same."""
     for layout in _training_candidates(shape, world, ranks_per_node):
         plan = new_plan(shape, layout, Batch(), lora)
-        if not any(rule.check(plan) for rule in TRAINING):
+        if not any(rule.check(plan.layout, plan) for rule in TRAINING):
             yield plan
 
 
@@ -99,7 +99,7 @@ def rollout_layouts(plan: Plan) -> Iterator[Plan]:
     for infer_tp in _divisors(world):
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
             candidate = replace(plan, layout=replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep))
-            if not any(rule.check(candidate) for rule in ROLLOUT):
+            if not any(rule.check(candidate.layout, candidate) for rule in ROLLOUT):
                 yield candidate
 
 
