@@ -58,9 +58,9 @@ def sizes_line(plan: Plan) -> str:
 def nodes(layout: Layout, assumed: bool) -> str:
     """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the option that says
     so."""
-    two = assumed and layout.nodes == 1 and layout.world % 2 == 0
-    return (f"{layout.nodes} node{'s' if layout.nodes > 1 else ''} of {layout.node_width}"
-            + (f"; for two: --ranks-per-node {layout.world // 2}" if two else ""))
+    halves = assumed and layout.nodes == 1 and layout.world % 2 == 0
+    two = f"; for two: --ranks-per-node {layout.world // 2}" if halves else ""
+    return f"{layout.nodes} node{'s' if layout.nodes > 1 else ''} of {layout.node_width}{two}"
 
 
 def batch_line(plan: Plan) -> str:

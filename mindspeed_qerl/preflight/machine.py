@@ -1,5 +1,4 @@
-"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place
-(tests/ascend/test_preflight.py)."""
+"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place."""
 
 import importlib.metadata
 import importlib.util

@@ -46,15 +46,9 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
 
 # distribution -> version, whether another is a failure: what the pinned vllm-ascend is built against (docs/ascend.md)
 VERSIONS = {
-    "torch": ("2.7.1", True),
-    "torch_npu": ("2.7.1", True),
-    "vllm": ("0.11.0", True),
-    "ray": ("2.54.0", False),
-    "transformers": ("4.57.1", False),
-    "peft": ("0.7.1", False),
-    "tensordict": ("0.8.1", False),
-    "hydra-core": ("1.3.2", False),
-}
+    "torch": ("2.7.1", True), "torch_npu": ("2.7.1", True), "vllm": ("0.11.0", True), "ray": ("2.54.0", False),
+    "transformers": ("4.57.1", False), "peft": ("0.7.1", False), "tensordict": ("0.8.1", False),
+    "hydra-core": ("1.3.2", False)}
 
 
 @needs("upstream", "packages",
