@@ -76,53 +76,59 @@ def validate(recipe: Recipe) -> Found:
         found.faults += [f"{rule.message} ({rule.source})" for rule in broken(plan_of(recipe))]
     except ConfigError as error:
         found.faults += str(error).splitlines()
-    _check_pairs(recipe, found)
-    if task.prompt != "chat":
-        found.faults.append(f"task.prompt = {task.prompt!r} must be 'chat': the packed training rows hold chat "
-                            "prompts, and evaluation must ask alike")
-    if recipe.correction.method != "none":
-        found.faults.append(f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL "
-                            "keeps no log-probs of the policy that sampled")
-    for side in ("rollout", "training", "evaluation"):
-        if kinds := getattr(recipe.hardware_error, side):
-            found.faults.append(f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the "
-                                "local engine only, NPUs have their own")
+    found.faults += faults_of_values(recipe)
     if not task.data_path:
         found.faults.append("megatron_training.data_path is missing")
     found.faults += checks.missing_files(task, ("test_file",))
-    found.faults += checks.unknown_rewards(task.verifiers, UPSTREAM_VERIFIERS)
     found.faults += missing_rows(recipe)
     return found
 
 
-def _check_pairs(recipe: Recipe, found: Found) -> None:
+def faults_of_values(recipe: Recipe) -> list[str]:
+    """What this engine cannot do, whatever model and files are there: a rehearsal asks it too."""
+    faults = _faults_of_pairs(recipe)
+    if recipe.task.prompt != "chat":
+        faults.append(f"task.prompt = {recipe.task.prompt!r} must be 'chat': the packed training rows hold chat "
+                      "prompts, and evaluation must ask alike")
+    if recipe.correction.method != "none":
+        faults.append(f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL keeps "
+                      "no log-probs of the policy that sampled")
+    for side in ("rollout", "training", "evaluation"):
+        if kinds := getattr(recipe.hardware_error, side):
+            faults.append(f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local "
+                          "engine only, NPUs have their own")
+    return faults + checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
+
+
+def _faults_of_pairs(recipe: Recipe) -> list[str]:
     """Faults of keys that upstream takes in other forms, or one by one and not together."""
-    values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
+    faults, values, optimizer, epochs = [], Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
-        found.faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
+        faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
     if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
         style, warmup = (values.get(f"megatron.{key}")[0] for key in ("lr_decay_style", "lr_warmup_fraction"))
-        found.faults.append(
+        faults.append(
             f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} = "
             f"{optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
             f"(base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1, or {style}=constant and "
             f"{warmup}=0.0")
     place, alpha = values.get("megatron.lora_alpha")
     if alpha is not None and not isinstance(alpha, int):
-        found.faults.append(f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's "
+        faults.append(f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's "
                             "--lora-alpha takes no other (training/arguments.py:351)")
     rewards = recipe.sections["rl_config"]
     if rewards.get("overlong_buffer_enable") and not rewards.get("overlong_buffer"):
-        found.faults.append(
+        faults.append(
             f"rl_config.overlong_buffer = {rewards.get('overlong_buffer')} with overlong_buffer_enable: upstream "
             "divides by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are punished, "
             "or rl_config.overlong_buffer_enable=false")
     if recipe.model.arguments.get("num_experts") and recipe.model.arguments.get("moe_aux_loss_coeff") is None:
         name = recipe.model.arguments.get("model")
         place = f"model.{name}" if name else "megatron_training"
-        found.faults.append(
+        faults.append(
             f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load balancing loss to "
             f"GRPO's (megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
+    return faults
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:

@@ -10,7 +10,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, read_config, read_shape
 from mindspeed_qerl.families.base import not_built
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rules import batch, broken, training
+from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks import checks
@@ -19,10 +19,10 @@ from mindspeed_qerl.tasks.rows import Row
 UPSTREAM = False
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.
-LAYOUT_RULES = (training.ranks_fill_training_groups, training.ranks_fill_expert_groups, training.heads_by_tp,
-                training.kv_heads_by_tp, training.width_by_tp, training.vocabulary_by_tp, training.layers_by_pp,
-                training.layer_list_has_a_number_for_each_stage, training.layer_list_sums_to_the_layers,
-                training.dense_model_without_ep, training.experts_by_training_ranks, batch.mini_batch_by_training_dp)
+LAYOUT_RULES = [rule for rule in RULES if rule.name in {
+    "ranks_fill_training_groups", "ranks_fill_expert_groups", "heads_by_tp", "kv_heads_by_tp", "width_by_tp",
+    "vocabulary_by_tp", "layers_by_pp", "layer_list_has_a_number_for_each_stage", "layer_list_sums_to_the_layers",
+    "dense_model_without_ep", "experts_by_training_ranks", "mini_batch_by_training_dp"}]
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
                "num_layer_list", "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method",
