@@ -15,24 +15,7 @@ LARGEST = 10 ** 9  # of any one size
 ALIKE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {})}
 # the same for what changes no size: planned, but neither engine computes it
 BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False),
-         "mlp_bias": (None, False),
-         "qkv_bias": (None, True)}
-HF_KEYS = {  # argument of Megatron -> key of config.json that it repeats
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "norm_epsilon": "rms_norm_eps",
-    "rotary_base": "rope_theta",
-    "untie_embeddings_and_output_weights": "tie_word_embeddings",
-    "ffn_hidden_size": "intermediate_size",
-    "num_experts": "num_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "n_shared_experts": "shared_expert_intermediate_size",
-    "norm_topk_prob": "norm_topk_prob",
-}
+         "mlp_bias": (None, False), "qkv_bias": (None, True)}
 
 
 @dataclass(frozen=True)
