@@ -67,8 +67,8 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
             raise ValueError(f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
                              "aqn.sigma_start and sigma_end instead")
         if layers is not None and not layers:
-            raise ValueError(f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, such "
-                             "as 0-11")
+            raise ValueError(f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, "
+                             "such as 0-11")
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
             raise ValueError(f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}")
         checked.append((str(selector), float(factor)))

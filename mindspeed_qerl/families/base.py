@@ -3,12 +3,9 @@ no torch here."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mindspeed_qerl.families import tensors
 
 LARGEST = 10 ** 9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers or other tensors
@@ -252,20 +249,6 @@ class Family:
         if not self.shared_expert:
             left_out |= {"shared_expert_intermediate_size"}
         return {key: value for key, value in asdict(shape).items() if key not in left_out}
-
-    def tensors(self, shape: ModelShape, layers: range, experts: range, first: bool = True,
-                last: bool = True) -> "list[tensors.Mapping]":
-        """The table of what one rank holds: for loading, sync, proof and export.
-
-        Args:
-            layers: global numbers of its layers; Megatron counts from 0 on each rank. experts: global numbers of its
-                experts.
-            first, last: it is the first, the last pipeline stage, which has the embedding, the final norm and the
-                output layer.
-        """
-        from mindspeed_qerl.families.tensors import table
-
-        return table(self, shape, layers, experts, first, last)
 
     def linears(self, shape: ModelShape) -> tuple[Linear, ...]:
         """The linear layers of one layer that LoRA knows."""
