@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mindspeed_qerl.tasks.gsm8k.dataset import gold_answer
+from mindspeed_qerl.tasks.gsm8k.convert import gold_answer
 from mindspeed_qerl.tasks.gsm8k.verifier import (
     METHODS,
     VERIFIERS,
