@@ -1,9 +1,4 @@
-"""The one reader: a resolved config, as YAML gives it, to a Recipe. Every fault at once; nothing but YAML values is
-looked at.
-
-    recipe, found = read(raw)        # found.faults, found.warnings: one sentence each
-    recipe = read_recipe(raw)        # raises ConfigError with all faults
-"""
+"""The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,8 +31,7 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    # keys that are set and change nothing on the engine (keys.yaml says why)
-    unused: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing (keys.yaml says why)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
