@@ -110,7 +110,7 @@ def _pack(output: Path, splits: Mapping[str, tuple[Sequence[Row], Sequence[str]]
     write_together(output, {name: partial(Path.write_bytes, data=data)
                             for files in contents.values() for name, data in files.items()})
     return [PackedSplit(
-        data_path=output / name, files=[described(output / file, len(fields["labels"])) for file in contents[name]],
+        output / name, [described(output / file, len(fields["labels"])) for file in contents[name]],
         prompt_lengths=list(map(len, fields["input_ids"])),
         prompts_with_unknown=sum(tokenizer.unk_token_id in prompt for prompt in fields["input_ids"]))
         for name, fields in encoded.items()]
