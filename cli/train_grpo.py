@@ -73,11 +73,10 @@ def main() -> int:
 
         print(yaml.safe_dump(raw, sort_keys=False), end="")
         return 0
-    from mindspeed_qerl.tasks.checks import self_before_base
     from mindspeed_qerl.train import run
 
     for file in compose.config_parts(*chosen).values():
-        if warning := self_before_base(file):
+        if warning := compose.self_before_base(file):
             print(f"Warning: {warning}", file=sys.stderr)
     return run(raw, args.config_name.removesuffix(".yaml"), args.overrides)
 

@@ -20,7 +20,8 @@ from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
-from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, Found, Values
+from mindspeed_qerl.recipe.keys import Values
+from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, Found
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks

@@ -21,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 STATE = "state.json"
@@ -152,7 +153,7 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
             adapters = [key for key in file.keys() if key.endswith((".lora_A", ".lora_B"))]  # noqa: SIM118
             tensors |= {key: file.get_tensor(key) for key in adapters}
     weights = {}
-    for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
+    for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
             for name, b in zip(mapping.hf, mapping.split(tensors[f"{layer}.lora_B"])):

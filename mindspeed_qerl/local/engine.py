@@ -4,6 +4,7 @@ sample (synced weights, noise on) -> score -> select and group advantages -> upd
 -> sync (merged weights to the rollout engine) -> evaluate (noise off)
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.aqn.schedule import steps_of_epoch
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import checkpoint
@@ -106,7 +106,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     the model."""
     progress.phase("reading the task")
     data = load_data(recipe, progress)
-    epoch = steps_of_epoch(len(data.train.rows), recipe.batch.global_batch_size)
+    epoch = math.ceil(len(data.train.rows) / recipe.batch.global_batch_size)  # the last step may reach beyond
     if recipe.noise.restart_every == "epoch":
         run.record(aqn_restart_every=epoch)
     progress.phase("starting engines")

@@ -10,7 +10,7 @@ from torch import nn
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.base import not_built
-from mindspeed_qerl.families.tensors import Mapping
+from mindspeed_qerl.families.tensors import Mapping, mappings
 from mindspeed_qerl.local.weights import Checkpoint, check_tensors, load_weights
 from mindspeed_qerl.recipe.types import Layout
 
@@ -104,7 +104,7 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recom
     # a layer that is computed again passes a gradient on only to an input that asks for one
     if recompute_layers and first:
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    table, checkpoint = family_of(shape).tensors(shape, layers, experts, first, last), Checkpoint(model_dir)
+    table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
     check_tensors(checkpoint, shape, config.dtype, (name for mapping in table for name in mapping.hf))
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return RankModel(model, table, layers, experts)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.families.tensors import Mapping
+from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.families.tensors import Mapping, mappings
 
 
 class Checkpoint:
@@ -63,7 +63,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype 
             its own beside a tied embedding, or holds other rotary frequencies.
     """
     directory, called_for = checkpoint.directory, {
-        name for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts))
+        name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
         for name in mapping.hf}
     if missing := sorted(called_for - set(checkpoint.files)):
         tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""

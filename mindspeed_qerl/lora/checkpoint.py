@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from mindspeed_qerl.families import family_of, shape_of_arguments
-from mindspeed_qerl.families.tensors import ROW, Mapping
+from mindspeed_qerl.families import shape_of_arguments
+from mindspeed_qerl.families.tensors import ROW, Mapping, mappings
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
@@ -75,7 +75,7 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     directory, iteration = _find_iteration(Path(checkpoint_dir), iteration)
     args, ranks = _read_ranks(directory)
     shape = shape_of_arguments(vars(args))
-    one_layer = family_of(shape).tensors(shape, range(1), range(shape.num_experts), first=False, last=False)
+    one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
     table = {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
              for mapping in one_layer}
     weights: dict[str, Pair] = {}

@@ -8,22 +8,24 @@ MindSpeed-RL merges them (config_cls/base_config.py:14). Files, shapes and layou
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
-DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
+DISPATCH = tuple(f"{name}_dispatch_size" for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv",
+                                                      "actor_update"))
 MAX_RANKS, MAX_STEPS = 100_000, 1_000_000  # more are a typing error, and take minutes and gigabytes
 part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
-def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
-    """A field that is read from the YAML key `name`; `limits` are pydantic's (ge, le, ...)."""
+def key(name: str | None, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
+    """A field that is read from the YAML key `name`, or, with None, follows from others; `limits` are pydantic's."""
     return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
 
 
@@ -42,7 +44,7 @@ def _names(value: Any) -> Any:
 
 
 def _kinds(value: Any) -> Any:
-    return () if value in ("none", None) else _names(value)
+    return () if value == "none" else _names(value)
 
 
 def _layer_list(value: Any) -> Any:
@@ -230,7 +232,7 @@ class Noise:
 
     section: ClassVar[str] = "aqn"
     enabled: bool = False
-    schedule: str = "exponential"
+    schedule: Literal[KINDS] = "exponential"
     sigma_start: Float = 0.05
     sigma_end: Float = 0.0005
     num_stages: int = Field(10, le=MAX_STEPS)
@@ -240,7 +242,7 @@ class Noise:
     multipliers: Mapping[Any, Any] | None = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
     seed: int | None = None  # None: the run's
-    factors: tuple[tuple[str, float], ...] = ()  # the multipliers of both, as `NoiseInjector` takes them
+    factors: tuple[tuple[str, float], ...] = key(None, ())  # the multipliers of both, as `NoiseInjector` takes them
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range.
@@ -286,7 +288,7 @@ class HardwareError:
 
 @part
 class Task:
-    """Rows with prompts and gold answers; `verifiers`: (name or module:function, weight) of each reward."""
+    """Rows with prompts and gold answers; whether there is such a reward is the task's to say (tasks/rewards.py)."""
 
     section: ClassVar[str] = "task"
     train_file: str = ""
@@ -294,7 +296,14 @@ class Task:
     prompt: Literal["chat", "plain"] = "chat"
     allow_overlap: bool = False  # test questions among the training questions
     data_path: str = key("megatron.data_path", "")  # the packed training rows that upstream's trainer reads
-    verifiers: tuple[tuple[str, float], ...] = (("gsm8k", 1.0),)
+    verifier_function: Names = key("rl_config.verifier_function", ("gsm8k",))
+    verifier_weight: Annotated[tuple[Float, ...], BeforeValidator(_names)] = key("rl_config.verifier_weight", (1.0,))
+
+    @property
+    def verifiers(self) -> tuple[tuple[str, float], ...]:
+        """(name or module:function, weight) of each reward."""
+        weights = self.verifier_weight[:len(self.verifier_function)]
+        return tuple(zip_longest(self.verifier_function, weights, fillvalue=1.0))
 
 
 @part

@@ -11,8 +11,8 @@ import torch
 import torch.multiprocessing as mp
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import family_of, read_shape
-from mindspeed_qerl.families.tensors import COLUMN, GATED, ROW, merge_qkv, split_qkv
+from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.families.tensors import COLUMN, GATED, ROW, mappings, merge_qkv, split_qkv
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.engine import data_rank
@@ -344,11 +344,11 @@ def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
     stages = stage_layers(shape, Layout(world=2, pp=2))
     assert stages == [range(1), range(1, 2)]
     parts = [range(4), range(4, 8)] if shape.moe else [range(0)]
-    tables = [family_of(shape).tensors(shape, layers, experts, stage == 0, stage == 1)
+    tables = [mappings(shape, layers, experts, stage == 0, stage == 1)
               for stage, layers in enumerate(stages) for experts in parts]
     names = {name for table in tables for mapping in table for name in mapping.hf}
     assert names == set(Checkpoint(model_dirs[family]).files)
-    once = [name for mapping in family_of(shape).tensors(shape, range(2), range(shape.num_experts))
+    once = [name for mapping in mappings(shape, range(2), range(shape.num_experts))
             for name in mapping.hf]
     assert sorted(once) == sorted(names)
 
