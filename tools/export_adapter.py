@@ -21,8 +21,7 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.local import checkpoint as local
-from mindspeed_qerl.lora import checkpoint as upstream
+from mindspeed_qerl.local.checkpoint import load_adapters
 from mindspeed_qerl.lora.export import save_merged, save_peft
 
 
@@ -44,8 +43,7 @@ def main() -> int:
     parser.add_argument("--merged", action="store_true", help="write a whole model instead of an adapter")
     args = parser.parse_args()
     try:
-        of_local_engine = any(Path(args.checkpoint).glob(f"iter_*/{local.STATE}"))
-        adapters = (local if of_local_engine else upstream).load_adapters(Path(args.checkpoint), args.iteration)
+        adapters = load_adapters(Path(args.checkpoint), args.iteration)
         (save_merged if args.merged else save_peft)(adapters, args.base, args.output)
     except (ValueError, OSError) as error:
         print(f"export_adapter: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 
 
@@ -75,6 +76,18 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             merged[name] = merged[name].join(metric) if name in merged else metric
     return merged
+
+
+def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
+    """Of the rewards of one iteration, a prompt's answers side by side: mean and standard deviation, and the fraction
+    of prompts whose answers' rewards differ.
+
+    >>> reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)["reward/groups_with_signal"].item()
+    0.5
+    """
+    groups = rewards.reshape(-1, group_size)
+    return {"reward/mean": rewards.mean(), "reward/std": rewards.std(),
+            "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}
 
 
 def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import ray
 
 from mindspeed_qerl import private_ray
+from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import (
@@ -38,6 +40,7 @@ from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rewards import first_reward
 
 PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
@@ -273,7 +276,7 @@ class RunObserver:
     def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
         """One row of metrics.jsonl, and samples of this step's answers."""
         rewards = [float(score) for score in experience["rm_scores"]]
-        values = to_our_names(metrics) | reward_metrics(rewards, self.recipe.batch.samples_per_prompt)
+        values = to_our_names(metrics) | reward_metrics(np.array(rewards), self.recipe.batch.samples_per_prompt)
         self.metrics.log(step, values)
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
             self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
@@ -302,16 +305,11 @@ class RunObserver:
         limit = self.recipe.sampling.max_tokens
         texts = self.tokenizer.batch_decode([ids for group in answers for ids in group], skip_special_tokens=True)
         cut = [len(ids) >= limit and self.tokenizer.eos_token_id not in ids for group in answers for ids in group]
-        result, scored = evaluate_answers(self.task.rows, texts, cut, evaluation.samples_per_problem, self._verifier())
+        result, scored = evaluate_answers(self.task.rows, texts, cut, evaluation.samples_per_problem,
+                                          first_reward(self.recipe.task.verifiers))
         result |= {"temperature": evaluation.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, scored)
         self.progress.evaluated(step, result)
-
-    def _verifier(self) -> str:
-        """The first verifier of the config that is not upstream's; "gsm8k" if all are."""
-        from mindspeed_qerl.tasks.rewards import is_reward
-
-        return next(filter(is_reward, (name for name, _ in self.recipe.task.verifiers)), "gsm8k")
 
 
 # Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others
@@ -349,12 +347,3 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError):
             continue
     return named
-
-
-def reward_metrics(rewards: list[float], samples_per_prompt: int) -> dict[str, float]:
-    """Mean and standard deviation over all answers, and the fraction of prompts whose answers' rewards differ."""
-    import numpy as np
-
-    groups = np.array(rewards).reshape(-1, samples_per_prompt)
-    return {"reward/mean": groups.mean(), "reward/std": groups.std(),
-            "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}

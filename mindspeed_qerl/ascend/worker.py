@@ -40,10 +40,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         self.actor_model_config.lora_target_modules = None
         recipe = self.rl_config.qerl
         if recipe.noise.enabled:
-            schedule = recipe.noise.noise_schedule(self.megatron_config.train_iters, epoch_steps(recipe))
-            rollout.injector = NoiseInjector(rollout.model, schedule, recipe.noise.targets, recipe.noise.exclude,
-                                             recipe.noise.factors,
-                                             seed=recipe.noise_seed)
+            rollout.injector = NoiseInjector(rollout.model, **recipe.noise_arguments(epoch_steps(recipe)))
         return rollout
 
     def _build_sharding_manager(self) -> Any:
