@@ -42,7 +42,7 @@ class TrainRank:
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        from mindspeed_qerl.local.model import DTYPES, build_model
+        from mindspeed_qerl.local.model import build_model
 
         layout, shape = recipe.layout, read_shape(recipe.model.path)
         backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu adds hccl
@@ -60,11 +60,11 @@ class TrainRank:
         self.owns_experts = parallel_state.get_expert_data_parallel_rank() == 0
         adam = recipe.optimizer
         recompute = (adam.recompute_num_layers or shape.num_hidden_layers) if adam.recompute_granularity else 0
-        part = build_model(recipe.model.path, DTYPES[recipe.model.dtype], layout, recompute)
-        self.model = part.model
-        self.table = {mapping.megatron: mapping for mapping in part.table}
-        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed,
-                   part.layers.start, part.experts.start, self.tp_rank, self.tp_size)
+        self.model, table, layers, experts = build_model(recipe.model.path, getattr(torch, recipe.model.dtype), layout,
+                                                         recompute)
+        self.table = {mapping.megatron: mapping for mapping in table}
+        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed, layers.start,
+                   experts.start, self.tp_rank, self.tp_size)
         self.model.to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=adam.lr, betas=(adam.adam_beta1, adam.adam_beta2),
@@ -180,13 +180,9 @@ class TrainRank:
               logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """What `backward` gets of one micro-batch, and its metrics."""
         old, reference = micro.old_logprobs, micro.reference_logprobs
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else self._tensor(old),
-            rollout_logprobs=self._tensor(micro.rollout_logprobs),
-            advantages=self._tensor(micro.advantages),
-            mask=self._tensor(micro.mask),
-            reference_logprobs=None if reference is None else self._tensor(reference))
+        inputs = LossInputs(logprobs, logprobs.detach() if old is None else self._tensor(old),
+                            *map(self._tensor, (micro.rollout_logprobs, micro.advantages, micro.mask)),
+                            None if reference is None else self._tensor(reference))
         total, metrics = loss(inputs, self.recipe.algorithm, self.recipe.correction)
         return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), inputs.tokens)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families import ModelShape, family_of, read_config
 from mindspeed_qerl.families.tensors import Mapping
 
 
@@ -16,16 +16,12 @@ class Checkpoint:
     """A Hugging Face model directory's safetensors, read tensor by tensor; files are mapped, opened once."""
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
-        self._open = {}
-        index = self.directory / "model.safetensors.index.json"
+        self.directory, self._open = Path(directory), {}
+        index, single = (self.directory / f"model.safetensors{end}" for end in (".index.json", ""))
         if index.exists():
             self.files = json.loads(index.read_text())["weight_map"]
-        elif (self.directory / "model.safetensors").exists():
-            from safetensors import safe_open
-
-            with safe_open(self.directory / "model.safetensors", "pt") as file:
-                self.files = dict.fromkeys(file.keys(), "model.safetensors")
+        elif single.exists():
+            self.files = dict.fromkeys(self._file(single.name).keys(), single.name)
         else:
             raise ConfigError(f"{self.directory} holds no model.safetensors and no model.safetensors.index.json")
 
@@ -40,23 +36,20 @@ class Checkpoint:
         return _getdtype(self._file_of(name).get_slice(name).get_dtype())
 
     def _file_of(self, name: str):
-        from safetensors import safe_open
-
         if name not in self.files:
             raise ConfigError(f"{self.directory} has no tensor {name!r}, which the model's config.json calls for")
-        file = self.files[name]
+        return self._file(self.files[name])
+
+    def _file(self, file: str):
+        from safetensors import safe_open
+
         if file not in self._open:  # an index of thousands of experts takes longer to read than a tensor
             self._open[file] = safe_open(self.directory / file, "pt")
         return self._open[file]
 
 
-def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype | None,
-                  tensors: Iterable[str] = ()) -> None:
-    """Whether `checkpoint` is of the model that its config.json describes.
-
-    Args:
-        dtype: what config.json says the tensors are; None if it does not say. tensors: names whose content is looked
-            at (their dtype is).
+def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
+    """Whether `checkpoint` is of the model that its config.json describes. tensors: names whose dtype is compared too.
 
     Raises:
         ConfigError: a tensor is missing, is more than config.json calls for, has another dtype, is an output layer of
@@ -83,18 +76,17 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, dtype: torch.dtype 
         else:
             raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
                               "another model (more layers or experts, a bias?)")
+    config = read_config(directory / "config.json")
+    said = config.get("dtype") or config.get("torch_dtype")
     for name in tensors:
         found = checkpoint.dtype(name)
+        kind = str(found).removeprefix("torch.")
         if not found.is_floating_point or found.itemsize < 2:
-            raise ConfigError(f"{directory}: {name} is {_name(found)}; give the model in bfloat16, float16 or "
-                              "float32, not quantised")
-        if dtype is not None and found != dtype:
-            raise ConfigError(f"{directory}: {name} is {_name(found)} and config.json says {_name(dtype)}: one of "
-                              "them is of another model")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            raise ConfigError(f"{directory}: {name} is {kind}; give the model in bfloat16, float16 or float32, not "
+                              "quantised")
+        if said and kind != said:
+            raise ConfigError(f"{directory}: {name} is {kind} and config.json says {said}: one of them is of another "
+                              "model")
 
 
 @torch.no_grad()

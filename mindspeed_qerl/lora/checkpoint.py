@@ -20,6 +20,7 @@ import torch
 
 from mindspeed_qerl.families import family_of, shape_of_arguments
 from mindspeed_qerl.families.tensors import ROW, Mapping
+from mindspeed_qerl.files import TRACKER, checkpoint_iterations, rank_folder
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
@@ -161,13 +162,13 @@ def _replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, int]:
-    there = sorted(int(path.name.removeprefix("iter_")) for path in checkpoint_dir.glob("iter_*[0-9]"))
+    there = checkpoint_iterations(checkpoint_dir)
     if not there:
         raise FileNotFoundError(f"{checkpoint_dir} holds no iter_0000001 or the like: give `checkpoints` of the run "
                                 "directory")
     way_out = f"there are: {', '.join(map(str, there))}"
     if iteration is None:
-        tracker = checkpoint_dir / "latest_checkpointed_iteration.txt"
+        tracker = checkpoint_dir / TRACKER
         if not tracker.is_file():
             raise FileNotFoundError(
                 f"{tracker}, which names the latest iteration, is missing; say which you want, {way_out}")
@@ -189,7 +190,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
     if args.num_experts and sizes.tensor > 1 and not args.moe_tp_extend_ep:
         raise ValueError(
             f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
-    folders = {rank: _folder(rank, sizes) for rank in map(Rank._make, product(*map(range, sizes)))}
+    folders = {rank: rank_folder(*rank, pp=sizes.pipeline, ep=sizes.expert)
+               for rank in map(Rank._make, product(*map(range, sizes)))}
     if left_over := sorted(set(there) - set(folders.values())):
         raise ValueError(
             f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
@@ -214,11 +216,6 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
 
 def _sizes(args: Namespace) -> Rank:
     return Rank(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-
-
-def _folder(rank: Rank, sizes: Rank) -> str:
-    return (f"mp_rank_{rank.tensor:02d}" + (f"_{rank.pipeline:03d}" if sizes.pipeline > 1 else "")
-            + (f"_{rank.expert:03d}" if sizes.expert > 1 else ""))
 
 
 def _read(file: Path) -> dict:

@@ -68,7 +68,8 @@ def _check_as_small(recipe: Recipe, shape: ModelShape) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
         engine = engine_of(recipe)
-        engine.validate(engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))).raise_faults()
+        faults = engine.validate(engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder)))
+        Found([*faults]).raise_faults()
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
