@@ -9,18 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 import numpy as np
 import torch
-
-
-class Metric(Protocol):
-    """What `merge` needs: how two of a kind are joined, and the number they give at last."""
-
-    def join(self, other: Self) -> Self: ...
-
-    def value(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,9 @@ class EffectiveSampleSize:
         return self.total**2 / (self.count * self.squares) if self.count else math.nan
 
 
+Metric = Mean | Max | EffectiveSampleSize  # `join` gives one of two of a kind, `value` the number they give at last
+
+
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     """The metrics of several micro-batches or ranks as one; a part may lack a name.
 
@@ -101,15 +95,12 @@ def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) ->
 
 
 def mismatch(sampled: torch.Tensor, trained: torch.Tensor) -> dict[str, Metric]:
-    """How far the policy that sampled is from the one that is trained, before its update.
+    """How far the policy that sampled is from the one that is trained, before its update, from log probabilities of
+    the sampled tokens, [tokens], in float64.
 
-    Args:
-        sampled, trained: log probabilities of the sampled tokens, [tokens], by each of the two; computed in float64.
-
-    Returns:
-        KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities,
-        its mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective
-        sample size.
+    KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities, its
+    mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective sample
+    size.
 
     >>> mismatch(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())["mismatch/max_abs_prob_diff"]
     Max(largest=0.25)

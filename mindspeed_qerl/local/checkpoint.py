@@ -134,8 +134,7 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
-            for name, b in zip(mapping.hf, mapping.split(tensors[f"{layer}.lora_B"])):
-                weights[name.removesuffix(".weight")] = (tensors[f"{layer}.lora_A"], b)
+            weights |= megatron.parts(mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
     return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"])
 
 

@@ -12,7 +12,7 @@ import types
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -60,12 +60,16 @@ class Rank(NamedTuple):
     expert: int
 
 
+def parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
+    """The adapter of each HF module that Megatron fuses in one: they have A in common."""
+    return {name.removesuffix(".weight"): (a, part) for name, part in zip(mapping.hf, mapping.split(b), strict=True)}
+
+
 def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> Adapters:
     """The adapters in a Megatron checkpoint of a model of a known family.
 
     Args:
-        checkpoint_dir: `checkpoints` in the run directory. Base weights and optimizer states in its files are not
-            read.
+        checkpoint_dir: `checkpoints` in the run directory; only adapters are read from its files.
         iteration: which one; None is the one in latest_checkpointed_iteration.txt.
 
     Raises:
@@ -85,8 +89,9 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
         shards = {(rank.tensor, rank.expert): tensors for rank, tensors in ranks.items() if rank.pipeline == stage}
         modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
         for layer, module in sorted(modules):
-            parts = _unshard(layer, module, shards, args, table)
-            weights |= {f"model.layers.{layers_before + layer}.{name}": pair for name, pair in parts.items()}
+            unshard, prefix = _experts if module in EXPERTS else _unshard, f"decoder.layers.{layer}.{module}"
+            weights |= {name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
+                        for name, pair in unshard(module, prefix, shards, args, table).items()}
         layers_before += 1 + max((layer for layer, _ in modules), default=-1)
     if not weights:
         raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
@@ -96,23 +101,16 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
 
 
-def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
+def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
              table: dict[str, Mapping]) -> dict[str, Pair]:
-    """The adapters of Megatron's `module`, by the names of its parts within a layer of Hugging Face's.
+    """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
     Args:
-        layer: within its pipeline stage.
-        shards: the stage's tensors by name, by (tensor rank, expert rank).
+        prefix: of the tensors' names. shards: a pipeline stage's tensors by name, by (tensor rank, expert rank).
         table: of one layer, by Megatron's module.
     """
-    prefix = f"decoder.layers.{layer}.{module}"
-    tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    if module in EXPERTS:
-        # Whole experts are dealt to the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
-        # mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
-        a, b = ([shards[t, e][f"{prefix}_lora_{side}"] for e, t in product(range(ep), range(tp))] for side in "ab")
-        return _split_experts(module, a, b, args, table)
-    a, b = ([_replicated([shards[t, e][name] for e in range(ep)], name) for t in range(tp)]
+    a, b = ([_replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
+             for t in range(args.tensor_model_parallel_size)]
             for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
     mapping = table.get(module)
     if mapping is None or mapping.shared is None:
@@ -120,36 +118,29 @@ def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, to
                          "linear_proj, linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped "
                          "experts (moe_grouped_gemm)")
     if mapping.shared == ROW:  # tensor ranks share A by input
-        return _parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
-    return _parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
+        return parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
+    return parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
-    """The adapter of each HF module that Megatron fuses in one: they have A in common."""
-    names = (name.removeprefix("model.layers.0.").removesuffix(".weight") for name in mapping.hf)
-    return {name: (a, part) for name, part in zip(names, mapping.split(b), strict=True)}
+def _experts(module: str, prefix: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
+             table: dict[str, Mapping]) -> dict[str, Pair]:
+    """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
 
-
-def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace,
-                   table: dict[str, Mapping]) -> dict[str, Pair]:
-    """Grouped experts, one by one.
-
-    Args:
-        module: "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
-        a, b: shards in the order of the experts, each the memory of [experts, in, r] and [experts, r, out]
-            (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538).
+    A rank's tensors are the memory of [experts, in, r] and [experts, r, out]
+    (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538). Whole experts are dealt to the expert ranks,
+    and by those to their tensor ranks (moe_tp_extend_ep:
+    mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target = EXPERTS[module]
+    target, r, found, number = EXPERTS[module], args.lora_r, {}, count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
         return {}
-    local, r = args.num_experts // len(a), args.lora_r
-    pairs = [(one_a.T, one_b.T)  # from x A B to B A x
-             for shard_a, shard_b in zip(a, b, strict=True)
-             for one_a, one_b in zip(shard_a.view(local, -1, r), shard_b.view(local, r, -1), strict=True)]
-    found = {}
-    for number, pair in enumerate(pairs):
-        found |= _parts(table[f"mlp.experts.local_experts.{number}.{target}"], *pair)
+    for e, t in product(range(args.expert_model_parallel_size), range(args.tensor_model_parallel_size)):
+        a, b = (shards[t, e][f"{prefix}_lora_{side}"] for side in "ab")
+        local = args.num_experts // len(shards)
+        for one_a, one_b in zip(a.view(local, -1, r), b.view(local, r, -1), strict=True):
+            # from x A B to B A x
+            found |= parts(table[f"mlp.experts.local_experts.{next(number)}.{target}"], one_a.T, one_b.T)
     return found
 
 
