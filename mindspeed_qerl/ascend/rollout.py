@@ -10,20 +10,12 @@ from mindspeed_qerl.seeds import derived_seed
 
 
 class QeRLInferEngine(VLLMInferEngine):
-    """The rollout engine of one rank.
+    """The rollout engine of one rank."""
 
-    Attributes:
-        injector: puts the noise on, or None (AQN off).
-        noise_step: the training step, from 0, whose noise the next weight sync brings; None for a clean model
-            (evaluation).
-        noise_report: what the last sync put on, or None.
-        seed_of: ("rollout" | "evaluation", step) that the seeds of the next prompts are derived from.
-    """
-
-    injector: NoiseInjector | None = None
-    noise_step: int | None = None
-    noise_report: NoiseReport | None = None
-    seed_of: tuple[str, int] = ("rollout", 0)
+    injector: NoiseInjector | None = None  # None: AQN is off
+    noise_step: int | None = None  # step, from 0, whose noise the next weight sync brings; None: a clean model
+    noise_report: NoiseReport | None = None  # of the last sync
+    seed_of: tuple[str, int] = ("rollout", 0)  # or "evaluation", and the step: what the next prompts' seeds are of
 
     def sync_model_weights(self, params: Any, load_format: str = "megatron") -> None:
         """Upstream's, then the noise: vLLM's parameters are views of buffers that are filled by copy at each sync
@@ -41,16 +33,9 @@ class QeRLInferEngine(VLLMInferEngine):
 
     @torch.no_grad()
     def generate_sequences(self, idx_list: list[list[int]], **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Upstream's text path, with the prompt's token ids given to vLLM as they are: upstream decodes them with
-        skip_special_tokens=True (vllm_engine.py:489), which loses the chat template.
-
-        Args:
-            idx_list: token ids of the prompts.
-            kwargs: sampling parameters to override in this call.
-
-        Returns:
-            padded token ids [prompts * n, longest], and their logprobs as upstream hands them over.
-        """
+        """Upstream's text path, with the prompts' token ids given to vLLM as they are: upstream decodes them with
+        skip_special_tokens=True (vllm_engine.py:489), which loses the chat template. kwargs: sampling parameters.
+        Returns padded token ids [prompts * n, longest], and their logprobs as upstream hands them over."""
         self.init_cache_engine()
         with self.update_sampling_params(**kwargs):
             response = self.llm.generate(prompts=[{"prompt_token_ids": ids} for ids in idx_list],
@@ -62,8 +47,7 @@ class QeRLInferEngine(VLLMInferEngine):
 
     def _sampling_params(self, prompt: list[int]) -> Any:
         """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends on that seed, the
-        step and the prompt only, not on the layout or on what was drawn before; n samples of a prompt get seed, seed +
-        1, ... from vLLM."""
+        step and the prompt only; n samples of a prompt get seed, seed + 1, ... from vLLM."""
         params = self.sampling_params.clone()
         if params.seed is not None:
             purpose, step = self.seed_of

@@ -69,12 +69,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def evaluate(self, prompts: list[list[int]], n: int, temperature: float,
                  step: int) -> list[tuple[int, list[list[int]]]] | None:
-        """Answers of this rank's share of `prompts`, noise off, on the weights after `step` updates.
+        """(index into prompts, n answers as token ids) for each of this rank's share of `prompts`, noise off, on the
+        weights after `step` updates; None from ranks other than the first of their group.
 
         Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so that none waits.
-
-        Returns:
-            (index into prompts, n answers as token ids) for each; None from ranks other than the first of their group.
         """
         rollout, tp = self.inference_model, self.generate_config.infer_tensor_parallel_size
         group, groups = self._rank // tp, self._world_size // tp
@@ -94,11 +92,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def describe(self) -> dict[str, Any]:
         """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of
-        norms}.
-
-        Summed over the ranks, each layer counts as one module and each parameter once, however often ranks hold
-        copies.
-        """
+        norms}. Over all ranks each layer counts as one module and each parameter once, however many hold copies."""
         modules, parameters = Counter(), Counter()
         state = self.parallel_state
         first_of_tp = state.get_tensor_model_parallel_rank() == 0
@@ -107,7 +101,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             for name, parameter in chunk.named_parameters():
                 if not parameter.requires_grad or "lora_" not in name:
                     continue
-                target, expert = _target_of(name)
+                # `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a` of grouped experts
+                parts = name.split(".")
+                expert = "experts" in parts
+                target = ({"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]] if expert
+                          else next(part for part in parts if part.startswith("linear_")))
                 replica = (state.get_expert_data_parallel_rank() if expert
                            else state.get_data_parallel_rank(with_context_parallel=True))
                 if replica == 0:
@@ -117,12 +115,3 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         injector = self.inference_model.injector
         return {"lora": {target: {"modules": modules[target], "parameters": parameters[target]} for target in modules},
                 "aqn": [target.name for target in injector.targets] if injector else []}
-
-
-def _target_of(name: str) -> tuple[str, bool]:
-    """The LoRA target that an adapter parameter belongs to, and whether it is a grouped expert's:
-    `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a`."""
-    parts = name.split(".")
-    if "experts" in parts:
-        return {"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]], True
-    return next(part for part in parts if part.startswith("linear_")), False
