@@ -27,14 +27,12 @@ from mindspeed_qerl.lora.export import save_merged, save_peft
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 exported, 1 bad input or output, 2 wrong arguments\n\n"
         "examples:\n"
         "  python tools/export_adapter.py --checkpoint RUN/checkpoints --base models/Qwen3-30B-A3B --output adapter\n"
         "  python tools/export_adapter.py --checkpoint RUN/checkpoints --iteration 200 --base models/Qwen3-30B-A3B "
-        "\\\n      --output models/Qwen3-30B-A3B-gsm8k --merged",
-    )
+        "\\\n      --output models/Qwen3-30B-A3B-gsm8k --merged")
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="`checkpoints` of the run directory")
     parser.add_argument("--iteration", type=int, metavar="N", help="which one (default: the latest)")
     parser.add_argument("--base", required=True, metavar="HF_DIR",

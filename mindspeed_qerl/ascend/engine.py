@@ -40,17 +40,16 @@ PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", 
 
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `recipe` on NPUs, or with `emulate_npu` on CPUs.
-
-    Raises:
-        EngineError: upstream's sources are missing or do not fit; Ray has too few NPUs or CPUs; a worker failed.
-        ConfigError: the data does not fit the model.
-    """
+    """Run `recipe` on NPUs, or with `emulate_npu` on CPUs. EngineError: upstream's sources are missing or do not fit,
+    Ray has too few NPUs or CPUs, a worker failed. ConfigError: the data does not fit the model."""
     progress.phase("checking upstream")
     environment = {name: os.environ.get(name, value) for name, value in npu_environment().items()}
     environment |= {"VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
     if recipe.emulate_npu:
-        environment |= _emulate(recipe)
+        from mindspeed_qerl import emulation
+
+        environment |= emulation.environment(recipe.layout.world)
+        sys.path.insert(0, str(emulation.STAND_INS))
     for warning in check_upstream(recipe.emulate_npu):
         progress.message(f"Warning: {warning}")
     if recipe.noise.restart_every == "epoch":
@@ -79,16 +78,6 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
             if file.suffix in (".out", ".err") and file.stat().st_size:
                 shutil.copy(file, logs / file.name)
         private_ray.stop()
-
-
-def _emulate(recipe: Recipe) -> dict[str, str]:
-    """Put the stand-ins first on this process's path; the variables that every process needs for them."""
-    from mindspeed_qerl import emulation
-
-    environment = emulation.environment(recipe.layout.world)
-    sys.path.insert(0, str(emulation.STAND_INS))
-    os.environ.update(environment)
-    return environment
 
 
 def check_upstream(emulated: bool) -> list[str]:
@@ -141,8 +130,7 @@ def check_resources(recipe: Recipe) -> None:
 
 
 def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
-    """cli/train_grpo.py of MindSpeed-RL as a module of its own, with our classes for those that its `train` looks up
-    as globals."""
+    """cli/train_grpo.py of MindSpeed-RL as a module, with our classes for those that its `train` has as globals."""
     package = importlib.util.find_spec("mindspeed_rl")
     script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
     spec = importlib.util.spec_from_file_location("mindspeed_rl_train_grpo", script)

@@ -44,7 +44,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
                 ctx: Any = None) -> tuple:
         """Upstream's arithmetic without its fused variants: ([tokens, h], None). hidden: [tokens, h], sorted by
-        expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down projection as megatron-core does."""
+        expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down projection, as Megatron does."""
         up = self._linear(hidden, "weight1", tokens_per_expert)
         activated = self.activation_func_with_probs(up, probs.unsqueeze(-1))
         return self._linear(activated, "weight2", tokens_per_expert), None

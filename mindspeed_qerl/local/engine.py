@@ -43,11 +43,8 @@ VISIBLE_SHARE = 0.5  # of the expected move; of a smaller one rounding swallowed
 
 
 def select(prompts: Sequence[list[int]], answers: Sequence[Completion], rewards: np.ndarray, group_size: int) -> Batch:
-    """What is trained: all answers, those to one prompt side by side, each with its advantage within its group.
-
-    Args:
-        prompts: token ids, one for each answer.
-    """
+    """What is trained: all answers, those to one prompt side by side, each with its advantage within its group;
+    `prompts` has one for each answer."""
     advantages = group_advantages(torch.from_numpy(rewards), group_size).numpy()
     return build_batch(prompts, [answer.token_ids for answer in answers], [answer.logprobs for answer in answers],
                        advantages)
@@ -124,7 +121,6 @@ class LocalEngine:
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
         self.proved = False
-        self.peak_memory = 0  # bytes, of all processes together
 
     def train(self) -> None:
         """All iterations."""
@@ -136,14 +132,15 @@ class LocalEngine:
         self.sync()
         if not done:
             self.evaluate(0)
+        peak_memory = 0  # bytes, of all processes together
         for step in range(done + 1, recipe.run.train_iters + 1):
             self.iteration(step)
-            self.peak_memory = max(self.peak_memory, memory_in_use([os.getpid(), *self.processes.pids.values()]))
+            peak_memory = max(peak_memory, memory_in_use([os.getpid(), *self.processes.pids.values()]))
             if step % recipe.evaluation.every == 0 or step == recipe.run.train_iters:
                 self.evaluate(step)
             if step == recipe.run.train_iters or recipe.run.save_interval and step % recipe.run.save_interval == 0:
                 self.save(step)
-        self.run.record(peak_memory_gib=self.peak_memory / 2**30)
+        self.run.record(peak_memory_gib=peak_memory / 2**30)
         if not self.proved:
             self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way "
                                   "into the rollout engine was never proved")
@@ -168,10 +165,9 @@ class LocalEngine:
                   "response/truncated_fraction": np.mean([answer.truncated for answer in answers]), **trained,
                   **(noise.to_metrics() if noise else {}), **self.seconds, "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
-        kept = list(zip(rows, texts, rewards))[: recipe.run.rollout_samples]
-        self.metrics.log_rollouts(step, [
-            {"question": row.question, "response": text, "answer": row.answer, "reward": float(reward)}
-            for row, text, reward in kept])
+        shown = zip(rows[: recipe.run.rollout_samples], texts, rewards)
+        self.metrics.log_rollouts(step, [{"question": row.question, "response": text, "answer": row.answer,
+                                          "reward": float(reward)} for row, text, reward in shown])
         self.progress.step(step, values)
 
     def sample(self, step: int) -> tuple[list[Row], list[list[int]], list[Completion], NoiseReport | None]:

@@ -140,8 +140,8 @@ class TrainRank:
         of each. Returns its metrics, the same on every rank but for time/logprobs and time/update, seconds."""
         started = time.perf_counter()
         if self.hardware_error:
-            purpose = f"arithmetic of rank {dist.get_rank()}"
-            self.hardware_error.reseed(derived_seed(self.recipe.run.seed, purpose, self.scheduler.num_steps))
+            self.hardware_error.generator.manual_seed(derived_seed(
+                self.recipe.run.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
         with self.hardware_error or contextlib.nullcontext():
             if self.recipe.algorithm.kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]

@@ -14,6 +14,7 @@ from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+MERGE = "merge it with PEFT (merge_and_unload), and give the merged model"
 
 
 def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
@@ -26,27 +27,18 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
     `target_parameters`: a merged model is of more use there.
 
     Args:
-        base_model_dir: the Hugging Face model that was trained, in safetensors.
-        out_dir: not there yet, or empty.
+        base_model_dir: the Hugging Face model that was trained, in safetensors. out_dir: not there yet, or empty.
 
     Raises:
-        ValueError: the adapters do not fit the base model; the message names the tensor.
-        FileExistsError: `out_dir` holds something.
-        FileNotFoundError: `base_model_dir` has no safetensors weights.
+        ValueError: the adapters do not fit the base model; the message names the tensor. FileExistsError: `out_dir`
+        holds something. FileNotFoundError: `base_model_dir` has no safetensors weights.
     """
     _check_fit(adapters, Path(base_model_dir))
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(base_model_dir).resolve()),
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(Path(base_model_dir).resolve()),
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights})}
     if any(".shared_expert." in module for module in adapters.weights):
         # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and drops them without
         # a word. For Qwen3-MoE it adds these itself
@@ -64,10 +56,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
 def load_peft(directory: str | Path) -> Adapters:
     """The adapter that `save_peft` wrote, or another PEFT LoRA adapter of plain linear layers; its iteration is 0.
-
-    Raises:
-        ValueError: no readable adapter there, or one with more than (alpha / r) B A.
-    """
+    ValueError: no readable adapter there, or one with more than (alpha / r) B A."""
     directory = Path(directory)
     try:
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
@@ -86,8 +75,7 @@ def load_peft(directory: str | Path) -> Adapters:
         if config.get(key, plain) != plain:
             more.append(f"{key} = {config[key]}")
     if more:
-        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): merge it with PEFT "
-                         "(merge_and_unload), and give the merged model")
+        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
@@ -104,12 +92,10 @@ def load_peft(directory: str | Path) -> Adapters:
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         if not found or tensor.ndim != 2 or tensor.shape["AB".index(found[2])] != rank:
             raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
-                             f"linear layer with r = {rank}: merge it with PEFT (merge_and_unload), and give the "
-                             "merged model")
+                             f"linear layer with r = {rank}: {MERGE}")
         # as PEFT's get_pattern_key
         if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:
-            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): merge it with PEFT "
-                             "(merge_and_unload), and give the merged model")
+            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): {MERGE}")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
         raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
@@ -131,17 +117,13 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
         for file in _weight_files(base_model_dir):
-            _merge_file(adapters, file, directory / file.name)
-
-
-def _merge_file(adapters: Adapters, file: Path, merged_file: Path) -> None:
-    with safe_open(file, "pt") as base:
-        tensors = {name: base.get_tensor(name) for name in base.offset_keys()}
-        for name, weight in tensors.items():
-            module = name.removesuffix(".weight")
-            if module in adapters.weights:
-                tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
-        save_file(tensors, merged_file, metadata=base.metadata())
+            with safe_open(file, "pt") as base:
+                tensors = {name: base.get_tensor(name) for name in base.offset_keys()}
+                for name, weight in tensors.items():
+                    if (module := name.removesuffix(".weight")) in adapters.weights:
+                        tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
+                save_file(tensors, directory / file.name, metadata=base.metadata())
+            del tensors  # before the next file is read
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -174,15 +156,10 @@ def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True
         if shapes[name] != shape:
             raise ValueError(f"{wrong_base}: {name} is {shapes[name]} there, and the adapter is for {shape}")
         if dtypes[name] not in ("F32", "BF16", "F16"):
-            raise ValueError(
-                f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or float32")
-    kinds = {_kind(module) for module in adapters.weights}
+            raise ValueError(f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or "
+                             "float32")
+    kinds = {re.sub(r"\d+", "*", f"{module}.weight") for module in adapters.weights}
     for name in shapes if all_layers else ():
-        module = name.removesuffix(".weight")
-        if module != name and _kind(module) in kinds and module not in adapters.weights:
-            raise ValueError(
-                f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, or experts?)")
-
-
-def _kind(module: str) -> str:
-    return re.sub(r"\d+", "*", module)
+        if re.sub(r"\d+", "*", name) in kinds and name.removesuffix(".weight") not in adapters.weights:
+            raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, "
+                             "or experts?)")
