@@ -61,25 +61,19 @@ class MergedWeights(dict):
         return merged
 
 
-class MergesAdapters:
-    """Mixed into an upstream adaptor: the container reads merged weights. `model_config` has lora_r and lora_alpha
-    (worker.py)."""
-
-    def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor],
-                                   train_tp_size: int) -> dict[str, torch.Tensor]:
-        """Called by the container before it reads (vllm_weight_container.py:459,516)."""
-        param_dict = super().adjust_megatron_param_dict(param_dict, train_tp_size)
-        return MergedWeights(param_dict, self.model_config.lora_r,
-                             self.model_config.lora_alpha / self.model_config.lora_r)
-
-
 def make_adaptor(description: Adaptor) -> type:
-    """Upstream's adaptor class of that name, with further names, reading merged weights."""
+    """Upstream's adaptor class of that name, with further names, reading merged weights. `model_config` has lora_r and
+    lora_alpha (worker.py)."""
 
-    class FamilyAdaptor(MergesAdapters, getattr(weight_adaptor, description.base)):
+    class FamilyAdaptor(getattr(weight_adaptor, description.base)):
         def __init__(self, model_config: Any):
             super().__init__(model_config)
             self.params_mapping = [*description.params_mapping, *self.params_mapping]
+
+        def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor], train_tp_size: int) -> MergedWeights:
+            """Called by the container before it reads (vllm_weight_container.py:459,516)."""
+            param_dict, config = super().adjust_megatron_param_dict(param_dict, train_tp_size), self.model_config
+            return MergedWeights(param_dict, config.lora_r, config.lora_alpha / config.lora_r)
 
         def replace_name_i2t(self, inference_name: str) -> str:
             name = super().replace_name_i2t(inference_name)

@@ -25,6 +25,7 @@ from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.files import checkpoint_iterations, new_directory
 from mindspeed_qerl.lora import checkpoint as megatron
 from mindspeed_qerl.lora.checkpoint import Adapters
+from mindspeed_qerl.recipe.types import LoRA
 
 STATE = "state.json"
 
@@ -35,14 +36,9 @@ def folder(checkpoints: Path, iteration: int) -> Path:
 
 
 def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], Any], keep: int) -> Path:
-    """Make the checkpoint of `iteration`, then remove all but the last `keep`.
-
-    Args:
-        state: JSON values that `read_state` will give back. write: writes the tensor files into a folder.
-
-    Raises:
-        OSError: it cannot be written. The checkpoints that were there are still there, and nothing half made.
-    """
+    """Make the checkpoint of `iteration`, then remove all but the last `keep`. After an OSError those that were there
+    still are, and nothing half made. state: JSON values that `read_state` will give back. write: writes the tensor
+    files into a folder."""
     final = folder(checkpoints, iteration)
     with new_directory(final) as making:
         write(making)
@@ -60,13 +56,9 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
-    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files"; every
-    file is checked first.
-
-    Raises:
-        ValueError: there is none, or a part of it is missing or not what was written; the message names the part, and
-            the checkpoints before.
-    """
+    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files".
+    ValueError: there is none, or a part of it is missing or not what was written; it names the part, and the
+    checkpoints before."""
     there = checkpoint_iterations(checkpoints)
     if not there:
         raise ValueError(f"{checkpoints} has no checkpoint; one is made at the end of a run, and every "
@@ -101,9 +93,9 @@ def _damaged(directory: Path, there: list[int], fault: str) -> str:
     return f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or {way_out}"
 
 
-def describe(shape: ModelShape, r: int, alpha: float, targets: tuple[str, ...]) -> dict[str, Any]:
+def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
     """What a checkpoint says of the adapters in it."""
-    return {"model": asdict(shape), "lora": {"r": r, "alpha": alpha, "targets": sorted(targets)}}
+    return {"model": asdict(shape), "lora": {"r": lora.r, "alpha": lora.alpha, "targets": sorted(lora.targets)}}
 
 
 def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -55,15 +55,11 @@ def data_rank(rank: int, layout: Layout) -> int:
     return rank // layout.tp % layout.dp
 
 
-def _adapters(recipe: Recipe) -> dict[str, Any]:
-    return checkpoint.describe(read_shape(recipe.model.path), recipe.lora.r, recipe.lora.alpha, recipe.lora.targets)
-
-
 def last_checkpoint(recipe: Recipe) -> int:
     """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a
     damaged one, or one of another model or other adapters."""
     state = checkpoint.read_state(RunDirectory.open(recipe.run.resume).checkpoints_dir)
-    checkpoint.check_fit(state, _adapters(recipe))
+    checkpoint.check_fit(state, checkpoint.describe(read_shape(recipe.model.path), recipe.lora))
     return state["iteration"]
 
 
@@ -248,7 +244,8 @@ class LocalEngine:
         self.progress.phase("checkpoint")
         batch, folder = self.recipe.batch, self.run.checkpoints_dir
         updates = step * batch.epochs * batch.global_batch_size // batch.mini_batch_size
-        state = {"updates": updates, "prompts_asked": self.order.position, **_adapters(self.recipe)}
+        state = {"updates": updates, "prompts_asked": self.order.position,
+                 **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora)}
         try:
             checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)),
                             self.recipe.local.keep_checkpoints)

@@ -35,14 +35,8 @@ def option(default: Any, help: str, least: int | None = None, **more: Any) -> An
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's checkpoint.
-
-    Attributes:
-        hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, or None.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
+    """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's checkpoint. ConfigError if a
+    value is out of its range."""
 
     model: str = option(MISSING, "a Hugging Face model", metavar="DIR")
     data: str = option(MISSING, "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)", metavar="FILE")
@@ -62,7 +56,7 @@ class Evaluation:
     kv_cache_gib: int = option(4, "vLLM's memory for keys and values on a CPU", 1)
     tensor_parallel_size: int = option(1, "processes that share the model", 1)
     seed: int = option(1, "of the samples")
-    hardware_error: dict[str, Any] | None = None
+    hardware_error: dict[str, Any] | None = None  # keyword arguments of `HardwareErrorMode` besides the seed
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -110,12 +104,7 @@ def of_run(path: str, **given: Any) -> Evaluation:
 
 def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at
-    each stage.
-
-    Raises:
-        ConfigError, ValueError, OSError: something that was given cannot be read or does not fit, or `output` is there
-        already.
-    """
+    each stage. ValueError or OSError: something that was given cannot be read, does not fit, or is there already."""
     from transformers import AutoTokenizer
 
     if output.exists():

@@ -43,12 +43,8 @@ class _Host:
 
 
 class Worker:
-    """A handle on one process.
-
-    Args:
-        name: what messages call it. module, cls: the class to build there; only names travel, so imports happen there.
-        environment: set before anything is imported there.
-    """
+    """A handle on one process, in which the class `cls` of `module` is built, after `environment` is set; only names
+    travel, so imports happen there. name: what messages call it."""
 
     def __init__(self, name: str, module: str, cls: str, log_file: Path, environment: dict[str, str], **arguments):
         self.name, self.log_file = name, log_file
@@ -87,11 +83,7 @@ class Processes:
         return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
 
     def gather(self, calls: dict[Worker, ray.ObjectRef]) -> list:
-        """Results in the order of `calls`.
-
-        Raises:
-            WorkerError: as soon as one call failed, without waiting for the rest, which may hang without the dead.
-        """
+        """Results in the order of `calls`; WorkerError as soon as one failed: the rest may hang without the dead."""
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
         while pending:
@@ -144,10 +136,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]:
-    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main thread only.
-
-    Args:
-        epoch: iterations of one pass over the training rows, for noise that restarts with it.
+    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main thread only. epoch:
+    iterations of one pass over the training rows.
 
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary
     files are gone.

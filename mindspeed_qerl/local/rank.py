@@ -18,7 +18,7 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
-from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
+from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.seeds import derived_seed
 

@@ -62,8 +62,8 @@ def name_shared_memory(name: str) -> None:
 
 
 def forget_shared_memory() -> None:
-    """Take the names off the shared memory that this process has mapped and vLLM made, once all engines have it: it
-    lives as long as they do, and nothing is left of it when they are killed."""
+    """Take the names off the shared memory that vLLM made and this process has mapped, once all engines have it: of
+    engines that are killed nothing is left."""
     mapped = {line[line.index("/dev/shm/"):]
               for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
     for path in mapped:
@@ -130,9 +130,8 @@ class RolloutEngine:
     """An in-process vLLM engine whose weights and noise we own.
 
     Args:
-        model_dir: Hugging Face directory the weights are first read from.
-        dtype: "float32" or "bfloat16". max_model_len: prompt and completion together, tokens.
-        kv_cache_gib: memory set aside for the KV cache, GiB.
+        model_dir: Hugging Face directory the weights are first read from. dtype: "float32" or "bfloat16".
+        max_model_len: prompt and completion together, tokens. kv_cache_gib: memory for the KV cache.
         aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
         tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every
             method is called on all of them at once, with the same arguments.
@@ -165,16 +164,13 @@ class RolloutEngine:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
                  noise_step: int | None = None, hardware_error: dict | None = None) -> tuple[list[list[Completion]],
                  NoiseReport | None]:
-        """Sample `n` completions for each prompt: the same call on the same weights gives the same completions.
+        """Per prompt (token ids) `n` completions, and the noise's report (None without noise). The same call on the
+        same weights gives the same completions.
 
         Args:
-            prompts: token ids. seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
+            seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
             noise_step: the step whose noise is on, only inside this call; None: the synced weights.
-            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, for answers as other hardware
-                would give them; None: as it is.
-
-        Returns:
-            per prompt its completions, and the noise's report (None without noise).
+            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as it is.
         """
         with self._policy(noise_step, hardware_error and {**hardware_error, "seed": seed}) as report:
             torch.manual_seed(seed)
@@ -182,8 +178,7 @@ class RolloutEngine:
 
     def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None,
                  hardware_error: dict | None = None) -> list[list[float]]:
-        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and
-        hardware error."""
+        """log p(token t | tokens before it) for every token but the first of each sequence."""
         with self._policy(noise_step, hardware_error):
             outputs = _outputs(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
         return [[entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
@@ -227,16 +222,11 @@ class RolloutEngine:
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
         """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the
-        base weights on disk.
+        base weights on disk. factors: from each rank (`TrainRank.adapter_factors`).
 
-        Args:
-            factors: from each rank, see `TrainRank.adapter_factors`.
-
-        Returns:
-            per target: tensors; the norms `moved` |weight - base| and `expected` |(alpha / r) B A|; max_error = max
-            |weight - (base + update)| beside resolution, the rounding of the largest weight; and lost, the largest
-            share of one tensor's own rounded move that did not arrive (1: a tensor that was never synced, also where
-            bfloat16 hides the move below the resolution).
+        Per target: tensors; the norms `moved` |weight - base| and `expected` |(alpha / r) B A|; max_error = max
+        |weight - (base + update)| beside resolution, the rounding of the largest weight; and lost, the largest share
+        of one tensor's own rounded move that did not arrive (1: it was never synced, also where bfloat16 hides that).
         """
         held, checkpoint, found = dict(self._held_weights()), Checkpoint(self.model_dir), {}
         for name, (target, b, a) in sorted(item for part in factors for item in part.items()):

@@ -49,12 +49,9 @@ class Checkpoint:
 
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
-    """Whether `checkpoint` is of the model that its config.json describes. tensors: names whose dtype is compared too.
-
-    Raises:
-        ConfigError: a tensor is missing, is more than config.json calls for, has another dtype, is an output layer of
-            its own beside a tied embedding, or holds other rotary frequencies.
-    """
+    """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is missing, is more
+    than it calls for, has another dtype (those named `tensors`), is an output layer of its own beside a tied embedding, or
+    holds other rotary frequencies."""
     directory, called_for = checkpoint.directory, {
         name for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts))
         for name in mapping.hf}
@@ -93,11 +90,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
 def load_weights(model: torch.nn.Module, table: Iterable[Mapping], checkpoint: Checkpoint, tp_rank: int = 0,
                  tp_size: int = 1) -> None:
     """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole Megatron tensor beside
-    the model at a time.
-
-    Raises:
-        ConfigError: a tensor is missing or has another shape, or a parameter of the model is not in the table.
-    """
+    the model at a time. ConfigError if one is missing, has another shape, or is not in the table."""
     parameters = dict(model.named_parameters())
     for mapping in table:
         parameter = parameters.pop(mapping.megatron)

@@ -22,18 +22,15 @@ class LoRALinear(nn.Module):
     """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update, kept in float32.
 
     Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a row-parallel one as they
-    share W; the other factor is whole on each rank. Under sequence parallelism each rank computes the gradient of that
-    one from its part of the sequence, so it is marked `sequence_parallel`, as Megatron marks norms: their gradients
-    are summed over the group.
+    share W; the other factor is whole on each rank. Under sequence parallelism that one's gradient is of a part of the
+    sequence: it is marked `sequence_parallel`, as Megatron marks norms, whose gradients are summed over the group.
 
     Args:
-        base: ColumnParallelLinear or RowParallelLinear.
-        r: rank. alpha: the update is (alpha / r) B A.
+        base: ColumnParallelLinear or RowParallelLinear. r: rank. alpha: the update is (alpha / r) B A.
         seed: of A, which is drawn whole, so that it depends on neither the global generator nor the layout.
         is_expert: of one expert: its gradients are reduced over the expert-data-parallel group (`allreduce = False`,
             megatron-core's distributed_data_parallel.py), and no tensor parallel rank shares it.
-        tp_rank, tp_size: place in the tensor parallel group of attention.
-        name: of the layer in the model as one rank would hold it, which checkpoints know it by.
+        tp_rank, tp_size: place in the tensor parallel group of attention. name: in the whole model, for checkpoints.
     """
 
     def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0,
@@ -89,16 +86,9 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 
 def apply_lora(model: nn.Module, targets: Collection[str], r: int, alpha: float, seed: int, layer_offset: int = 0,
                expert_offset: int = 0, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Freeze `model` and put a LoRALinear in the place of every layer named by `targets`.
-
-    Args:
-        model: a megatron-core GPTModel.
-        layer_offset, expert_offset: global numbers of this rank's first layer and expert; an adapter starts the same
-            wherever it lives.
-
-    Raises:
-        ConfigError: a target matches no layer of this model.
-    """
+    """Freeze `model`, a GPTModel, and put a LoRALinear in the place of every layer named by `targets`; ConfigError if
+    one matches no layer. layer_offset, expert_offset: global numbers of this rank's first layer and expert, by which
+    an adapter starts the same wherever it lives."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     empty = set(targets)
@@ -124,8 +114,7 @@ def apply_lora(model: nn.Module, targets: Collection[str], r: int, alpha: float,
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what the base model computes, experts included (the reference policy of a shared
-    backbone)."""
+    """Inside, `model` computes what the base model computes, experts included."""
     for _, layer in lora_layers(model):
         layer.enabled = False
     try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -28,17 +28,15 @@ ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.wei
 EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a run has trained: W of every module here becomes W + (alpha / rank) B A.
+    """What a run had trained after `iteration`: W of every module here becomes W + (alpha / rank) B A.
 
-    Attributes:
-        weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj",
-            in the checkpoint's dtype. Modules that Megatron fuses share one A.
-        rank, alpha: LoRA's r and alpha.
-        iteration: of the training run.
+    weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in
+    the checkpoint's dtype. Modules that Megatron fuses share one A.
     """
 
     weights: dict[str, Pair]
@@ -52,32 +50,20 @@ class Adapters:
         return (self.alpha / self.rank) * (b.float() @ a.float())
 
 
-class Rank(NamedTuple):
-    """A rank's coordinates, or the parallel sizes."""
-
-    tensor: int
-    pipeline: int
-    expert: int
-
-
 def parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
     return {name.removesuffix(".weight"): (a, part) for name, part in zip(mapping.hf, mapping.split(b), strict=True)}
 
 
-def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> Adapters:
-    """The adapters in a Megatron checkpoint of a model of a known family.
-
-    Args:
-        checkpoint_dir: `checkpoints` in the run directory; only adapters are read from its files.
-        iteration: which one; None is the one in latest_checkpointed_iteration.txt.
+def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapters:
+    """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt.
 
     Raises:
-        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing.
-        ValueError: the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have
-            no name in a Hugging Face model.
+        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing. ValueError:
+        the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have no name in
+        a Hugging Face model.
     """
-    directory, iteration = _find_iteration(Path(checkpoint_dir), iteration)
+    directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, ranks = _read_ranks(directory)
     shape = shape_of_arguments(vars(args))
     one_layer = family_of(shape).tensors(shape, range(1), range(shape.num_experts), first=False, last=False)
@@ -86,7 +72,7 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     weights: dict[str, Pair] = {}
     layers_before = 0
     for stage in range(args.pipeline_model_parallel_size):
-        shards = {(rank.tensor, rank.expert): tensors for rank, tensors in ranks.items() if rank.pipeline == stage}
+        shards = {(t, e): tensors for (t, p, e), tensors in ranks.items() if p == stage}
         modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
         for layer, module in sorted(modules):
             unshard, prefix = _experts if module in EXPERTS else _unshard, f"decoder.layers.{layer}.{module}"
@@ -101,13 +87,11 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
 
 
-def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
+def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
              table: dict[str, Mapping]) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
-    Args:
-        prefix: of the tensors' names. shards: a pipeline stage's tensors by name, by (tensor rank, expert rank).
-        table: of one layer, by Megatron's module.
+    shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer, by module.
     """
     a, b = ([_replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
              for t in range(args.tensor_model_parallel_size)]
@@ -122,7 +106,7 @@ def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], dict[str, t
     return parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _experts(module: str, prefix: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
+def _experts(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
              table: dict[str, Mapping]) -> dict[str, Pair]:
     """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
 
@@ -169,8 +153,8 @@ def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, 
     return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 
-def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.Tensor]]]:
-    """The run's arguments, and each rank's adapters."""
+def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], Tensors]]:
+    """The run's arguments, and by (tensor, pipeline, expert) rank its adapters."""
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
         raise FileNotFoundError(
@@ -178,11 +162,10 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
     args = _read(directory / there[0] / FILE)["args"]
     sizes = _sizes(args)
     says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
-    if args.num_experts and sizes.tensor > 1 and not args.moe_tp_extend_ep:
+    if args.num_experts and sizes[0] > 1 and not args.moe_tp_extend_ep:
         raise ValueError(
             f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
-    folders = {rank: rank_folder(*rank, pp=sizes.pipeline, ep=sizes.expert)
-               for rank in map(Rank._make, product(*map(range, sizes)))}
+    folders = {rank: rank_folder(*rank, pp=sizes[1], ep=sizes[2]) for rank in product(*map(range, sizes))}
     if left_over := sorted(set(there) - set(folders.values())):
         raise ValueError(
             f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
@@ -205,8 +188,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
     return args, ranks
 
 
-def _sizes(args: Namespace) -> Rank:
-    return Rank(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+def _sizes(args: Namespace) -> tuple[int, int, int]:
+    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
 
 
 def _read(file: Path) -> dict:
@@ -221,19 +204,10 @@ def _read(file: Path) -> dict:
 class _Opaque:
     """In the place of an object of another package, of which nothing is needed: takes what unpickling gives it."""
 
-    def __new__(cls, *args, **kwargs):
-        return super().__new__(cls)
-
-    def __init__(self, *args, **kwargs):
+    def _take(self, *args, **kwargs) -> None:
         pass
 
-    def __setstate__(self, state):
-        pass
-
-    append = extend = __setstate__
-
-    def __setitem__(self, key, value):
-        pass
+    __init__ = __setstate__ = __setitem__ = append = extend = _take
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
+from mindspeed_qerl.recipe.types import LoRA
 
 SHAPE = NAMED_SHAPES["qwen3_30b_a3b"]
-ADAPTERS = checkpoint.describe(SHAPE, 32, 64.0, ("linear_qkv", "linear_fc1"))
+ADAPTERS = checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv", "linear_fc1")))
 
 
 def write(folder):
@@ -77,13 +78,13 @@ def test_there_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("other, message", [
-    (checkpoint.describe(SHAPE, 16, 64.0, ("linear_qkv", "linear_fc1")),
+    (checkpoint.describe(SHAPE, LoRA(16, 64.0, ("linear_qkv", "linear_fc1"))),
      r"lora\.r is 32 in the checkpoint and 16 here$"),
-    (checkpoint.describe(SHAPE, 32, 64.0, ("linear_qkv",)),
+    (checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv",))),
      r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]"),
-    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], 32, 64.0, ("linear_qkv", "linear_fc1")),
+    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))),
      r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here"),
-    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], 32, 64.0, ("linear_qkv", "linear_fc1")),
+    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))),
      r"model\.num_hidden_layers is 48 .* and 24 here"),
 ])
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, other, message):

@@ -78,7 +78,7 @@ def train_rank(rank, configs, folder):
     from megatron.core import parallel_state
 
     from mindspeed_qerl.local.rank import TrainRank
-    from mindspeed_qerl.lora import lora_layers
+    from mindspeed_qerl.lora.adapters import lora_layers
 
     torch.set_num_threads(1)
     batch = random_batch()
@@ -286,7 +286,7 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
 
     ranks, base, batch = results(layout, family), model_dirs[family], random_batch()
     config = layout_config(layout, base, data_dir)
-    describe = checkpoint.describe(read_shape(base), config.lora.r, config.lora.alpha, config.lora.targets)
+    describe = checkpoint.describe(read_shape(base), config.lora)
     checkpoint.save(tmp_path / "checkpoints", SAVED, describe,
                     lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True), 1)
     adapters = checkpoint.load_adapters(tmp_path / "checkpoints")

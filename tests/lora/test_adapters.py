@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
+from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 
 
 class TupleLinear(nn.Linear):
