@@ -22,7 +22,7 @@ from mindspeed.core.transformer.moe.moe_feature.adaptor import MindSpeedMOEAllto
 from mindspeed_llm.core.transformer.moe import moe_layer
 from mindspeed_llm.tasks.posttrain.lora.moe import experts
 
-TARGET_OF = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
+from mindspeed_qerl.lora.checkpoint import EXPERTS
 
 
 class ExpertLoRA(experts.LoraParallelGroupedMLP):
@@ -33,7 +33,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         with _whole_experts(config.moe_tp_extend_ep):
             super().__init__(num_local_experts, config, lora_config)
         self.adapters_enabled = True
-        self.adapted = [weight for weight, target in TARGET_OF.items() if target in lora_config.target_modules]
+        self.adapted = [weight for weight, target in EXPERTS.items() if target in lora_config.target_modules]
         for name, parameter in self.named_parameters():
             if "lora" in name:
                 parameter.allreduce = not self.expert_parallel
@@ -78,19 +78,6 @@ def _whole_experts(tp_extends_ep: bool) -> Iterator[None]:
         yield
     finally:
         parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = size
-
-
-@contextmanager
-def adapters_disabled(model: list[torch.nn.Module]) -> Iterator[None]:
-    """The experts of all chunks of `model` without their adapters."""
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, ExpertLoRA)]
-    for layer in layers:
-        layer.adapters_enabled = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.adapters_enabled = True
 
 
 def install(tensor_parallel: int) -> None:

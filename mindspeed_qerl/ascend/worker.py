@@ -13,6 +13,8 @@ from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.ascend import weights
 from mindspeed_qerl.ascend.rollout import QeRLInferEngine
 from mindspeed_qerl.ascend.settings import epoch_steps
+from mindspeed_qerl.lora.adapters import adapters_disabled
+from mindspeed_qerl.lora.checkpoint import EXPERTS
 
 
 @ray.remote(resources={"NPU": 0.7})
@@ -59,12 +61,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def compute_ref_log_prob(self) -> None:
         """Upstream's; PEFT switches its own layers off, and this the experts'."""
-        if not (self.rl_config.share_backbone and self.megatron_config.num_experts):
-            super().compute_ref_log_prob()
-            return
-        from mindspeed_qerl.ascend.expert_lora import adapters_disabled
-
-        with adapters_disabled(self.model):
+        with adapters_disabled(*self.model if self.rl_config.share_backbone else ()):
             super().compute_ref_log_prob()
 
     def evaluate(self, prompts: list[list[int]], n: int, temperature: float,
@@ -104,7 +101,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 # `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a` of grouped experts
                 parts = name.split(".")
                 expert = "experts" in parts
-                target = ({"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]] if expert
+                target = (EXPERTS[parts[-1].split("_")[0]] if expert
                           else next(part for part in parts if part.startswith("linear_")))
                 replica = (state.get_expert_data_parallel_rank() if expert
                            else state.get_data_parallel_rank(with_context_parallel=True))

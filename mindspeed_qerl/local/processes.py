@@ -155,7 +155,6 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
         scratch = private_ray.start(num_cpus=world + size)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        _keep_compiled_code(scratch)
         ranks = [Worker(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
                         _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
                  for rank in range(world)]
@@ -171,15 +170,8 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
 
 def _environment(scratch: Path, processes: int) -> dict[str, str]:
     """Of one of `processes` that compute at the same time. Ranks and rollout engines take turns: threads that wait by
-    spinning would hold the cores of those whose turn it is."""
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes)), "OMP_WAIT_POLICY": "PASSIVE", "TMPDIR": str(scratch)}
+    spinning would hold the cores of those whose turn it is. What torch has compiled stays where it always is."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-
-def _keep_compiled_code(scratch: Path) -> None:
-    """Temporary files go with the run, but what torch has compiled stays where it always is."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    cache = Path(default_cache_dir())
-    cache.mkdir(parents=True, exist_ok=True)
-    (scratch / cache.name).symlink_to(cache)
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)), "OMP_WAIT_POLICY": "PASSIVE",
+            "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}

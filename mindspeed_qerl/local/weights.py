@@ -50,8 +50,8 @@ class Checkpoint:
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
     """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is missing, is more
-    than it calls for, has another dtype (those named `tensors`), is an output layer of its own beside a tied embedding, or
-    holds other rotary frequencies."""
+    than it calls for, has another dtype (those named `tensors`), is an output layer of its own beside a tied
+    embedding, or holds other rotary frequencies."""
     directory, called_for = checkpoint.directory, {
         name for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts))
         for name in mapping.hf}

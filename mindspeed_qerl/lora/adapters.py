@@ -36,7 +36,7 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0,
                  tp_size: int = 1, name: str = ""):
         super().__init__()
-        self.base_layer, self.name, self.scaling, self.enabled = base, name, alpha / r, True
+        self.base_layer, self.name, self.scaling, self.adapters_enabled = base, name, alpha / r, True
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -54,7 +54,7 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor, *args, **kwargs):
         output, bias = self.base_layer(x, *args, **kwargs)
-        if self.enabled:
+        if self.adapters_enabled:
             low = nn.functional.linear(x, self.lora_A.to(x.dtype))
             low = self._communicate(low) if self.tp_size > 1 else low
             output = output + nn.functional.linear(self.scaling * low, self.lora_B.to(x.dtype))
@@ -113,12 +113,13 @@ def apply_lora(model: nn.Module, targets: Collection[str], r: int, alpha: float,
 
 
 @contextlib.contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what the base model computes, experts included."""
-    for _, layer in lora_layers(model):
-        layer.enabled = False
+def adapters_disabled(*chunks: nn.Module) -> Iterator[None]:
+    """Inside, the layers of a model that have `adapters_enabled` compute what the base model computes."""
+    layers = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_enabled")]
+    for layer in layers:
+        layer.adapters_enabled = False
     try:
         yield
     finally:
-        for _, layer in lora_layers(model):
-            layer.enabled = True
+        for layer in layers:
+            layer.adapters_enabled = True

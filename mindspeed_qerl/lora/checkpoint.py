@@ -24,8 +24,7 @@ from mindspeed_qerl.files import TRACKER, checkpoint_iterations, rank_folder
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
-# and the targets that they stand for
-EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}
+EXPERTS = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # grouped experts' weights, and LoRA's targets
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -75,9 +74,10 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
         shards = {(t, e): tensors for (t, p, e), tensors in ranks.items() if p == stage}
         modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
         for layer, module in sorted(modules):
-            unshard, prefix = _experts if module in EXPERTS else _unshard, f"decoder.layers.{layer}.{module}"
+            unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
+            found = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
             weights |= {name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
-                        for name, pair in unshard(module, prefix, shards, args, table).items()}
+                        for name, pair in found.items()}
         layers_before += 1 + max((layer for layer, _ in modules), default=-1)
     if not weights:
         raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
@@ -115,7 +115,7 @@ def _experts(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], a
     and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target, r, found, number = EXPERTS[module], args.lora_r, {}, count()
+    target, r, found, number = EXPERTS[module.removeprefix("mlp.experts.")], args.lora_r, {}, count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
         return {}
