@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_qerl.algorithm.corrections import truncated_weights
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, low_variance_kl, mismatch
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
@@ -68,6 +67,21 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
     """
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def truncated_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
+    """Token-level truncated importance sampling: min(p_trained / p_sampled, cap) for each sampled token, without a
+    gradient.
+
+    These weights undo in expectation, token by token, that another policy sampled than is trained (noise, other
+    kernels, other hardware), as far as `cap` lets them ("TIS", Yao et al. 2025, fengyao.notion.site/off-policy-rl;
+    verl's rollout_correction, level token). The bias that comes from tokens sampled before stays. old_logprobs are of
+    the policy that is trained, before this update; rollout_logprobs, of the same shape, of the one that sampled.
+
+    >>> truncated_weights(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1]).log(), cap=2.0)
+    tensor([1.2500, 2.0000])
+    """
+    return (old_logprobs.detach() - rollout_logprobs).exp().clamp(max=cap)
 
 
 def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import Mapping
-from mindspeed_qerl.local.weights import Checkpoint, check_tensors, load_weights
+from mindspeed_qerl.local.weights import check_tensors, load_weights
 from mindspeed_qerl.recipe.types import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
-from mindspeed_qerl.local.weights import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -1,51 +1,14 @@
-"""A Hugging Face checkpoint: read tensor by tensor, compared with its config.json, and loaded into a rank's part of a
-Megatron model."""
+"""A Hugging Face checkpoint, compared with its config.json, and loaded into a rank's part of a Megatron model."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
+from safetensors.torch import _getdtype
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_config
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import Mapping
-
-
-class Checkpoint:
-    """A Hugging Face model directory's safetensors, read tensor by tensor; files are mapped, opened once."""
-
-    def __init__(self, directory: str | Path):
-        self.directory, self._open = Path(directory), {}
-        index, single = (self.directory / f"model.safetensors{end}" for end in (".index.json", ""))
-        if index.exists():
-            self.files = json.loads(index.read_text())["weight_map"]
-        elif single.exists():
-            self.files = dict.fromkeys(self._file(single.name).keys(), single.name)
-        else:
-            raise ConfigError(f"{self.directory} holds no model.safetensors and no model.safetensors.index.json")
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor called `name`; ConfigError if the checkpoint lacks it."""
-        return self._file_of(name).get_tensor(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor called `name`, which is not read; ConfigError if the checkpoint lacks it."""
-        from safetensors.torch import _getdtype
-
-        return _getdtype(self._file_of(name).get_slice(name).get_dtype())
-
-    def _file_of(self, name: str):
-        if name not in self.files:
-            raise ConfigError(f"{self.directory} has no tensor {name!r}, which the model's config.json calls for")
-        return self._file(self.files[name])
-
-    def _file(self, file: str):
-        from safetensors import safe_open
-
-        if file not in self._open:  # an index of thousands of experts takes longer to read than a tensor
-            self._open[file] = safe_open(self.directory / file, "pt")
-        return self._open[file]
 
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
@@ -76,7 +39,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
     config = read_config(directory / "config.json")
     said = config.get("dtype") or config.get("torch_dtype")
     for name in tensors:
-        found = checkpoint.dtype(name)
+        found = _getdtype(checkpoint.header(name).get_dtype())
         kind = str(found).removeprefix("torch.")
         if not found.is_floating_point or found.itemsize < 2:
             raise ConfigError(f"{directory}: {name} is {kind}; give the model in bfloat16, float16 or float32, not "

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.lora.checkpoint import Adapters
 
@@ -31,9 +32,9 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
     Raises:
         ValueError: the adapters do not fit the base model; the message names the tensor. FileExistsError: `out_dir`
-        holds something. FileNotFoundError: `base_model_dir` has no safetensors weights.
+        holds something.
     """
-    _check_fit(adapters, Path(base_model_dir))
+    _check_fit(adapters, Checkpoint(base_model_dir))
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(Path(base_model_dir).resolve()),
         "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none",
@@ -110,56 +111,37 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
     largest file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where
     others have one, is an error.
     """
-    base_model_dir = Path(base_model_dir)
-    _check_fit(adapters, base_model_dir, all_layers)
+    base = Checkpoint(base_model_dir)
+    _check_fit(adapters, base, all_layers)
     with new_directory(Path(out_dir)) as directory:
-        for file in sorted(base_model_dir.iterdir()):
+        for file in sorted(base.directory.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
-        for file in _weight_files(base_model_dir):
-            with safe_open(file, "pt") as base:
-                tensors = {name: base.get_tensor(name) for name in base.offset_keys()}
-                for name, weight in tensors.items():
-                    if (module := name.removesuffix(".weight")) in adapters.weights:
-                        tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
-                save_file(tensors, directory / file.name, metadata=base.metadata())
+        for file in sorted(set(base.files.values())):
+            content = base.open(file)
+            tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
+            for name, weight in tensors.items():
+                if (module := name.removesuffix(".weight")) in adapters.weights:
+                    tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
+            save_file(tensors, directory / file, metadata=content.metadata())
             del tensors  # before the next file is read
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
-    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
-    if index.is_file():
-        return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if not single.is_file():
-        raise FileNotFoundError(f"{model_dir} has neither {index.name} nor {single.name}: give the directory of the "
-                                "Hugging Face model that was trained, in safetensors")
-    return [single]
-
-
-def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True) -> None:
+def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:
     """ValueError unless each adapter has its weight in the base model, and, with `all_layers`, each like weight its
     adapter."""
-    shapes, dtypes = {}, {}
-    for file in _weight_files(base_model_dir):
-        try:
-            with safe_open(file, "pt") as base:
-                for name in base.offset_keys():
-                    header = base.get_slice(name)
-                    shapes[name], dtypes[name] = header.get_shape(), header.get_dtype()
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
-    wrong_base = f"{base_model_dir} is not the model that was trained"
+    wrong_base = f"{base.directory} is not the model that was trained"
     for module, (a, b) in adapters.weights.items():
         name, shape = f"{module}.weight", [b.shape[0], a.shape[1]]
-        if name not in shapes:
+        if name not in base.files:
             raise ValueError(f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter")
-        if shapes[name] != shape:
-            raise ValueError(f"{wrong_base}: {name} is {shapes[name]} there, and the adapter is for {shape}")
-        if dtypes[name] not in ("F32", "BF16", "F16"):
-            raise ValueError(f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or "
-                             "float32")
+        there, dtype = base.header(name).get_shape(), base.header(name).get_dtype()
+        if there != shape:
+            raise ValueError(f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}")
+        if dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{name} is {dtype} in {base.directory}: give the model in bfloat16, float16 or float32")
     kinds = {re.sub(r"\d+", "*", f"{module}.weight") for module in adapters.weights}
-    for name in shapes if all_layers else ():
+    for name in base.files if all_layers else ():
         if re.sub(r"\d+", "*", name) in kinds and name.removesuffix(".weight") not in adapters.weights:
             raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, "
                              "or experts?)")

@@ -12,12 +12,13 @@ import torch.multiprocessing as mp
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import family_of, read_shape
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import COLUMN, GATED, ROW, merge_qkv, split_qkv
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.engine import data_rank
 from mindspeed_qerl.local.model import stage_layers
-from mindspeed_qerl.local.weights import Checkpoint, check_tensors
+from mindspeed_qerl.local.weights import check_tensors
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.recipe.types import Layout
 
@@ -503,7 +504,7 @@ def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
 
 def test_missing_weights_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no model.safetensors"):
+    with pytest.raises(ConfigError, match="nor model.safetensors"):
         Checkpoint(tmp_path)
     make_model("qwen3_moe", tmp_path)
     with pytest.raises(ConfigError, match="no tensor 'model.lm_head.weight'"):
