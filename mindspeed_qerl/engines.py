@@ -1,6 +1,6 @@
 """The engine door: what every engine offers, and the one place that knows their names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Engine(Protocol):
     MAY_CHANGE: frozenset[str]  # keys that may have another value when a run is resumed
     UPSTREAM: bool  # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
 
-    def validate(self, recipe: Recipe) -> Found:
+    def validate(self, recipe: Recipe) -> Iterable[str]:
         """What this engine cannot do with `recipe`; reads config.json and looks for files, starts nothing."""
 
     def data_files(self, recipe: Recipe) -> dict[str, str]:
@@ -68,9 +68,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
         found.faults.append(str(error))
         return recipe, found
     refused, found.unused = keys.check(recipe.sections, recipe.engine)
-    of_engine = engine.validate(recipe)
-    found.faults += [*refused, *of_engine.faults]
-    found.warnings += of_engine.warnings
+    found.faults += [*refused, *engine.validate(recipe)]
     return recipe, found
 
 

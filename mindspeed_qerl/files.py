@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
+
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file that readers, and a kill at any moment, find either as it was or complete."""
@@ -57,3 +59,8 @@ def checkpoint_iterations(checkpoints: Path) -> list[int]:
     written has another name."""
     numbers = [folder.name.removeprefix("iter_") for folder in checkpoints.glob("iter_*")]
     return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) -> str:
+    """The folder of one rank's file in Megatron's checkpoints (training/checkpointing.py:get_checkpoint_name)."""
+    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")

@@ -18,10 +18,10 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.preflight.case import Case, case_of
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.recipe.compose import compose

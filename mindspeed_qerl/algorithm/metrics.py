@@ -9,17 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
 
+import numpy as np
 import torch
-
-
-class Metric(Protocol):
-    """What `merge` needs: how two of a kind are joined, and the number they give at last."""
-
-    def join(self, other: Self) -> Self: ...
-
-    def value(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +56,9 @@ class EffectiveSampleSize:
         return self.total**2 / (self.count * self.squares) if self.count else math.nan
 
 
+Metric = Mean | Max | EffectiveSampleSize  # `join` gives one of two of a kind, `value` the number they give at last
+
+
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     """The metrics of several micro-batches or ranks as one; a part may lack a name.
 
@@ -77,6 +72,18 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
+def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
+    """Of the rewards of one iteration, a prompt's answers side by side: mean and standard deviation, and the fraction
+    of prompts whose answers' rewards differ.
+
+    >>> reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)["reward/groups_with_signal"].item()
+    0.5
+    """
+    groups = rewards.reshape(-1, group_size)
+    return {"reward/mean": rewards.mean(), "reward/std": rewards.std(),
+            "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}
+
+
 def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """Schulman's k3 estimate of KL(policy || reference) per token: exp(d) - 1 - d with d = reference - policy, >= 0.
 
@@ -88,15 +95,12 @@ def low_variance_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) ->
 
 
 def mismatch(sampled: torch.Tensor, trained: torch.Tensor) -> dict[str, Metric]:
-    """How far the policy that sampled is from the one that is trained, before its update.
+    """How far the policy that sampled is from the one that is trained, before its update, from log probabilities of
+    the sampled tokens, [tokens], in float64.
 
-    Args:
-        sampled, trained: log probabilities of the sampled tokens, [tokens], by each of the two; computed in float64.
-
-    Returns:
-        KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities,
-        its mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective
-        sample size.
+    KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities, its
+    mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective sample
+    size.
 
     >>> mismatch(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())["mismatch/max_abs_prob_diff"]
     Max(largest=0.25)

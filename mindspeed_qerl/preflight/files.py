@@ -7,8 +7,9 @@ from itertools import product
 from pathlib import Path
 from zipfile import is_zipfile
 
-from mindspeed_qerl.ascend.convert import TRACKER, conversion_command, rank_folder
+from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.files import TRACKER, rank_folder
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
+from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.layout.memory import adapter_weights, settings_of, training_weights
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
 from mindspeed_qerl.preflight.machine import Machine

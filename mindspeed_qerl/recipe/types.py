@@ -394,9 +394,12 @@ class Recipe:
     rehearsal: Rehearsal
     sections: Mapping[Any, Any] = Field(default_factory=dict, repr=False)
 
-    @property
-    def noise_seed(self) -> int:
-        return self.run.seed if self.noise.seed is None else self.noise.seed
+    def noise_arguments(self, epoch: int) -> dict[str, Any] | None:
+        """For `NoiseInjector`, besides the model; None without noise. epoch: see `Noise.noise_schedule`."""
+        noise = self.noise
+        return dict(schedule=noise.noise_schedule(self.run.train_iters, epoch), targets=noise.targets,
+                    exclude=noise.exclude, multipliers=noise.factors,
+                    seed=self.run.seed if noise.seed is None else noise.seed) if noise.enabled else None
 
     @property
     def data_files(self) -> dict[str, str]:

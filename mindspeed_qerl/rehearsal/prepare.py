@@ -52,7 +52,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     if not engine.UPSTREAM:  # what it would refuse once the model is made; of the model it reads config.json alone
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
-            engine.validate(engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))).raise_faults()
+            small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
+            Found([*engine.validate(small)]).raise_faults()
     try:
         rows = read_rows(recipe.task.train_file)
     except (ValueError, OSError) as error:

@@ -37,6 +37,11 @@ def is_reward(name: str) -> bool:
     return name in VERIFIERS or ":" in name
 
 
+def first_reward(verifiers: Iterable[tuple[str, float]]) -> str:
+    """The first of a config's verifiers that is a reward here, by which it is evaluated; "gsm8k" if none is."""
+    return next(filter(is_reward, (name for name, _ in verifiers)), "gsm8k")
+
+
 def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
     """The reward called `name`: a name of `VERIFIERS`, or "module:function", which may be in the current folder.
 
