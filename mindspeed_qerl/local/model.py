@@ -128,7 +128,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
     than it calls for, has another dtype (those named `tensors`), is an output layer of its own beside a tied
     embedding, or holds other rotary frequencies."""
     directory, called_for = checkpoint.directory, {
-        name for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts))
+        name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
         for name in mapping.hf}
     if missing := sorted(called_for - set(checkpoint.files)):
         tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""

@@ -87,7 +87,8 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
     """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no verifier is left."""
     settings, noise = recipe.rehearsal, recipe.noise
     longest = recipe.sampling.max_prompt_length + settings.max_tokens
-    verifiers = [verifier for verifier in recipe.task.verifiers if verifier[0] not in upstream_verifiers(recipe)]
+    kept = [verifier for verifier in recipe.task.verifiers if verifier[0] not in upstream_verifiers(recipe)]
+    names, weights = zip(*kept or [("gsm8k", 1.0)])
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
     return replace(
@@ -96,6 +97,6 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
         batch=replace(recipe.batch, seq_length=longest, max_model_len=longest,
                       max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens)),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),
-        task=replace(recipe.task, verifiers=tuple(verifiers) or (("gsm8k", 1.0),)),
+        task=replace(recipe.task, verifier_function=names, verifier_weight=weights),
         evaluation=replace(recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems),
         run=replace(recipe.run, train_iters=settings.steps, root=str(Path(recipe.run.root) / "rehearsals")))
