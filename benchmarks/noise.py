@@ -43,7 +43,7 @@ def norms(dtype, value: float | None):
     weights `value`."""
     import torch
 
-    from mindspeed_qerl.local.weights import Checkpoint
+    from mindspeed_qerl.families.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(MODEL)
     names = [name for name in checkpoint.files if name.endswith("post_attention_layernorm.weight")]

@@ -25,11 +25,13 @@ if __name__ == "__main__":  # a file of a checkout
 import numpy as np
 
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, compare
+from mindspeed_qerl.runs.compare_report import interval
 from mindspeed_qerl.runs.compared_run import ComparedRun, find_runs, read_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
-from mindspeed_qerl.runs.statistics import Estimate, estimate, seeds_needed
+from mindspeed_qerl.runs.report import markdown_table
+from mindspeed_qerl.runs.statistics import estimate, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[1]
 CLEAN, FOREIGN = "clean", "foreign"
@@ -71,16 +73,6 @@ def parts(run: ComparedRun, step: int) -> list[float]:
                 x, op, y, result = int(stated[1]), stated[2], int(stated[3]), int(stated[4])
                 rest.append((op == asked, sorted((x, y)) == sorted((a, b)), result == (x + y if op == "+" else x - y)))
     return [float(np.mean(form)), *np.mean(rest, axis=0)]
-
-
-def table(header: list[str], rows: list[list[str]]) -> None:
-    for row in (header, ["---"] * len(header), *rows):
-        print("|", " | ".join(row), "|")
-    print()
-
-
-def with_interval(value: Estimate) -> str:
-    return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
 
 
 def draw(accuracy: dict, difference: dict, cells: dict, image: Path) -> None:
@@ -146,18 +138,19 @@ def main() -> None:
             needed = "" if word != "not distinguishable" else f"about {count:,}" if (
                 count := seeds_needed(found, limit)) else "more questions"
             rows.append([rollout, hardware,
-                         *(with_interval(accuracy[aqn, rollout, hardware]) for aqn in (False, True)),
-                         f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", f"**{word}**",
+                         *(interval(accuracy[aqn, rollout, hardware]) for aqn in (False, True)),
+                         interval(found, "+"), f"{found.p:.2g}", f"**{word}**",
                          needed])
-    table(["rollouts", "evaluated on", "AQN off", "AQN on", "difference", "p", "verdict", "seeds that would show it"],
-          rows)
+    header = ["rollouts", "evaluated on", "AQN off", "AQN on", "difference", "p", "verdict",
+              "seeds that would show it"]
+    print("\n".join(markdown_table(header, rows)), end="\n\n")
     rows = []
     for aqn in (False, True):
         for rollout in (CLEAN, FOREIGN):
             runs = cells[aqn, rollout, CLEAN]
             taught = zip(*(np.mean([parts(run, step(run.scores)) for run in runs], axis=0) for step in (min, max)))
             rows.append(["on" if aqn else "off", rollout, *(f"{a:.2f} → {b:.2f}" for a, b in taught)])
-    table(["AQN", "rollouts", *PARTS], rows)
+    print("\n".join(markdown_table(["AQN", "rollouts", *PARTS], rows)), end="\n\n")
     draw(accuracy, difference, cells, arguments.image)
 
 

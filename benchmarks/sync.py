@@ -83,7 +83,7 @@ class Watch:
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
     from mindspeed_qerl.engines import checked
     from mindspeed_qerl.local.engine import Data, LocalEngine
-    from mindspeed_qerl.local.launch import launch
+    from mindspeed_qerl.local.processes import launch
     from mindspeed_qerl.local.tiny_model import build_tokenizer
     from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
@@ -103,11 +103,11 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     run = RunDirectory.create(folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={})
     with Progress(1, "sync") as progress, launch(recipe, run, 1) as processes:
         engine = LocalEngine(recipe, run, None, progress, processes, Data(tokenizer, prompts, prompts))
-        processes.team.wait_until_ready()
+        processes.wait_until_ready()
         engine.report_targets()
         engine.proved = True  # the proof of what arrived is not part of a sync
         seconds = []
-        with Watch(processes.team.pids) as watch:
+        with Watch(processes.pids) as watch:
             for _ in range(1 + SYNCS):  # the first one makes what the others use again; its time does not count
                 started = time.perf_counter()
                 engine.sync()

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # a file of a checkout
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed_qerl.tasks.gsm8k.dataset import gold_answer
+from mindspeed_qerl.tasks.gsm8k.convert import gold_answer
 from mindspeed_qerl.tasks.gsm8k.verifier import score_batch
 
 REPO = Path(__file__).resolve().parents[1]

@@ -73,11 +73,10 @@ def main() -> int:
 
         print(yaml.safe_dump(raw, sort_keys=False), end="")
         return 0
-    from mindspeed_qerl.tasks.checks import self_before_base
     from mindspeed_qerl.train import run
 
     for file in compose.config_parts(*chosen).values():
-        if warning := self_before_base(file):
+        if warning := compose.self_before_base(file):
             print(f"Warning: {warning}", file=sys.stderr)
     return run(raw, args.config_name.removesuffix(".yaml"), args.overrides)
 
@@ -89,8 +88,9 @@ def sweep(args: argparse.Namespace) -> int:
     name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
     combinations = compose.combinations(name, args.overrides, folder)
     configs = [compose.compose(name, overrides, folder) for overrides in combinations]
+    command = [sys.argv[0], "--config-name", name, *(["--config-dir", folder] if folder else [])]
     try:
-        outcomes = [sweep.run_one(raw, name, overrides, sys.argv) for raw, overrides in zip(configs, combinations)]
+        outcomes = [sweep.run_one(raw, name, overrides, command) for raw, overrides in zip(configs, combinations)]
         return sweep.report(outcomes)
     except KeyboardInterrupt:
         print("error: interrupted; the same command resumes the sweep", file=sys.stderr)

@@ -1,29 +1,29 @@
 """The engine door: what every engine offers, and the one place that knows their names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.progress import Progress
 
-if TYPE_CHECKING:
-    from mindspeed_qerl.families import ModelShape
-    from mindspeed_qerl.runs.directory import RunDirectory
-    from mindspeed_qerl.runs.metrics import MetricsWriter
-    from mindspeed_qerl.runs.progress import Progress
+ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
 class Engine(Protocol):
-    """A package that runs recipes. Importing it imports neither torch nor upstream."""
+    """The module `settings` of an engine's package. Importing it imports neither torch nor upstream."""
 
     MAY_CHANGE: frozenset[str]  # keys that may have another value when a run is resumed
     UPSTREAM: bool  # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
 
-    def validate(self, recipe: Recipe) -> Found:
+    def validate(self, recipe: Recipe) -> Iterable[str]:
         """What this engine cannot do with `recipe`; reads config.json and looks for files, starts nothing."""
 
     def data_files(self, recipe: Recipe) -> dict[str, str]:
@@ -32,34 +32,30 @@ class Engine(Protocol):
     def versions(self) -> dict[str, Any]:
         """What versions.json says beside the installed packages."""
 
-    def rehearsed(self, recipe: Recipe, shape: "ModelShape", rows: list[dict], model_dir: Path) -> Recipe:
+    def rehearsed(self, recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path) -> Recipe:
         """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in `model_dir`."""
 
-    def train(self, recipe: Recipe, run: "RunDirectory", metrics: "MetricsWriter", progress: "Progress") -> None:
+
+class Trainer(Protocol):
+    """The module `engine` of an engine's package, with all that it needs to run."""
+
+    def train(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
         """Run it, or resume it. ConfigError or EngineError if it cannot."""
 
     def last_checkpoint(self, recipe: Recipe) -> int:
         """The step after which the run in `recipe.run.resume` resumes; ValueError if it has no usable checkpoint."""
 
 
-ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
-
-
-def engine_named(name: str) -> Engine:
-    """The engine of that name; ConfigError with the nearest one."""
-    if name not in ENGINES:
-        raise ConfigError(unknown("engine", name, ENGINES))
-    return import_module(ENGINES[name])
-
-
 def engine_of(recipe: Recipe) -> Engine:
     """The engine that a recipe asks for; ConfigError with the nearest one."""
-    return engine_named(recipe.engine)
+    if recipe.engine not in ENGINES:
+        raise ConfigError(unknown("engine", recipe.engine, ENGINES))
+    return import_module(f"{ENGINES[recipe.engine]}.settings")
 
 
-def on_npus(recipe: Recipe) -> bool:
-    """Whether a run of `recipe` would use NPUs: its engine does, and they are not emulated."""
-    return engine_of(recipe).UPSTREAM and not recipe.emulate_npu
+def trainer_of(recipe: Recipe) -> Trainer:
+    """What runs a recipe whose engine `engine_of` knows."""
+    return import_module(f"{ENGINES[recipe.engine]}.engine")
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
@@ -72,9 +68,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
         found.faults.append(str(error))
         return recipe, found
     refused, found.unused = keys.check(recipe.sections, recipe.engine)
-    of_engine = engine.validate(recipe)
-    found.faults += [*refused, *of_engine.faults]
-    found.warnings += of_engine.warnings
+    found.faults += [*refused, *engine.validate(recipe)]
     return recipe, found
 
 

@@ -1,11 +1,16 @@
-"""Files and directories that are there whole or not at all, and the names of checkpoints. Standard library only."""
+"""Files and directories that are there whole or not at all, or held by one process, and the names of checkpoints.
+Standard library only."""
 
+import fcntl
 import glob
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -37,8 +42,25 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(making, ignore_errors=True)
 
 
+def hold(directory: Path) -> IO:
+    """The open file `directory`/lock: the folder is held until it is closed, or its process ends, however that happens
+    (flock(2)). Raises BlockingIOError when another open file holds it."""
+    lock = open(directory / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise
+    return lock
+
+
 def checkpoint_iterations(checkpoints: Path) -> list[int]:
     """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; a folder that is still being
     written has another name."""
     numbers = [folder.name.removeprefix("iter_") for folder in checkpoints.glob("iter_*")]
     return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) -> str:
+    """The folder of one rank's file in Megatron's checkpoints (training/checkpointing.py:get_checkpoint_name)."""
+    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_qerl.locks import hold
+import psutil
+import ray
+from ray._private import ray_constants
+
+from mindspeed_qerl.files import hold
 
 PREFIX = "qerl_ray_"
 _ours: dict[Path, tuple[IO, list]] = {}  # temporary directory of this process's Ray: its lock, and earlier children
@@ -21,13 +25,8 @@ def start(**options: Any) -> Path:
     cluster, which it asks when it is imported (ray/_private/services.py:resolve_ip_for_localhost,
     ray_constants.py:ENABLE_RAY_CLUSTER).
 
-    Returns:
-        its temporary directory, which `stop` removes, or, if this process is killed, the next `start` on this machine.
+    Returns its temporary directory, which `stop` removes, or, if this process is killed, the next `start` here.
     """
-    import psutil
-    import ray
-    from ray._private import ray_constants
-
     # Its agents outlive a killed process by the last one's seconds, not by 60.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0",
                       RAY_BACKEND_LOG_LEVEL="fatal", RAY_gcs_rpc_server_reconnect_timeout_s="5")
@@ -36,7 +35,8 @@ def start(**options: Any) -> Path:
     if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
         parent = Path("/tmp")
     for left in parent.glob(f"{PREFIX}*"):
-        _remove_unless_in_use(left)
+        with contextlib.suppress(OSError), hold(left):  # held by a living process, or another user's
+            shutil.rmtree(left, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
@@ -49,9 +49,6 @@ def start(**options: Any) -> Path:
 
 def stop() -> None:
     """End this process's Ray, if there is one; returns when its processes and its temporary directory are gone."""
-    import psutil
-    import ray
-
     children = psutil.Process().children(recursive=True) if _ours else []
     ray.shutdown()
     while _ours:
@@ -72,11 +69,3 @@ def _stderr_into(file: Path) -> Iterator[None]:
     finally:
         os.dup2(screen, 2)
         os.close(screen)
-
-
-def _remove_unless_in_use(directory: Path) -> None:
-    try:
-        with hold(directory):
-            shutil.rmtree(directory, ignore_errors=True)
-    except OSError:  # held by a living process, or another user's
-        pass

@@ -9,47 +9,39 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.directory import RunDirectory, runs_folder
+from mindspeed_qerl.recipe.reader import read
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one run of a sweep: `result` is "finished", "finished before" or "failed"."""
-
-    overrides: str
-    result: str
-    run: RunDirectory | None
+# Of one run of a sweep: its overrides; "finished", "finished before" or "failed"; its directory, if it is finished
+Outcome = tuple[str, str, RunDirectory | None]
 
 
 def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]) -> Outcome:
     """Run one config of a sweep, unless a run of it is finished; resume one that stopped.
 
-    Args:
-        raw: its resolved config. name: the config's name. overrides: what makes it this one. command: the sweep's
-            command line.
-
-    Raises:
-        KeyboardInterrupt: the run was interrupted.
-        ConfigError: `run.root` or `run.name` is no text; or a rehearsal, whose run has another config than was asked
-            for, so that it could not be found again.
+    `raw` is its resolved config, `name` the config's name, `overrides` what makes it this one, `command` what runs the
+    config without them. KeyboardInterrupt if the run was interrupted; ConfigError for a rehearsal, whose run has
+    another config than was asked for, so that it could not be found again.
     """
-    if (raw.get("rehearsal") or {}).get("enabled"):
+    recipe, _ = read(raw)  # the run itself says what is wrong with it
+    if recipe.rehearsal.enabled:
         raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
-    parent = runs_folder(raw, name)
-    what = " ".join(overrides)
+    parent, what = Path(recipe.run.root) / (recipe.run.name or name), " ".join(overrides)
     if done := RunDirectory.finished(parent, config=raw):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
-        return Outcome(what, "finished before", done)
+        return what, "finished before", done
     print(f"sweep: {what}", flush=True)
     resume = [] if any(override.startswith("run.resume=") for override in overrides) else ["run.resume=auto"]
-    process = subprocess.Popen([sys.executable, *_without_sweep(command), *overrides, *resume],
+    process = subprocess.Popen([sys.executable, *command, *overrides, *resume],
                                preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
     try:
         code = process.wait()
@@ -58,35 +50,24 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
         raise
     if code == 130:
         raise KeyboardInterrupt
-    done = RunDirectory.finished(parent, config=raw)
-    return Outcome(what, "failed" if code else "finished", done)
+    return what, "failed" if code else "finished", RunDirectory.finished(parent, config=raw)
 
 
 def report(outcomes: Sequence[Outcome]) -> int:
     """Print what became of each run; the sweep's exit status: 0 if all are finished, else 1."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left")
-    for outcome in outcomes:
-        evaluations = read_jsonl(outcome.run.eval_file) if outcome.run else []
+    for overrides, result, run in outcomes:
+        evaluations = read_jsonl(run.eval_file) if run else []
         accuracy = f"{evaluations[-1]['accuracy']:.3f} after step {evaluations[-1]['step']}" if evaluations else ""
-        table.add_row(outcome.overrides, outcome.result, accuracy, str(outcome.run.path) if outcome.run else "")
+        table.add_row(overrides, result, accuracy, str(run.path) if run else "")
     Console().print(table)
-    failed = [outcome for outcome in outcomes if outcome.result == "failed"]
+    failed = sum(result == "failed" for _, result, _ in outcomes)
     if failed:
-        print(f"error: {len(failed)} of {len(outcomes)} runs failed; started again with the same command, the sweep "
+        print(f"error: {failed} of {len(outcomes)} runs failed; started again with the same command, the sweep "
               "tries them again", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _without_sweep(command: Sequence[str]) -> list[str]:
-    """`command` without what makes it a sweep, and without overrides."""
-    return [part for part in command if part not in ("-m", "--multirun") and (part.startswith("-") or "=" not in part)
-            and not part.startswith(("~", "+"))]
-
-
 def _end_with_parent() -> None:
-    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it to run beside the next
-    one."""
+    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it beside the next one."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -5,28 +5,32 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.engines import Engine, checked, engine_of
+from mindspeed_qerl.engines import Engine, checked, engine_of, trainer_of
 from mindspeed_qerl.errors import ConfigError, EngineError
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
-from mindspeed_qerl.runs.directory import RunDirectory, label_of, runs_folder
+from mindspeed_qerl.runs.directory import RunDirectory, label_of
+from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.progress import Progress
+from mindspeed_qerl.runs.report import write_report
+from mindspeed_qerl.tasks.checks import check_task
+from mindspeed_qerl.tasks.packed import read_packed_rows
+from mindspeed_qerl.tasks.rows import read_rows
 
 
 def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
-    """Run one experiment.
+    """Run one experiment: the process exit code is 0 finished, 1 stopped by a failure (the run directory stays, with
+    the reason in status.json), 2 refused before a run directory was made, 130 interrupted.
 
     Args:
         raw: the resolved config as plain dicts and lists (recipe/types.py has its keys).
         name: the config's name, which names the run unless `run.name` does.
         overrides: those of the command line, "key=value", which the run's folder is labelled with.
-
-    Returns:
-        process exit code: 0 finished, 1 stopped by a failure (the run directory stays, with the reason in
-        status.json), 2 refused before a run directory was made, 130 interrupted.
     """
     try:
         recipe, found = read(raw)
@@ -39,63 +43,50 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             raw = to_config(recipe)
         raw = _find_run_to_resume(raw, recipe, name, engine.MAY_CHANGE)
         recipe, checks = checked(raw) if not rehearsed else (read(raw)[0], found)
-        _check_task(recipe, engine, checks)
+        rows = read_packed_rows(recipe.task.data_path) if engine.UPSTREAM else read_rows(recipe.task.train_file)
+        faults, warnings = check_task(recipe.task, rows)
+        checks.faults += faults
+        checks.warnings += warnings
+        checks.raise_faults()
         directory, after = _directory(recipe, raw, name, engine, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
-        return _refuse(error)
-    return _train(recipe, checks, name, engine, directory, after, rehearsed)
-
-
-def _check_task(recipe: Recipe, engine: Engine, found: Found) -> None:
-    """Warnings of the task's rows and rewards, added to `found`; ConfigError for its faults."""
-    from mindspeed_qerl.tasks.checks import check_task
-    from mindspeed_qerl.tasks.packed import read_packed_rows
-    from mindspeed_qerl.tasks.rows import read_rows
-
-    train = read_packed_rows(recipe.task.data_path) if engine.UPSTREAM else read_rows(recipe.task.train_file)
-    faults, warnings = check_task(recipe.task, train)
-    found.faults += faults
-    found.warnings += warnings
-    found.raise_faults()
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return _train(recipe, checks, name, directory, after, rehearsed)
 
 
 def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine,
                label: str) -> tuple[RunDirectory, int | None]:
     """The run's directory, and the step that it resumes after (None: a new run); ValueError or OSError if refused."""
-    section, data_files = recipe.run, engine.data_files(recipe)
+    section, what = recipe.run, dict(config=raw, command=sys.argv, data_files=engine.data_files(recipe))
     if section.resume:
-        after = engine.last_checkpoint(recipe)
-        return RunDirectory.reopen(section.resume, config=raw, command=sys.argv, data_files=data_files,
-                                   may_change=engine.MAY_CHANGE), after
-    return RunDirectory.create(section.root, section.name or name, config=raw, command=sys.argv, seed=section.seed,
-                               data_files=data_files, label=label, versions=engine.versions()), None
+        after = trainer_of(recipe).last_checkpoint(recipe)
+        return RunDirectory.reopen(section.resume, may_change=engine.MAY_CHANGE, **what), after
+    return RunDirectory.create(section.root, section.name or name, seed=section.seed, label=label,
+                               versions=engine.versions(), **what), None
 
 
-def _train(recipe: Recipe, found: Found, name: str, engine: Engine, directory: RunDirectory, after: int | None,
+def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, after: int | None,
            rehearsed: Recipe | None) -> int:
     """Train in `directory` and report; the exit code of `run`."""
-    from mindspeed_qerl.runs.metrics import MetricsWriter
-    from mindspeed_qerl.runs.progress import Progress
-    from mindspeed_qerl.runs.report import write_report
-
     try:
         metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
     except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal: its message says what to do
         return _stop(directory, error)
+    warnings = list(found.warnings)
+    if metrics.missing_steps:
+        warnings.insert(0, f"metrics.jsonl has lost the rows of steps {', '.join(map(str, metrics.missing_steps))}; "
+                        "the training is whole, tables and pictures lack these steps")
+    if found.unused and not rehearsed:  # a rehearsal's report names them
+        warnings.append(f"the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says why)")
     started = time.perf_counter()
     try:
         with metrics, Progress(recipe.run.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
-            if metrics.missing_steps:
-                steps = ", ".join(map(str, metrics.missing_steps))
-                progress.message(f"Warning: metrics.jsonl has lost the rows of steps {steps}; the training is whole, "
-                                 "tables and pictures lack these steps")
-            for warning in found.warnings:
+            for warning in warnings:
                 progress.message(f"Warning: {warning}")
-            if found.unused and not rehearsed:  # a rehearsal's report names them
-                progress.message(f"Warning: the {recipe.engine} engine does not use {', '.join(found.unused)} "
-                                 "(docs/keys.md says why)")
-            engine.train(recipe, directory, metrics, progress)
+            trainer_of(recipe).train(recipe, directory, metrics, progress)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))
     except (ConfigError, EngineError) as error:
@@ -118,10 +109,11 @@ def _find_run_to_resume(raw: dict[str, Any], recipe: Recipe, name: str, may_chan
     null if there is none."""
     if recipe.run.resume != "auto":
         return raw
-    found = RunDirectory.unfinished(runs_folder(raw, name), config=raw, may_change=may_change)
+    folder = Path(recipe.run.root) / (recipe.run.name or name)
+    found = RunDirectory.unfinished(folder, config=raw, may_change=may_change)
     word = f"resumes {found.path}" if found else "no run of this config stopped with a checkpoint; a new one begins"
     print(f"run.resume=auto: {word}", flush=True)
-    return {**raw, "run": {**(raw.get("run") or {}), "resume": found and str(found.path)}}
+    return {**raw, "run": {**raw["run"], "resume": found and str(found.path)}}
 
 
 def how_to_resume(directory: RunDirectory) -> str:
@@ -137,16 +129,8 @@ def how_to_resume(directory: RunDirectory) -> str:
 
 
 def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1, message: str | None = None) -> int:
-    from mindspeed_qerl.runs.report import write_report
-
     directory.fail(str(reason))
     if directory.status()["step"] > 0:
         write_report(directory)
     print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code
-
-
-def _refuse(error: Exception) -> int:
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return 2

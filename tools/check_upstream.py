@@ -21,11 +21,9 @@ from mindspeed_qerl.errors import ConfigError
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 all that was compared is unchanged, 1 something is not, 2 wrong arguments or a missing "
-        "folder\n\nexample:\n  python tools/check_upstream.py --mindspeed-rl MindSpeed-RL --mindspeed MindSpeed",
-    )
+        "folder\n\nexample:\n  python tools/check_upstream.py --mindspeed-rl MindSpeed-RL --mindspeed MindSpeed")
     for package, pin in PINS.items():
         option = f"--{package.replace('_', '-')}"
         parser.add_argument(option, type=Path, metavar="DIR", help=f"checkout of {pin.title}; {pin}")

@@ -14,6 +14,7 @@ compare_runs.py --evaluation NAME finds them.
 import argparse
 import os
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -32,30 +33,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="exit status: 0 evaluated, 1 bad input or output, 2 wrong arguments")
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
+    how = parser.add_argument_group("how")
+    hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
-    what.add_argument("--step", type=int, metavar="N",
-                      help="of the checkpoint (default: the last one); 0: the model before training")
-    what.add_argument("--model", metavar="DIR", help="a Hugging Face model")
-    what.add_argument("--adapter", metavar="DIR", help="a PEFT adapter for it")
-    what.add_argument("--data", metavar="FILE",
-                      help="rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)")
     what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
-    how = parser.add_argument_group("how")
-    how.add_argument("--samples", type=int, metavar="K",
-                     help="answers per question for pass@K and maj@K; 0: greedy only (default: 4)")
-    how.add_argument("--temperature", type=float, help="of the samples (default: 1)")
-    how.add_argument("--problems", type=int, metavar="N", help="the first N questions (default: all)")
-    how.add_argument("--verifier", help="gsm8k, gsm8k_strict, or your own module:function (default: gsm8k)")
-    how.add_argument("--prompt", choices=("chat", "plain"), help="default: chat")
-    how.add_argument("--max-tokens", type=int, help="length limit of an answer (default: 1024)")
-    how.add_argument("--max-prompt-length", type=int, help="tokens; longer questions are left out (default: 512)")
-    how.add_argument("--max-num-seqs", type=int, help="answers that vLLM writes at a time (default: 256)")
-    how.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
-    how.add_argument("--kv-cache-gib", type=int, help="vLLM's memory for keys and values on a CPU (default: 4)")
-    how.add_argument("--tensor-parallel-size", type=int, help="default: 1")
-    how.add_argument("--seed", type=int, help="of the samples (default: 1)")
-    hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
+    for option in fields(Evaluation):
+        if option.metadata:
+            group = what if option.name in ("model", "data", "adapter", "step") else how
+            arguments = {key: value for key, value in option.metadata.items() if key != "least"}
+            group.add_argument(f"--{option.name.replace('_', '-')}", **arguments)
     hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND",
                           help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
     hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")

@@ -21,21 +21,18 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.local import checkpoint as local
-from mindspeed_qerl.lora import checkpoint as upstream
+from mindspeed_qerl.local.checkpoint import load_adapters
 from mindspeed_qerl.lora.export import save_merged, save_peft
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 exported, 1 bad input or output, 2 wrong arguments\n\n"
         "examples:\n"
         "  python tools/export_adapter.py --checkpoint RUN/checkpoints --base models/Qwen3-30B-A3B --output adapter\n"
         "  python tools/export_adapter.py --checkpoint RUN/checkpoints --iteration 200 --base models/Qwen3-30B-A3B "
-        "\\\n      --output models/Qwen3-30B-A3B-gsm8k --merged",
-    )
+        "\\\n      --output models/Qwen3-30B-A3B-gsm8k --merged")
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="`checkpoints` of the run directory")
     parser.add_argument("--iteration", type=int, metavar="N", help="which one (default: the latest)")
     parser.add_argument("--base", required=True, metavar="HF_DIR",
@@ -44,8 +41,7 @@ def main() -> int:
     parser.add_argument("--merged", action="store_true", help="write a whole model instead of an adapter")
     args = parser.parse_args()
     try:
-        of_local_engine = any(Path(args.checkpoint).glob(f"iter_*/{local.STATE}"))
-        adapters = (local if of_local_engine else upstream).load_adapters(Path(args.checkpoint), args.iteration)
+        adapters = load_adapters(Path(args.checkpoint), args.iteration)
         (save_merged if args.merged else save_peft)(adapters, args.base, args.output)
     except (ValueError, OSError) as error:
         print(f"export_adapter: {error}", file=sys.stderr)

@@ -9,8 +9,9 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
@@ -133,90 +134,84 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
-def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: list[str]) -> int:
+def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str]) -> int:
     """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were
     typed."""
     faults = broken(plan)
+    memory = None if faults else planner.with_memory(plan, settings, args.memory_gb)
+    draw(args, [memory] if memory else [], f"{plan.shape.name} on {plan.layout.world} ranks")
     asked = plan if args.config_name else replace(plan, batch=Batch())  # --check has no batch of its own
-    near = planner.nearest(asked, settings=settings, names=typed) if faults else []
-    changes = [planner.changes(plan, other, typed, batch=bool(args.config_name)) for other in near]
-    if not faults:
-        _, settings, memory = planner.with_memory(plan, settings, args.memory_gb)
-    draw(args, {} if faults else {show.label(plan): memory}, f"{plan.shape.name} on {plan.layout.world} ranks")
+    near = [(other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
+            for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])]
     if args.json:
         print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
-                          "broken": [vars(fault) for fault in faults],
-                          "memory": None if faults else show.memory_dict(memory),
-                          "gpu_memory_utilization": None if faults else settings.gpu_memory_utilization,
+                          "broken": [vars(fault) for fault in faults], "memory": memory and show.memory_dict(memory),
+                          "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
                           "nearest": [{**show.plan_dict(other), "changes": change}
-                                      for other, change in zip(near, changes)]}, indent=1))
-    else:
-        console = show.console()
-        console.print(show.model_line(plan.shape), highlight=False)
-        console.print(show.layout_line(plan, assumed=args.ranks_per_node is None), highlight=False)
-        if faults:
-            console.print(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken", highlight=False)
-            console.print(show.faults_table(faults))
-            console.print("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.",
-                          highlight=False)
-            for other, change in zip(near, changes):
-                console.print(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}",
-                              highlight=False)
-        else:
-            chosen = "" if args.config_name else " (the number of prompts nearest to 64 that divides)"
-            console.print(show.batch_line(plan) + chosen, highlight=False)
-            console.print(f"[bold green]legal[/], all {len(RULES)} rules hold. {show.DISCLAIMER}", highlight=False)
-            show.print_memory(console, memory)
-            for reason in planner.reasons(plan, memory):
-                console.print(f"- {reason}", highlight=False)
-    return 1 if faults else 0
+                                      for other, change in near]}, indent=1))
+        return 1 if faults else 0
+    console = show.console()
+    say = partial(console.print, highlight=False)
+    say(show.model_line(plan.shape))
+    say(f"{plan.layout.world} ranks: {show.sizes_line(plan)}; {show.nodes(plan.layout, args.ranks_per_node is None)}")
+    if memory:
+        say(show.batch_line(plan)
+            + ("" if args.config_name else " (the number of prompts nearest to 64 that divides)"))
+        say(f"[bold green]legal[/], all {len(RULES)} rules hold. {show.DISCLAIMER}")
+        show.print_memory(console, memory)
+        for reason in planner.reasons(memory):
+            say(f"- {reason}")
+        return 0
+    say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken")
+    console.print(show.faults_table(faults))
+    say("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.")
+    for other, change in near:
+        say(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}")
+    return 1
 
 
-def draw(args: argparse.Namespace, bars: Mapping[str, Memory], title: str) -> None:
+def draw(args: argparse.Namespace, memories: list[Memory], title: str) -> None:
     """The picture that --plot asks for; without a legal layout a sentence that there is none. ConfigError if it cannot
     be written."""
-    if args.plot and not bars:
+    if args.plot and not memories:
         print(f"--plot {args.plot}: no picture was written, for want of a legal layout", file=sys.stderr)
     elif args.plot:
         try:
-            show.plot_memory(bars, title, args.plot)
+            show.plot_memory({show.label(memory.plan): memory for memory in memories}, title, args.plot)
         except OSError as error:
             raise ConfigError(f"--plot {args.plot} cannot be written: {error.strerror or error}") from error
 
 
 def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
     """List the layouts that exist; if there is none, say what refuses them."""
-    ranked = planner.legal_layouts(shape, args.ranks, width, memory_gb=args.memory_gb)
-    best = ranked[:args.top]
+    ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
+    best, fitting = ranked[:args.top], sum(memory.fits for memory in ranked)
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
     others = [] if ranked else planner.other_worlds(shape, args.ranks, width)
-    fitting, where = sum(entry.memory.fits for entry in ranked), show.nodes(
-        args.ranks, width, args.ranks_per_node is None)
-    draw(args, {show.label(entry.plan): entry.memory for entry in best[:PLOTTED]},
-         f"{shape.name} on {args.ranks} ranks")
+    draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
         print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked),
-                          "fitting": fitting,
-                          "layouts": [show.ranked_dict(entry) for entry in best],
+                          "fitting": fitting, "layouts": [show.ranked_dict(memory) for memory in best],
                           "refused": [{"message": message, "candidates": number} for message, number in why],
                           "other_ranks": others}, indent=1))
-    else:
-        console = show.console()
-        console.print(show.model_line(shape), highlight=False)
-        if ranked:
-            order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
-            console.print(f"{args.ranks} ranks, {where}. {len(ranked)} training layouts are legal, "
-                          f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} "
-                          f"GB. {order}, each with its best inference layout.", highlight=False)
-            show.print_layouts(console, best)
-        else:
-            console.print(f"[bold red]No layout exists[/] for {args.ranks} ranks, {where}. What refuses every "
-                          "division of them by TP, PP and EP:", highlight=False)
-            for message, number in why[:8]:
-                console.print(f"  {message}", highlight=False)
-            if others:
-                console.print(f"Layouts exist for {' and for '.join(map(str, others))} ranks.", highlight=False)
-    return 0 if ranked else 1
+        return 0 if ranked else 1
+    console, nodes = show.console(), show.nodes(Layout(args.ranks, ranks_per_node=width), args.ranks_per_node is None)
+    say = partial(console.print, highlight=False)
+    say(show.model_line(shape))
+    if ranked:
+        order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
+        say(f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
+            f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} GB. {order}, "
+            "each with its best inference layout.")
+        show.print_layouts(console, best)
+        return 0
+    say(f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every division of them by TP, "
+        "PP and EP:")
+    for message, _ in why[:8]:
+        say(f"  {message}")
+    if others:
+        say(f"Layouts exist for {' and for '.join(map(str, others))} ranks.")
+    return 1
 
 
 if __name__ == "__main__":

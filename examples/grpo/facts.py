@@ -18,13 +18,14 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus
-from mindspeed_qerl.engines import engine_named
+from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.preflight.case import Case, case_of
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +77,7 @@ def check_for_npus(case: Case, name: str) -> None:
     if case.upstream:
         return
     engine = case.recipe.engine
-    if not engine_named(compose(name)["engine"]).UPSTREAM:
+    if not engine_of(read_recipe(compose(name))).UPSTREAM:
         raise ConfigError(f"{name} has engine = {engine}: the launchers are for configs of NPUs. It needs none: "
                           f"python cli/train_grpo.py --config-name {name}")
     raise ConfigError(f"engine = {engine}: the launchers are for NPUs. On CPUs {name} is rehearsed: "

@@ -9,19 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
 
+import numpy as np
 import torch
 
+from mindspeed_qerl.algorithm.selection import groups_with_signal
+
 FIRST_TOKENS = 8
-
-
-class Metric(Protocol):
-    """What `merge` needs: how two of a kind are joined, and the number they give at last."""
-
-    def join(self, other: Self) -> Self: ...
-
-    def value(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,9 @@ class EffectiveSampleSize:
         return self.total**2 / (self.count * self.squares) if self.count else math.nan
 
 
+Metric = Mean | Max | EffectiveSampleSize  # `join` gives one of two of a kind, `value` the number they give at last
+
+
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     """The metrics of several micro-batches or ranks as one; a part may lack a name.
 
@@ -77,6 +74,17 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             merged[name] = merged[name].join(metric) if name in merged else metric
     return merged
+
+
+def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
+    """Of the rewards of one iteration, a prompt's answers side by side: mean and standard deviation, and the fraction
+    of prompts whose answers' rewards differ.
+
+    >>> reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)["reward/groups_with_signal"].item()
+    0.5
+    """
+    return {"reward/mean": rewards.mean(), "reward/std": rewards.std(),
+            "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean()}
 
 
 def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: str = "low_var_kl") -> torch.Tensor:

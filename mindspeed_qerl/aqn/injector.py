@@ -4,9 +4,8 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -21,10 +20,8 @@ class NoiseReport:
     """What `NoiseInjector.apply` did.
 
     Attributes:
-        step, stage: where the schedule stood.
-        sigma: the nominal standard deviation, 0.0 in stage 0.
-        layers: number of norms that get noise, in stage 0 too.
-        names: their module names.
+        sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
+        layers, names: number and module names of the norms that get noise, in stage 0 too.
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's multiplier over all
             weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these norms, as they lie in
@@ -32,9 +29,8 @@ class NoiseReport:
         changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
     """
 
-    step: int
-    stage: int
     sigma: float
+    stage: int
     layers: int
     names: tuple[str, ...]
     expected_std: float
@@ -42,14 +38,7 @@ class NoiseReport:
     changed_fraction: float
 
     def to_metrics(self) -> dict[str, float]:
-        return {
-            "aqn/sigma": self.sigma,
-            "aqn/stage": self.stage,
-            "aqn/layers": self.layers,
-            "aqn/expected_std": self.expected_std,
-            "aqn/measured_std": self.measured_std,
-            "aqn/changed_fraction": self.changed_fraction,
-        }
+        return {f"aqn/{name}": value for name, value in asdict(self).items() if name != "names"}
 
 
 def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -73,24 +62,13 @@ class NoiseInjector:
 
     Args:
         model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
-        schedule: sigma by step.
-        targets, exclude: see `select_targets`, whose ValueErrors this raises.
-        multipliers: (selector, factor) pairs, see `multipliers_of`, whose ValueErrors this raises; norms with factor 0
-            get no noise.
-        seed: the run's seed; another seed draws another noise.
+        targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors are raised here;
+            norms with factor 0 get no noise.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        schedule: NoiseSchedule,
-        targets: str | Sequence[str] = "auto",
-        exclude: str | Sequence[str] = (),
-        multipliers: Iterable[tuple[str, float]] = (),
-        *,
-        seed: int,
-    ):
-        self.schedule = schedule
+    def __init__(self, model: torch.nn.Module, schedule: NoiseSchedule, targets: str | Sequence[str] = "auto",
+                 exclude: str | Sequence[str] = (), multipliers: Iterable[tuple[str, float]] = (), *, seed: int):
+        self.schedule, self.seed = schedule, seed
         selected = select_targets(model, targets, exclude)
         scaled = [(target, factor)
                   for target, factor in zip(selected, multipliers_of(selected, multipliers)) if factor]
@@ -99,20 +77,16 @@ class NoiseInjector:
         self.targets, self.multipliers = zip(*scaled)
         sizes = [target.module.weight.numel() for target in self.targets]
         self.scale = math.sqrt(sum(size * factor**2 for size, factor in zip(sizes, self.multipliers)) / sum(sizes))
-        self.seed = seed
-        self._step: int | None = None  # of the last apply(), None after remove()
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
         roles = ", ".join(f"{count} {role}" for role, count in Counter(target.role for target in self.targets).items())
-        names = ", ".join(target.name if factor == 1 else f"{target.name} (x {factor:g})"
-                          for target, factor in zip(self.targets, self.multipliers))
+        names = ", ".join(target.name if factor == 1 else f"{target.name} (x {factor:g})" for target, factor in scaled)
         logger.info("AQN targets %d RMSNorm layers (%s): %s", len(self.targets), roles, names)
         if not any(schedule.sigmas()):
-            logger.warning(
-                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves stage 0, which is off",
-                schedule.num_stages, schedule.total_steps,
-            )
+            logger.warning("AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves stage 0, which "
+                           "is off", schedule.num_stages, schedule.total_steps)
 
+    @torch.no_grad()
     def apply(self, step: int) -> NoiseReport:
         """Adds the noise of `step` to the clean weights (what was on before is removed first) and reports it.
 
@@ -120,35 +94,33 @@ class NoiseInjector:
         to the weight's dtype.
 
         Raises:
-            ValueError: step is no integer >= 0.
-            RuntimeError: see `remove`.
+            ValueError: step is no integer >= 0. RuntimeError: see `remove`.
         """
         sigma = self.schedule.sigma(step)
-        self._put_on(step)
-        measured_std = changed_fraction = 0.0
-        if self._applied:
-            difference = torch.cat([noisy.double() - clean.double() for _, clean, noisy in self._applied])
-            measured_std = difference.std(correction=0).item()
-            changed_fraction = difference.ne(0).double().mean().item()
+        self.remove()
+        for target, factor in zip(self.targets, self.multipliers) if sigma else ():
+            weight = target.module.weight
+            clean = weight.detach().to("cpu", copy=True)
+            noise = sigma * factor * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+            noisy = (clean + noise).to(clean.dtype)  # BF16/FP16 + float32 is a float32 sum
+            self._applied.append((target, clean, noisy))
+            weight.copy_(noisy)
+        difference = torch.cat([noisy.double() - clean.double() for _, clean, noisy in self._applied]
+                               or [torch.zeros(1)])
         report = NoiseReport(
-            step=step,
-            stage=self.schedule.stage(step),
-            sigma=sigma,
-            layers=len(self.targets),
-            names=tuple(target.name for target in self.targets),
-            expected_std=self.scale * sigma,
-            measured_std=measured_std,
-            changed_fraction=changed_fraction,
-        )
+            sigma=sigma, stage=self.schedule.stage(step), layers=len(self.targets),
+            names=tuple(target.name for target in self.targets), expected_std=self.scale * sigma,
+            measured_std=difference.std(correction=0).item(),
+            changed_fraction=difference.ne(0).double().mean().item())
         if sigma == 0:
             logger.info("AQN step %d, stage %d: noise off", step, report.stage)
         else:
             logger.log(
-                logging.WARNING if measured_std < report.expected_std / 2 else logging.INFO,
+                logging.WARNING if report.measured_std < report.expected_std / 2 else logging.INFO,
                 "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g%s, %.4g%% "
-                "changed", step, report.stage, report.layers, sigma, measured_std,
-                f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else "", 100 * changed_fraction,
-            )
+                "changed", step, report.stage, report.layers, sigma, report.measured_std,
+                f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else "",
+                100 * report.changed_fraction)
         return report
 
     @torch.no_grad()
@@ -165,39 +137,10 @@ class NoiseInjector:
                 f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights were overwritten, "
                 f"first {overwritten[0]}.weight. Restoring would put stale values back. Call remove() before syncing "
                 "weights into the model and apply() after; to continue now, sync all weights and build a new "
-                "NoiseInjector."
-            )
+                "NoiseInjector.")
         for target, clean, _ in self._applied:
             target.module.weight.copy_(clean)
         self._applied = []
-        self._step = None
-
-    @contextmanager
-    def clean(self) -> Iterator[None]:
-        """Noise off inside the `with`, for evaluation, checkpoints and exports; then the same noise on again, if it
-        was on."""
-        step = self._step
-        self.remove()
-        try:
-            yield
-        finally:
-            if step is not None:
-                self._put_on(step)
-
-    @torch.no_grad()
-    def _put_on(self, step: int) -> None:
-        sigma = self.schedule.sigma(step)
-        self.remove()
-        self._step = step
-        if sigma == 0:
-            return
-        for target, factor in zip(self.targets, self.multipliers):
-            weight = target.module.weight
-            clean = weight.detach().to("cpu", copy=True)
-            noise = sigma * factor * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
-            noisy = (clean + noise).to(clean.dtype)  # BF16/FP16 + float32 is a float32 sum
-            self._applied.append((target, clean, noisy))
-            weight.copy_(noisy)
 
 
 def _same_bits(weight: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -26,8 +26,8 @@ class NoiseSchedule:
             schedule.
         num_stages: K, the stage that is off included.
         total_steps: T, the training steps of the run. If T < K some stages are skipped, never the first.
-        restart_every: steps after which the whole schedule begins anew, the stage that is off included (an epoch, say;
-            see `steps_of_epoch`); T is then this number. None: one schedule over the run.
+        restart_every: steps after which the whole schedule begins anew, the stage that is off included (an epoch,
+            say); T is then this number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the rule.
@@ -45,9 +45,8 @@ class NoiseSchedule:
             raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
         for field in ("num_stages", "total_steps", "restart_every"):
             value = getattr(self, field)
-            if field == "restart_every" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            left_out = field == "restart_every" and value is None
+            if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{field} must be an integer >= 1, not {value!r}")
         for field in ("sigma_start", "sigma_end"):
             value = getattr(self, field)
@@ -72,10 +71,6 @@ class NoiseSchedule:
             return step % self.restart_every * self.num_stages // self.restart_every
         return min(step * self.num_stages // self.total_steps, self.num_stages - 1)
 
-    def sigmas(self) -> list[float]:
-        """`sigma` of every step of the run."""
-        return [self.sigma(step) for step in range(self.total_steps)]
-
     def sigma(self, step: int) -> float:
         """Standard deviation of the noise at `step`; 0.0 in stage 0."""
         stage = self.stage(step)
@@ -91,22 +86,9 @@ class NoiseSchedule:
             return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
         return start
 
-
-def steps_of_epoch(rows: int, global_batch_size: int) -> int:
-    """Steps until each of `rows` prompts was asked once, `global_batch_size` prompts a step.
-
-    `rows` are those that training cycles over: prompts longer than the limit are left out before. The last step
-    reaches into the next epoch where the rows are no multiple of the batch.
-
-    >>> steps_of_epoch(100, 32)
-    4
-
-    Raises:
-        ValueError: a number below 1; with no rows there is no epoch.
-    """
-    if rows < 1 or global_batch_size < 1:
-        raise ValueError(f"an epoch of {rows} rows, {global_batch_size} a step: both must be at least 1")
-    return math.ceil(rows / global_batch_size)
+    def sigmas(self) -> list[float]:
+        """`sigma` of every step of the run."""
+        return [self.sigma(step) for step in range(self.total_steps)]
 
 
 def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:

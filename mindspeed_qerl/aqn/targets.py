@@ -7,7 +7,6 @@ its bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never matches 
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -42,32 +41,24 @@ class NormTarget:
 
 
 def check_targets(spec: str | Sequence[str]) -> list[str]:
-    """Returns `spec` as a list of target names and fnmatch patterns; needs no model and no torch.
+    """`spec` as a list of target names and fnmatch patterns; ValueError for an item that is neither. Needs no model.
 
     A pattern is what holds one of `. * ? [`, e.g. `model.layers.0.input_layernorm` or `*.q_norm`.
-
-    Raises:
-        ValueError: an item is neither a known target name nor a pattern.
     """
     items = list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
     for item in items:
         is_pattern = isinstance(item, str) and any(character in item for character in ".*?[")
         if item not in TARGET_NAMES and not is_pattern:
-            raise ValueError(
-                f"unknown AQN target {item!r}; known: {', '.join(TARGET_NAMES)}, "
-                "or a pattern on module names such as '*.input_layernorm'"
-            )
+            raise ValueError(f"unknown AQN target {item!r}; known: {', '.join(TARGET_NAMES)}, or a pattern on module "
+                             "names such as '*.input_layernorm'")
     return items
 
 
 def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float]]:
-    """The multipliers of sigma as (selector, factor); needs no model and no torch.
+    """The multipliers of sigma as (selector, factor); ValueError for one that is none. Needs no model.
 
     A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target ("input", or a pattern on
     module names), or a target in layers ("post_attention@0-11"). Factors are 0 or more.
-
-    Raises:
-        ValueError: a selector or a factor that is none of these.
     """
     checked = []
     for selector, factor in given.items():
@@ -76,8 +67,8 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
             raise ValueError(f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
                              "aqn.sigma_start and sigma_end instead")
         if layers is not None and not layers:
-            raise ValueError(
-                f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, such as 0-11")
+            raise ValueError(f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, "
+                             "such as 0-11")
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
             raise ValueError(f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}")
         checked.append((str(selector), float(factor)))
@@ -85,11 +76,8 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
 
 
 def multipliers_of(norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]) -> list[float]:
-    """What sigma is multiplied with for each of `norms`: the product over all selectors that select it.
-
-    Raises:
-        ValueError: a selector that selects none of `norms`.
-    """
+    """What sigma is multiplied with for each of `norms`: the product over all selectors that select it. ValueError for
+    a selector that selects none."""
     factors = [1.0] * len(norms)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
@@ -126,13 +114,10 @@ def select_targets(model: "Module", targets: str | Sequence[str] = "auto",
     """Finds the RMSNorms of `model` that get noise, in the order of `model.named_modules()`.
 
     Args:
-        targets: one or several of
-            `auto`: on a dense model the same as `all`, on a mixture of experts the same as `post_attention`;
-            `block`: every norm that is a direct child of a decoder block; `input`, `post_attention`: those of that
-                name;
-            `final`: the norm after the last block; `all`: `block` and `final`; `qk`: q_norm and k_norm, which nothing
-                else
-            but a pattern selects; or fnmatch patterns on module names.
+        targets: one or several of `auto` (`all` on a dense model, `post_attention` on a mixture of experts), `block`
+            (every norm that is a direct child of a decoder block), `input`, `post_attention` (those of that name),
+            `final` (the norm after the last block), `all` (`block` and `final`), `qk` (q_norm and k_norm, which
+            nothing else but a pattern selects), or fnmatch patterns on module names.
         exclude: names and patterns of the same kind, taken out of the selection.
 
     Raises:
@@ -182,15 +167,14 @@ def role_of(name: str) -> str:
 def _holds_experts(name: str, module: "Module") -> bool:
     from torch.nn import ModuleDict, ModuleList
 
-    class_names = [cls.__name__ for cls in type(module).__mro__]
-    if any("FusedMoE" in class_name for class_name in class_names):  # vLLM until 0.11, AscendFusedMoE
+    classes = [cls.__name__ for cls in type(module).__mro__]
+    if any("FusedMoE" in cls for cls in classes):  # vLLM until 0.11, AscendFusedMoE
         return True
-    # transformers 4: a list of MLPs
-    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":
+    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":  # of transformers 4
         return len(module) > 0
     # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights [num_experts, out, in].
-    is_stack = any(class_name.endswith("Experts") for class_name in class_names)
-    return is_stack and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return any(cls.endswith("Experts") for cls in classes) and any(
+        parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
@@ -198,10 +182,8 @@ def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: 
     wrong model."""
     names = set()
     for item in items:
-        if item == "auto":
-            roles = ROLES_OF_TARGET["post_attention" if is_mixture_of_experts(model) else "all"]
-        else:
-            roles = ROLES_OF_TARGET.get(item, ())
+        name = item if item != "auto" else "post_attention" if is_mixture_of_experts(model) else "all"
+        roles = ROLES_OF_TARGET.get(name, ())
         matched = {norm.name for norm in norms if norm.role in roles or fnmatchcase(norm.name, item)}
         if not matched:
             raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model, norms)}")
@@ -211,17 +193,14 @@ def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: 
 
 def _norms_seen(model: "Module", norms: Iterable[NormTarget]) -> str:
     """The message's second half: what norm classes the model has, and what to do."""
-    example = {}
-    counts = Counter()
-    roles = {id(norm.module): norm.role for norm in norms}
+    roles = {norm.name: norm.role for norm in norms}
+    names: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
         if "norm" in type(module).__name__.lower():
-            key = (type(module).__name__, roles.get(id(module), "not an RMSNorm"))
-            counts[key] += 1
-            example.setdefault(key, name)
-    if not counts:
+            names.setdefault((type(module).__name__, roles.get(name, "not an RMSNorm")), []).append(name)
+    if not names:
         return f"No module of {type(model).__name__} has a class named like a norm; is this the rollout model?"
-    seen = "; ".join(f"{count} x {cls} ({role}, e.g. {example[cls, role]})" for (cls, role), count in counts.items())
+    seen = "; ".join(f"{len(found)} x {cls} ({role}, e.g. {found[0]})" for (cls, role), found in names.items())
     return f"Norms seen: {seen}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or to patterns on these names."
 
 

@@ -97,11 +97,8 @@ class Report:
 
 
 def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
-    """Compare sources with contract.yaml. copies: keys of PINS -> folders that hold the package; the first counts.
-
-    Raises:
-        ConfigError: a first folder without the package.
-    """
+    """Compare sources with contract.yaml. copies: keys of PINS -> folders that hold the package; the first counts, and
+    it is a ConfigError if that one does not."""
     reports = []
     for package, (root, *unused) in copies.items():
         if not (root / package).is_dir():
@@ -126,11 +123,8 @@ def compare(root: Path, file: str) -> Iterator[Finding]:
 
 
 def require(reports: Sequence[Report]) -> list[str]:
-    """Warnings: not the pin, though all that we rely on is unchanged, or a second copy on the path.
-
-    Raises:
-        EngineError: something that we rely on changed: the version that is here, what changed, where, why we need it.
-    """
+    """Warnings: not the pin, though all that we rely on is unchanged, or a second copy on the path. EngineError:
+    something that we rely on changed: the version that is here, what changed, where, why we need it."""
     if faults := [line for report in reports if report.changed for line in (report, *report.changed)]:
         raise EngineError("upstream does not fit: the engine relies on what is changed or gone in it. Put the pins "
                           "first on PYTHONPATH (docs/ascend.md)\n  " + "\n  ".join(map(str, faults)))

@@ -1,9 +1,5 @@
 """The command of MindSpeed-LLM that converts a config's base weights from Hugging Face's files to Megatron's, for its
-training layout.
-
-Two converters (docs/ascend.md): convert_ckpt_v2.py knows Qwen3 and Qwen3-MoE and reads file by file; convert_ckpt.py
-serves Qwen2-MoE, and Qwen2.5 as `llama2` with biases, and builds the whole model in memory.
-"""
+training layout (docs/ascend.md)."""
 
 from pathlib import Path
 
@@ -11,8 +7,6 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import family_of
 from mindspeed_qerl.layout.plan import shape_of_model
 from mindspeed_qerl.recipe.types import Recipe
-
-TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
 
 
 def conversion_command(recipe: Recipe) -> list[str]:
@@ -35,8 +29,7 @@ def conversion_command(recipe: Recipe) -> list[str]:
                           "engine needs no conversion")
     conversion = family.conversion
     command = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf",
-               conversion.name,
-               *conversion.options]
+               conversion.name, *conversion.options]
     if family.experts and layout.tp > 1:
         command.append("--moe-tp-extend-ep")
     command += ["--target-tensor-parallel-size", str(layout.tp), "--target-pipeline-parallel-size", str(layout.pp)]
@@ -50,8 +43,3 @@ def conversion_command(recipe: Recipe) -> list[str]:
     if conversion.script == "convert_ckpt.py":
         command += ["--tokenizer-model", f"{source}/tokenizer.json"]
     return command
-
-
-def rank_folder(t: int, p: int, e: int, *, pp: int, ep: int) -> str:
-    """The folder of one rank's file (megatron/training/checkpointing.py:get_checkpoint_name)."""
-    return f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")

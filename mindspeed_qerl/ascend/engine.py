@@ -17,20 +17,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import ray
 
 from mindspeed_qerl import private_ray
+from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
-from mindspeed_qerl.ascend.convert import TRACKER
-from mindspeed_qerl.ascend.settings import (
-    epoch_steps,
-    extra_arguments,
-    needed_cpus,
-    npu_environment,
-    upstream_sections,
-    vllm_dp_size,
-)
+from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
 from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.families import family_of, read_shape
+from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -38,22 +34,22 @@ from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.rewards import first_reward
 
 PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `recipe` on NPUs, or with `emulate_npu` on CPUs.
-
-    Raises:
-        EngineError: upstream's sources are missing or do not fit; Ray has too few NPUs or CPUs; a worker failed.
-        ConfigError: the data does not fit the model.
-    """
+    """Run `recipe` on NPUs, or with `emulate_npu` on CPUs. EngineError: upstream's sources are missing or do not fit,
+    Ray has too few NPUs or CPUs, a worker failed. ConfigError: the data does not fit the model."""
     progress.phase("checking upstream")
     environment = {name: os.environ.get(name, value) for name, value in npu_environment().items()}
     environment |= {"VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
     if recipe.emulate_npu:
-        environment |= _emulate(recipe)
+        from mindspeed_qerl import emulation
+
+        environment |= emulation.environment(recipe.layout.world)
+        sys.path.insert(0, str(emulation.STAND_INS))
     for warning in check_upstream(recipe.emulate_npu):
         progress.message(f"Warning: {warning}")
     if recipe.noise.restart_every == "epoch":
@@ -78,25 +74,10 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
             progress.phase("starting workers")
             _call(upstream, recipe, run)
     finally:
-        _keep_worker_logs(ray_logs, logs)
+        for file in ray_logs.glob("worker-*"):  # what the workers on this node printed; the folder is temporary
+            if file.suffix in (".out", ".err") and file.stat().st_size:
+                shutil.copy(file, logs / file.name)
         private_ray.stop()
-
-
-def _keep_worker_logs(ray_logs: Path, logs: Path) -> None:
-    """Copy what the workers on this node printed: Ray keeps it in a temporary folder."""
-    for file in ray_logs.glob("worker-*"):
-        if file.suffix in (".out", ".err") and file.stat().st_size:
-            shutil.copy(file, logs / file.name)
-
-
-def _emulate(recipe: Recipe) -> dict[str, str]:
-    """Put the stand-ins first on this process's path; the variables that every process needs for them."""
-    from mindspeed_qerl import emulation
-
-    environment = emulation.environment(recipe.layout.world)
-    sys.path.insert(0, str(emulation.STAND_INS))
-    os.environ.update(environment)
-    return environment
 
 
 def check_upstream(emulated: bool) -> list[str]:
@@ -149,8 +130,7 @@ def check_resources(recipe: Recipe) -> None:
 
 
 def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
-    """cli/train_grpo.py of MindSpeed-RL as a module of its own, with our classes for those that its `train` looks up
-    as globals."""
+    """cli/train_grpo.py of MindSpeed-RL as a module, with our classes for those that its `train` has as globals."""
     package = importlib.util.find_spec("mindspeed_rl")
     script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
     spec = importlib.util.spec_from_file_location("mindspeed_rl_train_grpo", script)
@@ -167,7 +147,7 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
     module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
-    arguments = extra_arguments(recipe)
+    arguments = dict(family_of(read_shape(recipe.model.path)).extra_arguments)  # MegatronConfig has no key for them
     if recipe.run.resume:
         arguments["lora_load"] = str(RunDirectory.open(recipe.run.resume).checkpoints_dir.resolve())
     module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
@@ -195,18 +175,18 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
         # The base weights from `load`, the rest from `lora_load` (MindSpeed-LLM training/checkpointing.py:68-75);
         # `finetune` would set the iteration to 0 and leave the optimizer out.
         sections.actor_config.update(finetune=False, no_load_optim=False, no_load_rng=False,
-                                     load=str(base_for_resuming(Path(sections.actor_config.load), run)))
+                                     load=str(base_for_resuming(Path(sections.actor_config.load), recipe, run)))
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
         raise EngineError(f"a worker failed: {error}\nEach process's output is in {run.path / 'logs'}") from error
 
 
-def base_for_resuming(base: Path, run: RunDirectory) -> Path:
+def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
     """The base checkpoint once more, as links, under the step of the run's last checkpoint and with that one's
     optimizer state: Megatron takes the step and the distributed optimizer's state from `load`
     (training/checkpointing.py:1400-1411), never from `lora_load`."""
-    step = saved_step(run.path)
+    step = last_checkpoint(recipe)
     tracker = (base / TRACKER).read_text().strip()
     weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
     view = run.path / "resume" / f"iter_{step:07d}"
@@ -214,32 +194,27 @@ def base_for_resuming(base: Path, run: RunDirectory) -> Path:
     for rank in (run.checkpoints_dir / view.name).iterdir():
         (view / rank.name).mkdir(parents=True)
         for name, folder in (("model_optim_rng.pt", weights / rank.name), ("distrib_optim.pt", rank)):
-            if name == "model_optim_rng.pt" and not (folder / name).is_file():
-                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's "
-                                  "checkpoint has: it is for another layout")
             if (folder / name).is_file():
                 (view / rank.name / name).symlink_to((folder / name).resolve())
+            elif name == "model_optim_rng.pt":
+                raise EngineError(f"actor_config.load = {base} has no {folder.name}/{name}, which the run's "
+                                  "checkpoint has: it is for another layout")
     (view.parent / TRACKER).write_text(str(step))
     return view.parent.resolve()
 
 
 def last_checkpoint(recipe: Recipe) -> int:
     """The step that the run in `recipe.run.resume` can go on after; ValueError if it saved none."""
-    return saved_step(recipe.run.resume)
-
-
-def saved_step(directory: str | Path) -> int:
-    """The step of the last checkpoint of the run in `directory`; ValueError if it has none."""
-    tracker = RunDirectory.open(directory).checkpoints_dir / TRACKER
+    tracker = RunDirectory.open(recipe.run.resume).checkpoints_dir / TRACKER
     try:
         return int(tracker.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} has no checkpoint to resume from ({error}). One is saved every "
+        raise ValueError(f"{recipe.run.resume} has no checkpoint to resume from ({error}). One is saved every "
                          "megatron_training.save_interval steps. Start a new run without run.resume") from error
 
 
 class RunObserver:
-    """Writes what upstream's trainer tells (trainer.Observer) into the run directory, and evaluates when due."""
+    """Writes what upstream's trainer tells (trainer.QeRLTrainer) into the run directory, and evaluates when due."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
         from transformers import AutoTokenizer
@@ -247,18 +222,14 @@ class RunObserver:
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
         self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
-                            recipe.sampling.max_prompt_length,
-                         recipe.evaluation.n_problems)
+                            recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
         self.packed_rows = read_packed_rows(recipe.task.data_path)
 
-    def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
-        """Names what is trained and what gets noise, once."""
-        totals: dict[str, dict[str, int]] = {}
-        for rank in ranks:
-            for target, counts in rank["lora"].items():
-                total = totals.setdefault(target, dict.fromkeys(counts, 0))
-                for key, count in counts.items():
-                    total[key] += count
+    def started(self, ranks: list[dict[str, Any]]) -> None:
+        """Names what is trained and what gets noise, once. ranks: QeRLWorker.describe() of each."""
+        counts = [pair for rank in ranks for pair in rank["lora"].items()]
+        totals = {target: {key: sum(count[key] for name, count in counts if name == target)
+                           for key in ("modules", "parameters")} for target, _ in counts}
         if missing := [target for target in self.recipe.lora.targets if not totals.get(target, {}).get("modules")]:
             raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
         self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
@@ -271,29 +242,31 @@ class RunObserver:
             self.progress.message(f"AQN targets {len(ranks[0]['aqn'])} RMSNorm layers: {', '.join(ranks[0]['aqn'])}")
 
     def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
-        """One row of metrics.jsonl, and samples of this step's answers."""
+        """One row of metrics.jsonl, and samples of this step's answers, after update `step`.
+
+        Args:
+            metrics: by upstream's names. experience: the transfer dock's columns, one tensor per answer.
+        """
         rewards = [float(score) for score in experience["rm_scores"]]
-        values = to_our_names(metrics) | reward_metrics(rewards, self.recipe.batch.samples_per_prompt)
+        values = to_our_names(metrics) | reward_metrics(np.array(rewards), self.recipe.batch.samples_per_prompt)
         self.metrics.log(step, values)
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
             self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
                                   f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}")
-        shown = range(min(self.recipe.run.rollout_samples, len(rewards)))
-        texts = {column: self.tokenizer.batch_decode([experience[column][i] for i in shown], skip_special_tokens=True)
-                 for column in ("prompts", "responses", "labels")}
-        answers = [row.answer for row in rows_of_labels(texts["labels"], self.packed_rows)]
+        kept = slice(self.recipe.run.rollout_samples)
+        questions, responses, labels = (self.tokenizer.batch_decode(experience[column][kept], skip_special_tokens=True)
+                                        for column in ("prompts", "responses", "labels"))
+        shown = zip(questions, responses, rows_of_labels(labels, self.packed_rows), rewards)
         self.metrics.log_rollouts(step, [
-            {"question": texts["prompts"][i], "response": texts["responses"][i], "answer": answers[i],
-             "reward": rewards[i]}
-            for i in shown])
+            {"question": question, "response": response, "answer": row.answer, "reward": reward}
+            for question, response, row, reward in shown])
         self.progress.step(step, values)
 
-    def saved(self, step: int) -> None:
-        """Says from where a stopped run can go on."""
-        self.progress.message(f"Checkpoint of step {step} saved")
-
     def evaluate(self, step: int, generate: Callable) -> None:
-        """Accuracy on the test file, noise off: before step 1, every eval.every steps, and after the last."""
+        """Accuracy on the test file, noise off: before step 1, every eval.every steps, and after the last.
+
+        generate(prompts, n, temperature) gives n answers' token ids per prompt.
+        """
         evaluation, started = self.recipe.evaluation, time.perf_counter()
         if step % evaluation.every and step != self.recipe.run.train_iters:
             return
@@ -302,59 +275,33 @@ class RunObserver:
         limit = self.recipe.sampling.max_tokens
         texts = self.tokenizer.batch_decode([ids for group in answers for ids in group], skip_special_tokens=True)
         cut = [len(ids) >= limit and self.tokenizer.eos_token_id not in ids for group in answers for ids in group]
-        result, scored = evaluate_answers(self.task.rows, texts, cut, evaluation.samples_per_problem, self._verifier())
+        result, scored = evaluate_answers(self.task.rows, texts, cut, evaluation.samples_per_problem,
+                                          first_reward(self.recipe.task.verifiers))
         result |= {"temperature": evaluation.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, scored)
         self.progress.evaluated(step, result)
-
-    def _verifier(self) -> str:
-        """The first verifier of the config that is not upstream's; "gsm8k" if all are."""
-        from mindspeed_qerl.tasks.rewards import is_reward
-
-        return next(filter(is_reward, (name for name, _ in self.recipe.task.verifiers)), "gsm8k")
 
 
 # Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others
 # keep theirs after "upstream/"; so does actor/pg_loss, which is an absolute value
 # (models/loss/grpo_actor_loss_func.py:92).
 OUR_NAMES = {
-    "response_length/mean": "response/length_mean",
-    "actor/kl_loss": "loss/kl",
-    "actor/grad_norm": "grad_norm",
-    "grad_norm": "grad_norm",
-    "actor/lr": "lr",
-    "actor/pg_clipfrac": "clip_fraction",
-    "timing/all": "time/step",
-    "timing/rollout": "time/rollout",
-    "timing/rule_reward": "time/reward",
-    "timing/old_log_p": "time/logprobs",
-    "timing/update": "time/update",
-    "timing/resharding_to_infer": "time/sync",
-}
+    "response_length/mean": "response/length_mean", "actor/kl_loss": "loss/kl", "actor/grad_norm": "grad_norm",
+    "grad_norm": "grad_norm", "actor/lr": "lr", "actor/pg_clipfrac": "clip_fraction", "timing/all": "time/step",
+    "timing/rollout": "time/rollout", "timing/rule_reward": "time/reward", "timing/old_log_p": "time/logprobs",
+    "timing/update": "time/update", "timing/resharding_to_infer": "time/sync"}
 
 
 def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
     """Upstream's metrics of one step by our names; what is no number is left out."""
     named = {}
     for name, value in metrics.items():
-        if name.startswith("aqn/"):
-            ours = name
-        elif name.endswith("_rewards/mean"):
+        ours = OUR_NAMES.get(name, name if name.startswith("aqn/") else f"upstream/{name}")
+        if name.endswith("_rewards/mean"):
             ours = f"verifier/{name.removesuffix('_rewards/mean')}/mean"
-        else:
-            ours = OUR_NAMES.get(name, f"upstream/{name}")
         try:
             # upstream averages over the ranks
             named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)
         except (TypeError, ValueError):
             continue
     return named
-
-
-def reward_metrics(rewards: list[float], samples_per_prompt: int) -> dict[str, float]:
-    """Mean and standard deviation over all answers, and the fraction of prompts whose answers' rewards differ."""
-    import numpy as np
-
-    groups = np.array(rewards).reshape(-1, samples_per_prompt)
-    return {"reward/mean": groups.mean(), "reward/std": groups.std(),
-            "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean()}

@@ -3,8 +3,7 @@
 Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by sys.argv.
 
 What is wrong there (tasks/posttrain/lora/moe/experts.py, core/transformer/moe/moe_layer.py):
-- only two of the four adapter tensors say allreduce=False (:505-506), so with expert parallelism the other two would
-  be averaged over ranks that hold other experts;
+- with expert parallelism two of the four adapter tensors (:505-506) would be averaged over ranks of other experts;
 - `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would keep them on;
 - with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and moe_layer.py:258 installs a
   dispatcher that knows nothing of it; the gradient norm would count adapter gradients of TP rank 0 only;
@@ -23,43 +22,29 @@ from mindspeed.core.transformer.moe.moe_feature.adaptor import MindSpeedMOEAllto
 from mindspeed_llm.core.transformer.moe import moe_layer
 from mindspeed_llm.tasks.posttrain.lora.moe import experts
 
-TARGET_OF = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
+from mindspeed_qerl.lora.checkpoint import EXPERTS
 
 
 class ExpertLoRA(experts.LoraParallelGroupedMLP):
-    """E local experts, y = W2 act(W1 x) with W + (alpha/r) A B in the place of W; A, B per expert.
-
-    Args:
-        num_local_experts: E.
-        config: TransformerConfig; moe_tp_extend_ep spreads whole experts over the TP ranks, and nothing is split.
-        lora_config: PEFT's LoraConfig: r, lora_alpha, target_modules (linear_fc1 for W1, linear_fc2 for W2).
-    """
+    """E local experts, y = W2 act(W1 x) with W + (alpha/r) A B in the place of W; A, B per expert. With the config's
+    moe_tp_extend_ep whole experts are spread over the TP ranks, and nothing is split."""
 
     def __init__(self, num_local_experts: int, config: Any, lora_config: Any):
         with _whole_experts(config.moe_tp_extend_ep):
             super().__init__(num_local_experts, config, lora_config)
         self.adapters_enabled = True
-        self.adapted = [weight for weight, target in TARGET_OF.items() if target in lora_config.target_modules]
+        self.adapted = [weight for weight, target in EXPERTS.items() if target in lora_config.target_modules]
         for name, parameter in self.named_parameters():
-            if "lora" not in name:
-                continue
-            parameter.allreduce = not self.expert_parallel
-            # no TP rank holds a copy: each rank's share counts in the gradient norm
-            parameter.tensor_model_parallel = True
-            parameter.requires_grad_(name.split("_")[0] in self.adapted)
+            if "lora" in name:
+                parameter.allreduce = not self.expert_parallel
+                # no TP rank holds a copy: each rank's share counts in the gradient norm
+                parameter.tensor_model_parallel = True
+                parameter.requires_grad_(name.split("_")[0] in self.adapted)
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
                 ctx: Any = None) -> tuple:
-        """Upstream's arithmetic without its fused variants.
-
-        Args:
-            hidden: [tokens, h], sorted by expert.
-            tokens_per_expert: [E], int64.
-            probs: [tokens], router weights, applied before the down projection as megatron-core does.
-
-        Returns:
-            ([tokens, h], None).
-        """
+        """Upstream's arithmetic without its fused variants: ([tokens, h], None). hidden: [tokens, h], sorted by
+        expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down projection, as Megatron does."""
         up = self._linear(hidden, "weight1", tokens_per_expert)
         activated = self.activation_func_with_probs(up, probs.unsqueeze(-1))
         return self._linear(activated, "weight2", tokens_per_expert), None
@@ -93,19 +78,6 @@ def _whole_experts(tp_extends_ep: bool) -> Iterator[None]:
         yield
     finally:
         parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = size
-
-
-@contextmanager
-def adapters_disabled(model: list[torch.nn.Module]) -> Iterator[None]:
-    """The experts of all chunks of `model` without their adapters."""
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, ExpertLoRA)]
-    for layer in layers:
-        layer.adapters_enabled = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.adapters_enabled = True
 
 
 def install(tensor_parallel: int) -> None:

@@ -25,19 +25,14 @@ _packed_rows = cache(read_packed_rows)
 
 def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data_path: str | None = None,
              **kwargs: Any) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores of `responses`: the sum over `config.verifier_function` of weight times score; ours, a user's and
-    upstream's alike.
+    """Scores of `responses`: the sum over `config.verifier_function` of weight times score, ours, a user's and
+    upstream's alike; and `{name}_rewards/mean` with the unweighted scores of each function.
 
     Args:
         responses: decoded answers, padding and special tokens already gone.
         data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that are packed beside
-            `data_path`
-            (tasks/packed.py); more columns for upstream's own functions.
-        config: upstream's RLConfig: verifier_function, verifier_weight.
-        data_path: upstream's, of the training data.
-
-    Returns:
-        one score per response, and `{name}_rewards/mean` with the unweighted scores of each function.
+            `data_path` (tasks/packed.py); more columns for upstream's own functions.
+        config: upstream's RLConfig. data_path: upstream's, of the training data.
 
     Raises:
         ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a row. RewardError: a

@@ -6,6 +6,7 @@ recipe/keys.yaml, layouts and batches in layout/rules.py.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,21 @@ import yaml
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS, upstream_versions
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import family_of, read_config, read_shape
+from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
-from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, Found, Values
+from mindspeed_qerl.recipe.keys import Values
+from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.packed import pack_rows, read_packed
 from mindspeed_qerl.tasks.rows import Row
 
+UPSTREAM = True
 MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 
@@ -50,11 +53,6 @@ def epoch_steps(recipe: Recipe) -> int:
     return max(1, math.ceil(kept / recipe.batch.global_batch_size))
 
 
-def extra_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Megatron arguments that upstream's MegatronConfig has no key for."""
-    return dict(family_of(read_shape(recipe.model.path)).extra_arguments)
-
-
 def npu_environment() -> dict[str, str]:
     """The variables of configs/envs/runtime_env.yaml: for every process on NPUs, unless the shell says otherwise."""
     return yaml.safe_load((CONFIGS / "envs" / "runtime_env.yaml").read_text(encoding="utf-8"))["env_vars"]
@@ -67,61 +65,71 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     return {name: config[name] for name in ("model", *UPSTREAM_SECTIONS)}
 
 
-def validate(recipe: Recipe) -> Found:
-    """What this engine cannot do with `recipe`: its model, layout, task. Reads config.json and looks for files."""
-    found, task = Found(), recipe.task
-    _check_model(recipe, found)
+def validate(recipe: Recipe) -> Iterator[str]:
+    """See engines.Engine: faults of model, layout and task."""
+    task, path = recipe.task, Path(recipe.model.path) / "config.json"
     try:
-        found.faults += [f"{rule.message} ({rule.source})" for rule in broken(plan_of(recipe))]
+        yield from compare_with_model(recipe.model.arguments, read_config(path), str(path))
     except ConfigError as error:
-        found.faults += str(error).splitlines()
-    _check_pairs(recipe, found)
-    if task.prompt != "chat":
-        found.faults.append(f"task.prompt = {task.prompt!r} must be 'chat': the packed training rows hold chat "
-                            "prompts, and evaluation must ask alike")
+        yield (f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable config.json of a "
+               f"Hugging Face model there ({error})")
+    try:
+        yield from [f"{rule.message} ({rule.source})" for rule in broken(plan_of(recipe))]
+    except ConfigError as error:
+        yield from str(error).splitlines()
+    yield from faults_of_values(recipe)
+    if not task.data_path:
+        yield "megatron_training.data_path is missing"
+    yield from checks.missing_files(task, ("test_file",))
+    for file in packed_files(recipe).values():
+        for path in (Path(file), Path(file).with_suffix(".idx")):
+            if task.data_path and not path.is_file():
+                yield (f"megatron_training.data_path = {task.data_path!r}: no file {path}. Make it with `python "
+                       "tools/convert_gsm8k.py --format mindspeed --tokenizer MODEL_DIR --input DIR_OR_HUB_NAME "
+                       "--output DIR`")
+
+
+def faults_of_values(recipe: Recipe) -> Iterator[str]:
+    """What this engine cannot do, whatever model and files are there: a rehearsal asks it too."""
+    yield from _wrong_pairs(recipe)
+    if recipe.task.prompt != "chat":
+        yield (f"task.prompt = {recipe.task.prompt!r} must be 'chat': the packed training rows hold chat prompts, and "
+               "evaluation must ask alike")
     if recipe.correction.method != "none":
-        found.faults.append(f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL "
-                            "keeps no log-probs of the policy that sampled")
+        yield (f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL keeps no "
+               "log-probs of the policy that sampled")
     for side in ("rollout", "training", "evaluation"):
         if kinds := getattr(recipe.hardware_error, side):
-            found.faults.append(f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the "
-                                "local engine only, NPUs have their own")
-    if not task.data_path:
-        found.faults.append("megatron_training.data_path is missing")
-    found.faults += checks.missing_files(task, ("test_file",))
-    found.faults += checks.unknown_rewards(task.verifiers, UPSTREAM_VERIFIERS)
-    found.faults += missing_rows(recipe)
-    return found
+            yield (f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local engine "
+                   "only, NPUs have their own")
+    yield from checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
 
 
-def _check_pairs(recipe: Recipe, found: Found) -> None:
+def _wrong_pairs(recipe: Recipe) -> Iterator[str]:
     """Faults of keys that upstream takes in other forms, or one by one and not together."""
     values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
-        found.faults.append("run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only")
+        yield "run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only"
     if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
         style, warmup = (values.get(f"megatron.{key}")[0] for key in ("lr_decay_style", "lr_warmup_fraction"))
-        found.faults.append(
-            f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} = "
-            f"{optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
-            f"(base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1, or {style}=constant and "
-            f"{warmup}=0.0")
+        yield (f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} = "
+               f"{optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
+               f"(base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1, or {style}=constant "
+               f"and {warmup}=0.0")
     place, alpha = values.get("megatron.lora_alpha")
     if alpha is not None and not isinstance(alpha, int):
-        found.faults.append(f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's "
-                            "--lora-alpha takes no other (training/arguments.py:351)")
+        yield (f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's --lora-alpha "
+               "takes no other (training/arguments.py:351)")
     rewards = recipe.sections["rl_config"]
     if rewards.get("overlong_buffer_enable") and not rewards.get("overlong_buffer"):
-        found.faults.append(
-            f"rl_config.overlong_buffer = {rewards.get('overlong_buffer')} with overlong_buffer_enable: upstream "
-            "divides by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are punished, "
-            "or rl_config.overlong_buffer_enable=false")
+        yield (f"rl_config.overlong_buffer = {rewards.get('overlong_buffer')} with overlong_buffer_enable: upstream "
+               "divides by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are "
+               "punished, or rl_config.overlong_buffer_enable=false")
     if recipe.model.arguments.get("num_experts") and recipe.model.arguments.get("moe_aux_loss_coeff") is None:
         name = recipe.model.arguments.get("model")
         place = f"model.{name}" if name else "megatron_training"
-        found.faults.append(
-            f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load balancing loss to "
-            f"GRPO's (megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
+        yield (f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load balancing loss to "
+               f"GRPO's (megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
@@ -134,26 +142,6 @@ def packed_files(recipe: Recipe) -> dict[str, str]:
     """The packed training rows, by label (tasks/gsm8k/packed.py)."""
     prefix = f"{recipe.task.data_path}_packed"
     return {f"train_{column}": f"{prefix}_{column}_document.bin" for column in ("input_ids", "labels")}
-
-
-def missing_rows(recipe: Recipe) -> list[str]:
-    """A fault for each packed file that is not there."""
-    files = [path for file in packed_files(recipe).values() for path in (Path(file), Path(file).with_suffix(".idx"))]
-    return [f"megatron_training.data_path = {recipe.task.data_path!r}: no file {path}. Make it with `python "
-            "tools/convert_gsm8k.py "
-            "--format mindspeed --tokenizer MODEL_DIR --input DIR_OR_HUB_NAME --output DIR`"
-            for path in files if recipe.task.data_path and not path.is_file()]
-
-
-def _check_model(recipe: Recipe, found: Found) -> None:
-    """Faults where the model that Megatron is told of is not the one in config.json."""
-    path = Path(recipe.model.path) / "config.json"
-    try:
-        found.faults += compare_with_model(recipe.model.arguments, read_config(path), str(path))
-    except ConfigError as error:
-        found.faults.append(f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable "
-                            "config.json of a Hugging Face "
-                            f"model there ({error})")
 
 
 def versions() -> dict[str, Any]:

@@ -1,31 +1,12 @@
 """Upstream's GRPO trainer, watched: evaluation, metrics, samples."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import ray
 from mindspeed_rl.trainer import grpo_trainer_hybrid
 from mindspeed_rl.trainer.grpo_trainer_hybrid import RayGRPOTrainer
 from mindspeed_rl.trainer.utils.data_strategy import DataStrategy
-
-
-class Observer(Protocol):
-    """What the trainer tells, on the driver."""
-
-    def started(self, ranks: list[dict[str, Any]], iteration: int) -> None:
-        """`ranks`: QeRLWorker.describe() of each; `iteration`: updates done before (0, or where a resumed run goes
-        on)."""
-
-    def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
-        """`step` updates are done. `metrics` by upstream's names; `experience`: the transfer dock's columns, one
-        tensor per answer."""
-
-    def saved(self, step: int) -> None:
-        """A checkpoint of `step` is whole."""
-
-    def evaluate(self, step: int, generate: Callable) -> None:
-        """The place to evaluate, if it is time; generate(prompts, n, temperature) -> n answers' token ids per
-        prompt."""
 
 
 class KeptDataStrategy(DataStrategy):
@@ -40,13 +21,13 @@ class KeptDataStrategy(DataStrategy):
 
 
 class QeRLTrainer(RayGRPOTrainer):
-    """Upstream's trainer; `observer` hears of each step.
+    """Upstream's trainer; `observer` (engine.RunObserver) hears of each step.
 
     `fit` ends each iteration with `self.wandb.log_metrics(metrics, iteration)` (grpo_trainer_hybrid.py:289), before it
     saves: that is where we listen. Weights & Biases itself is written from the run directory (run.wandb_project).
     """
 
-    def __init__(self, *args: Any, observer: Observer, **kwargs: Any):
+    def __init__(self, *args: Any, observer: Any, **kwargs: Any):
         grpo_trainer_hybrid.DataStrategy = KeptDataStrategy
         super().__init__(*args, **kwargs)
         self.observer = observer
@@ -55,7 +36,7 @@ class QeRLTrainer(RayGRPOTrainer):
     def fit(self, data_iters: Iterator) -> None:
         """Upstream's loop, with an evaluation before the first step."""
         iteration = self.actor_worker.get_iteration()
-        self.observer.started(self.actor_worker.execute_sync_command("describe"), iteration)
+        self.observer.started(self.actor_worker.execute_sync_command("describe"))
         if iteration == 0:
             self._evaluate(0)
         super().fit(data_iters)
@@ -67,7 +48,7 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def save_checkpoint(self, iteration: int) -> None:
         super().save_checkpoint(iteration)
-        self.observer.saved(iteration)
+        self.observer.progress.message(f"Checkpoint of step {iteration} saved")
 
     def _evaluate(self, step: int) -> None:
         def generate(prompts: list[list[int]], n: int, temperature: float) -> list[list[list[int]]]:

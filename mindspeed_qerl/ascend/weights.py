@@ -21,26 +21,13 @@ from mindspeed_qerl.families.base import Adaptor
 EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
 
 
-def merge_linear(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """W + scaling * B A in float32, rounded once to W's dtype. weight [out, in], a [r, in], b [out, r], this rank's
-    shares of them."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
-
-
 def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int,
                   scaling: float) -> torch.Tensor:
-    """W + scaling * A B for each local expert, in float32, rounded once to W's dtype.
+    """W + scaling * A B for each local expert, in float32, rounded once to W's dtype; `name` ends in weight1 (up: h ->
+    2f, gate and up side by side) or weight2 (down: f -> h).
 
-    Args:
-        name: ends in weight1 (up: h -> 2f, gate and up side by side) or weight2 (down: f -> h).
-        weight, a, b: as MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468):
-            weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the memory of
-            [E, in, out].
-        rank: r, the adapters' rank.
-        scaling: alpha / r.
-
-    Returns:
-        a new tensor of weight's shape.
+    MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468): weight1 [h, E*2f], a [h,
+    r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the memory of [E, in, out].
     """
     up = name.endswith("weight1")
     experts = a.shape[1] // rank if up else b.shape[0] // rank
@@ -64,8 +51,8 @@ class MergedWeights(dict):
             merged = merge_experts(name, weight, self[f"{name}_lora_a"], self[f"{name}_lora_b"], self.rank,
                                    self.scaling)
         elif f"{linear}.lora_A.default.weight" in self:
-            merged = merge_linear(weight, self[f"{linear}.lora_A.default.weight"],
-                                  self[f"{linear}.lora_B.default.weight"], self.scaling)
+            a, b = (self[f"{linear}.lora_{side}.default.weight"].float() for side in "AB")  # [r, in], [out, r]
+            merged = torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)
         else:
             return weight
         for attribute in ("tensor_model_parallel", "partition_dim"):
@@ -74,25 +61,19 @@ class MergedWeights(dict):
         return merged
 
 
-class MergesAdapters:
-    """Mixed into an upstream adaptor: the container reads merged weights. `model_config` has lora_r and lora_alpha
-    (worker.py)."""
-
-    def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor],
-                                   train_tp_size: int) -> dict[str, torch.Tensor]:
-        """Called by the container before it reads (vllm_weight_container.py:459,516)."""
-        param_dict = super().adjust_megatron_param_dict(param_dict, train_tp_size)
-        return MergedWeights(param_dict, self.model_config.lora_r,
-                             self.model_config.lora_alpha / self.model_config.lora_r)
-
-
 def make_adaptor(description: Adaptor) -> type:
-    """Upstream's adaptor class of that name, with further names, reading merged weights."""
+    """Upstream's adaptor class of that name, with further names, reading merged weights. `model_config` has lora_r and
+    lora_alpha (worker.py)."""
 
-    class FamilyAdaptor(MergesAdapters, getattr(weight_adaptor, description.base)):
+    class FamilyAdaptor(getattr(weight_adaptor, description.base)):
         def __init__(self, model_config: Any):
             super().__init__(model_config)
             self.params_mapping = [*description.params_mapping, *self.params_mapping]
+
+        def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor], train_tp_size: int) -> MergedWeights:
+            """Called by the container before it reads (vllm_weight_container.py:459,516)."""
+            param_dict, config = super().adjust_megatron_param_dict(param_dict, train_tp_size), self.model_config
+            return MergedWeights(param_dict, config.lora_r, config.lora_alpha / config.lora_r)
 
         def replace_name_i2t(self, inference_name: str) -> str:
             name = super().replace_name_i2t(inference_name)

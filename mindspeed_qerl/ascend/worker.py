@@ -9,10 +9,58 @@ import torch
 from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
-from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.ascend import weights
-from mindspeed_qerl.ascend.rollout import QeRLInferEngine
 from mindspeed_qerl.ascend.settings import epoch_steps
+from mindspeed_qerl.lora.adapters import adapters_disabled
+from mindspeed_qerl.lora.checkpoint import EXPERTS
+from mindspeed_qerl.seeds import derived_seed
+
+
+class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
+    """Upstream's vLLM engine with three changes: prompts as token ids, AQN on the norms, a seed for each prompt."""
+
+    injector: NoiseInjector | None = None  # None: AQN is off
+    noise_step: int | None = None  # step, from 0, whose noise the next weight sync brings; None: a clean model
+    noise_report: NoiseReport | None = None  # of the last sync
+    seed_of: tuple[str, int] = ("rollout", 0)  # or "evaluation", and the step: what the next prompts' seeds are of
+
+    def sync_model_weights(self, params: Any, load_format: str = "megatron") -> None:
+        """Upstream's, then the noise: vLLM's parameters are views of buffers that are filled by copy at each sync
+        (megatron_weight_loaders.py:225,238), so nothing of it can reach the training weights."""
+        super().sync_model_weights(params, load_format)
+        self.noise_report = None
+        if self.injector is not None and self.noise_step is not None:
+            self.noise_report = self.injector.apply(self.noise_step)
+
+    def offload_model_weights(self) -> None:
+        """Upstream's; the noise goes first, since afterwards the weights lie elsewhere."""
+        if self.injector is not None:
+            self.injector.remove()
+        super().offload_model_weights()
+
+    @torch.no_grad()
+    def generate_sequences(self, idx_list: list[list[int]], **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Upstream's text path, with the prompts' token ids given to vLLM as they are: upstream decodes them with
+        skip_special_tokens=True (vllm_engine.py:489), which loses the chat template. kwargs: sampling parameters.
+        Returns padded token ids [prompts * n, longest], and their logprobs as upstream hands them over."""
+        self.init_cache_engine()
+        with self.update_sampling_params(**kwargs):
+            response = self.llm.generate(prompts=[{"prompt_token_ids": ids} for ids in idx_list],
+                                         sampling_params=[self._sampling_params(ids) for ids in idx_list],
+                                         use_tqdm=False)
+            outputs = self._post_process_outputs(response)
+        self.free_cache_engine()
+        return outputs
+
+    def _sampling_params(self, prompt: list[int]) -> Any:
+        """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends on that seed, the
+        step and the prompt only; n samples of a prompt get seed, seed + 1, ... from vLLM."""
+        params = self.sampling_params.clone()
+        if params.seed is not None:
+            purpose, step = self.seed_of
+            params.seed = derived_seed(params.seed, f"{purpose}/{prompt}", step)
+        return params
 
 
 @ray.remote(resources={"NPU": 0.7})
@@ -40,10 +88,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         self.actor_model_config.lora_target_modules = None
         recipe = self.rl_config.qerl
         if recipe.noise.enabled:
-            schedule = recipe.noise.noise_schedule(self.megatron_config.train_iters, epoch_steps(recipe))
-            rollout.injector = NoiseInjector(rollout.model, schedule, recipe.noise.targets, recipe.noise.exclude,
-                                             recipe.noise.factors,
-                                             seed=recipe.noise_seed)
+            rollout.injector = NoiseInjector(rollout.model, **recipe.noise_arguments(epoch_steps(recipe)))
         return rollout
 
     def _build_sharding_manager(self) -> Any:
@@ -62,22 +107,15 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def compute_ref_log_prob(self) -> None:
         """Upstream's; PEFT switches its own layers off, and this the experts'."""
-        if not (self.rl_config.share_backbone and self.megatron_config.num_experts):
-            super().compute_ref_log_prob()
-            return
-        from mindspeed_qerl.ascend.expert_lora import adapters_disabled
-
-        with adapters_disabled(self.model):
+        with adapters_disabled(*self.model if self.rl_config.share_backbone else ()):
             super().compute_ref_log_prob()
 
     def evaluate(self, prompts: list[list[int]], n: int, temperature: float,
                  step: int) -> list[tuple[int, list[list[int]]]] | None:
-        """Answers of this rank's share of `prompts`, noise off, on the weights after `step` updates.
+        """(index into prompts, n answers as token ids) for each of this rank's share of `prompts`, noise off, on the
+        weights after `step` updates; None from ranks other than the first of their group.
 
         Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so that none waits.
-
-        Returns:
-            (index into prompts, n answers as token ids) for each; None from ranks other than the first of their group.
         """
         rollout, tp = self.inference_model, self.generate_config.infer_tensor_parallel_size
         group, groups = self._rank // tp, self._world_size // tp
@@ -97,11 +135,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def describe(self) -> dict[str, Any]:
         """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of
-        norms}.
-
-        Summed over the ranks, each layer counts as one module and each parameter once, however often ranks hold
-        copies.
-        """
+        norms}. Over all ranks each layer counts as one module and each parameter once, however many hold copies."""
         modules, parameters = Counter(), Counter()
         state = self.parallel_state
         first_of_tp = state.get_tensor_model_parallel_rank() == 0
@@ -110,7 +144,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             for name, parameter in chunk.named_parameters():
                 if not parameter.requires_grad or "lora_" not in name:
                     continue
-                target, expert = _target_of(name)
+                # `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a` of grouped experts
+                parts = name.split(".")
+                expert = "experts" in parts
+                target = (EXPERTS[parts[-1].split("_")[0]] if expert
+                          else next(part for part in parts if part.startswith("linear_")))
                 replica = (state.get_expert_data_parallel_rank() if expert
                            else state.get_data_parallel_rank(with_context_parallel=True))
                 if replica == 0:
@@ -120,12 +158,3 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         injector = self.inference_model.injector
         return {"lora": {target: {"modules": modules[target], "parameters": parameters[target]} for target in modules},
                 "aqn": [target.name for target in injector.targets] if injector else []}
-
-
-def _target_of(name: str) -> tuple[str, bool]:
-    """The LoRA target that an adapter parameter belongs to, and whether it is a grouped expert's:
-    `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a`."""
-    parts = name.split(".")
-    if "experts" in parts:
-        return {"weight1": "linear_fc1", "weight2": "linear_fc2"}[parts[-1].split("_")[0]], True
-    return next(part for part in parts if part.startswith("linear_")), False

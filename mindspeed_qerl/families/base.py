@@ -3,36 +3,16 @@ no torch here."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mindspeed_qerl.families import tensors
 
 LARGEST = 10 ** 9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers or other tensors
 ALIKE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {})}
 # the same for what changes no size: planned, but neither engine computes it
 BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False),
-         "mlp_bias": (None, False),
-         "qkv_bias": (None, True)}
-HF_KEYS = {  # argument of Megatron -> key of config.json that it repeats
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "norm_epsilon": "rms_norm_eps",
-    "rotary_base": "rope_theta",
-    "untie_embeddings_and_output_weights": "tie_word_embeddings",
-    "ffn_hidden_size": "intermediate_size",
-    "num_experts": "num_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "n_shared_experts": "shared_expert_intermediate_size",
-    "norm_topk_prob": "norm_topk_prob",
-}
+         "mlp_bias": (None, False), "qkv_bias": (None, True)}
 
 
 @dataclass(frozen=True)
@@ -269,20 +249,6 @@ class Family:
         if not self.shared_expert:
             left_out |= {"shared_expert_intermediate_size"}
         return {key: value for key, value in asdict(shape).items() if key not in left_out}
-
-    def tensors(self, shape: ModelShape, layers: range, experts: range, first: bool = True,
-                last: bool = True) -> "list[tensors.Mapping]":
-        """The table of what one rank holds: for loading, sync, proof and export.
-
-        Args:
-            layers: global numbers of its layers; Megatron counts from 0 on each rank. experts: global numbers of its
-                experts.
-            first, last: it is the first, the last pipeline stage, which has the embedding, the final norm and the
-                output layer.
-        """
-        from mindspeed_qerl.families.tensors import table
-
-        return table(self, shape, layers, experts, first, last)
 
     def linears(self, shape: ModelShape) -> tuple[Linear, ...]:
         """The linear layers of one layer that LoRA knows."""

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from mindspeed_qerl.families.base import Family, ModelShape
+from mindspeed_qerl.families import ModelShape, family_of
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,14 @@ def _mlp(megatron: str, hf: str, whole: bool = False) -> list[Mapping]:
             Mapping(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), shared=None if whole else ROW)]
 
 
-def table(family: Family, shape: ModelShape, layers: range, experts: range, first: bool, last: bool) -> list[Mapping]:
-    """See `Family.tensors`."""
+def mappings(shape: ModelShape, layers: range, experts: range, first: bool = True,
+             last: bool = True) -> list[Mapping]:
+    """The table of what one rank holds: for loading, sync, proof and export.
+
+    Args:
+        layers, experts: global numbers of its layers, which Megatron counts from 0 on each rank, and of its experts.
+        first, last: it is the first, the last pipeline stage, which has the embedding, the final norm and the output.
+    """
     rows = []
     if first:
         rows.append(Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), shared=COLUMN))
@@ -81,12 +87,13 @@ def table(family: Family, shape: ModelShape, layers: range, experts: range, firs
         elif not first:  # a tied embedding has a copy on the last stage
             rows.append(Mapping("output_layer.weight", ("model.embed_tokens.weight",), shared=COLUMN))
     for local, layer in enumerate(layers):
-        rows += _layer(family, shape, f"decoder.layers.{local}.", f"model.layers.{layer}.", experts)
+        rows += _layer(shape, f"decoder.layers.{local}.", f"model.layers.{layer}.", experts)
     return rows
 
 
-def _layer(family: Family, shape: ModelShape, ours: str, theirs: str, experts: range) -> list[Mapping]:
-    groups, head_dim, attention = shape.num_key_value_heads, shape.head_dim, ours + "self_attention."
+def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[Mapping]:
+    family, attention = family_of(shape), ours + "self_attention."
+    groups, head_dim = shape.num_key_value_heads, shape.head_dim
     qkv = dict(merge=partial(merge_qkv, groups=groups), split=partial(split_qkv, groups=groups, head_dim=head_dim),
                shared=COLUMN)
     rows = [

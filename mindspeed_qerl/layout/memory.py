@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rules import vllm_vocabulary
 from mindspeed_qerl.recipe.types import Recipe
 
 GB = 10 ** 9
@@ -58,26 +57,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Memory:
-    """The fullest rank's memory. `moments` maps each of MOMENTS to its parts; `kv_cache` is what vLLM can have for
-    keys and values."""
+    """The memory of a plan's fullest rank, bytes. `moments` maps each of MOMENTS to its parts; `kv_cache` is what vLLM
+    can have for keys and values, 0 if nothing is left."""
 
+    plan: Plan
+    settings: Settings
+    stage: int  # the pipeline stage whose ranks are fullest
     moments: Mapping[str, tuple[Part, ...]]
-    capacity: int  # bytes of a rank
-    kv_cache: int  # bytes, 0 if nothing is left
-    kv_token: int  # bytes of one token's keys and values
-    kv_missing: int  # bytes that vLLM lacks for one answer of full length
+    kv_cache: int
+    kv_token: int  # one token's keys and values
+    kv_missing: int  # what vLLM lacks for one answer of full length
     answers_at_once: int  # full-length answers that the KV cache holds, of one vLLM replica
     answers_needed: int  # that one vLLM replica has to generate in an iteration
-    stage: int  # the pipeline stage whose ranks are fullest
 
     def total(self, moment: str) -> int:
         """Bytes in use at that moment."""
         return sum(part.bytes for part in self.moments[moment])
 
     @property
+    def capacity(self) -> int:
+        return int(self.settings.memory_gb * GB)
+
+    @property
     def peak(self) -> int:
-        """Bytes at the fullest of the moments that are fixed by the layout; vLLM's KV cache fills the rollout up to
-        its own limit."""
+        """Bytes at the fullest moment but the rollout, which vLLM's KV cache fills up to its own limit."""
         return max(self.total(moment) for moment in MOMENTS if moment != "rollout")
 
     @property
@@ -96,44 +99,29 @@ class Memory:
         return not self.faults
 
     @property
-    def faults(self) -> tuple[str, ...]:
+    def faults(self) -> list[str]:
         """Why it does not fit, one sentence each."""
         over = [f"{moment} needs {self.total(moment) / GB:.1f} GB of {self.capacity / GB:.0f} GB" for moment in MOMENTS
                 if self.total(moment) > self.capacity]
         if self.answers_at_once < 1:
             over.append(f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache, not enough for one answer of "
                         "full length")
-        return tuple(over)
+        return over
 
 
 def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
     """What a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
-    rollout, optimizer = recipe.rollout, recipe.optimizer
+    optimizer = recipe.optimizer
     return Settings(
-        memory_gb=memory_gb, gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
-        offload_train_param=rollout.offload_train_param, offload_train_grad=rollout.offload_train_grad,
-        offload_train_optimizer=rollout.offload_train_optimizer, distributed_optimizer=optimizer.distributed,
+        memory_gb, **vars(recipe.rollout), distributed_optimizer=optimizer.distributed,
         recompute=optimizer.recompute_granularity == "full", recompute_num_layers=optimizer.recompute_num_layers,
         lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib)
 
 
-# ---- parameters ----
-
-@dataclass(frozen=True)
-class Weights:
-    """Numbers of parameters on one rank."""
-
-    dense: int  # attention, norms, dense MLPs, shared experts, routers
-    vocabulary: int  # embedding and output layer
-    experts: int
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.vocabulary + self.experts
-
+# ---- numbers of parameters: (all but experts, experts) ----
 
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
-    """Parameters of one layer on one rank: (dense part, experts)."""
+    """Of one layer on one rank."""
     family = family_of(shape)
     dense, experts = family.other_parameters(shape, tp), 0
     for linear in family.linears(shape):
@@ -144,59 +132,54 @@ def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, i
     return dense, experts
 
 
-def training_weights(plan: Plan, stage: int) -> Weights:
+def training_weights(plan: Plan, stage: int) -> tuple[int, int]:
     """Of one training rank in pipeline stage `stage` (0 .. PP-1)."""
-    it, layers = plan.layout, plan.layers[stage]
-    dense, experts = layer_weights(plan.shape, it.tp, it.tp * it.ep)
-    rows = (plan.padded_vocab_size or vllm_vocabulary(plan)) // it.tp
-    first, last = stage == 0, stage == it.pp - 1
-    tables = first + last - (first and last and plan.shape.tie_word_embeddings)
-    return Weights(dense * layers + (plan.shape.hidden_size if last else 0), tables * rows * plan.shape.hidden_size,
-                   experts * layers)
+    it = plan.layout
+    return _shard(plan.shape, plan.rows, it.tp, it.ep, plan.layers[stage], stage == 0, stage == it.pp - 1)
 
 
-def rollout_weights(plan: Plan) -> Weights:
+def rollout_weights(plan: Plan) -> tuple[int, int]:
     """Of one vLLM rank."""
     it, shape = plan.layout, plan.shape
-    dense, experts = layer_weights(shape, it.infer_tp, it.infer_tp * it.infer_ep)
-    tables = 1 if shape.tie_word_embeddings else 2
-    return Weights(dense * shape.num_hidden_layers + shape.hidden_size,
-                   tables * vllm_vocabulary(plan) // it.infer_tp * shape.hidden_size,
-                   experts * shape.num_hidden_layers)
+    return _shard(shape, plan.vllm_rows, it.infer_tp, it.infer_ep, shape.num_hidden_layers)
 
 
 def model_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model."""
-    dense, experts = layer_weights(shape, 1, 1)
-    tables = 1 if shape.tie_word_embeddings else 2
-    return ((dense + experts) * shape.num_hidden_layers + shape.hidden_size
-            + tables * shape.vocab_size * shape.hidden_size)
+    """Of the whole model, with experts."""
+    return sum(_shard(shape, shape.vocab_size, 1, 1, shape.num_hidden_layers))
 
 
-def adapter_weights(plan: Plan, settings: Settings, stage: int) -> Weights:
+def _shard(shape: ModelShape, rows: int, tp: int, ep: int, layers: int, first: bool = True,
+           last: bool = True) -> tuple[int, int]:
+    """Of `layers` layers, with the embedding if they are the first, output layer and norm if they are the last."""
+    dense, experts = layer_weights(shape, tp, tp * ep)
+    tables = first + last - (first and last and shape.tie_word_embeddings)
+    return dense * layers + (tables * (rows // tp) + last) * shape.hidden_size, experts * layers
+
+
+def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, int]:
     """LoRA parameters on one training rank: PEFT's A is whole beside a column-parallel B, B is whole beside a
     row-parallel A (peft tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM
     tasks/posttrain/lora/moe/experts.py:437)."""
-    it, r, dense, experts = plan.layout, settings.lora_r, 0, 0
+    it, dense, experts = plan.layout, 0, 0
     for linear in family_of(plan.shape).linears(plan.shape):
-        if linear.target not in settings.lora_targets:
-            continue
-        if linear.split == "expert":
-            experts += linear.copies // (it.tp * it.ep) * r * (linear.inputs + linear.outputs)
-        elif linear.split == "column":
-            dense += r * linear.inputs + r * linear.outputs // it.tp
-        else:
-            dense += r * linear.inputs // it.tp + r * linear.outputs
-    return Weights(dense * plan.layers[stage], 0, experts * plan.layers[stage])
+        if linear.target in settings.lora_targets:
+            if linear.split == "expert":
+                experts += linear.copies // (it.tp * it.ep) * (linear.inputs + linear.outputs)
+            elif linear.split == "column":
+                dense += linear.inputs + linear.outputs // it.tp
+            else:
+                dense += linear.inputs // it.tp + linear.outputs
+    rank_layers = settings.lora_r * plan.layers[stage]
+    return dense * rank_layers, experts * rank_layers
 
 
 # ---- activations ----
 
 def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
-    shape, tp = plan.shape, plan.layout.tp
-    h, head = shape.hidden_size, shape.head_dim
-    q, kv = shape.num_attention_heads * head, shape.num_key_value_heads * head
+    shape, tp, h = plan.shape, plan.layout.tp, plan.shape.hidden_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     spread = tp if plan.layout.sequence_parallel else 1
     numbers = 4 * h / spread  # two residuals, two normed inputs
     numbers += (q + 2 * kv) * 2 / tp + q / tp  # q, k, v before and after rotation and norm, attention's output
@@ -207,112 +190,105 @@ def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     return int(tokens * ((numbers + experts) * BF16 + statistics))
 
 
-def communicators(plan: Plan) -> tuple[str, ...]:
+def communicators(plan: Plan) -> list[str]:
     """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of HCCL_BUFFSIZE for each
     (CANN, HCCL_BUFFSIZE)."""
     it, moe = plan.layout, plan.shape.moe
-    sizes = {"world": it.world, "TP": it.tp, "PP": it.pp, "DP": it.dp * it.cp, "EP": it.tp * it.ep if moe else 1,
-             "expert DP": it.expert_dp if moe else 1, "vLLM TP": it.infer_tp,
-             "vLLM EP": it.infer_tp * it.infer_ep if moe else 1,
-             "vLLM MC2": it.infer_tp * it.infer_ep if moe else 1}
-    return tuple(name for name, size in sizes.items() if size > 1)
+    sizes = {"world": it.world, "TP": it.tp, "PP": it.pp, "DP": it.dp * it.cp, "EP": it.tp * it.ep * moe,
+             "expert DP": it.expert_dp * moe, "vLLM TP": it.infer_tp,
+             **dict.fromkeys(("vLLM EP", "vLLM MC2"), it.infer_tp * it.infer_ep * moe)}
+    return [name for name, size in sizes.items() if size > 1]
 
 
 # ---- the sums ----
 
 def estimate(plan: Plan, settings: Settings) -> Memory:
-    """The memory of the fullest rank. The plan must be legal (`rules.broken` empty): shares are divided without a
-    remainder."""
+    """The memory of the fullest rank of a legal plan (`rules.broken` empty): shares have no remainder."""
     pp = plan.layout.pp
-    # the others hold less
-    stages = [_stage(plan, settings, stage) for stage in (range(pp) if plan.layout.num_layer_list else {0, pp - 1})]
-    return max(stages, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
+    stages = range(pp) if plan.layout.num_layer_list else {0, pp - 1}  # of equal ones those between hold less
+    return max((_stage(plan, settings, stage) for stage in stages),
+               key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
 
 
 def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
-    """The memory of a rank of one pipeline stage."""
-    runtime, weights, vllm = _runtime(plan, settings), _weights(plan, stage), _vllm_weights(plan)
+    it, batch, shape = plan.layout, plan.batch, plan.shape
+    runtime = _runtime(plan, settings)
+    of_layers = f", {plan.layers[stage]} of {shape.num_hidden_layers} layers" if it.pp > 1 else ""
+    weights = _weights("frozen base" if plan.lora else "weights", "training weights", training_weights(plan, stage),
+                       f"TP {it.tp}{of_layers}", f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = "
+                       f"{shape.num_experts // (it.tp * it.ep)} of each of {plan.layers[stage]} layers")
+    vllm = _weights("vLLM's weights", "vLLM's weights", rollout_weights(plan), f"infer TP {it.infer_tp}",
+                    f"{shape.num_experts} / (infer TP {it.infer_tp} x EP {it.infer_ep}) = "
+                    f"{shape.num_experts // (it.infer_tp * it.infer_ep)} of each layer")
     adapters, gradients, optimizer = _trained(plan, settings, stage)
     awake = (*([] if settings.offload_train_grad else gradients),
              *([] if settings.offload_train_optimizer else optimizer))
     # Upstream offloads what is trained, never the frozen base (megatron_off_loader.py:224: the buffers of parameters
     # with a gradient).
-    frozen, trained = (weights, adapters) if plan.lora else ((), weights)
-    asleep = (*frozen, *(() if settings.offload_train_param else trained), *awake)
+    frozen, trained = (weights, adapters) if plan.lora else ([], weights)
+    asleep = (*frozen, *([] if settings.offload_train_param else trained), *awake)
 
     used = (*runtime, *asleep, *vllm, _profiled(plan, settings))
     left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - sum(part.bytes for part in used)
     kv_cache = max(0, left)
-    kv_numbers = 2 * plan.shape.num_hidden_layers * plan.shape.num_key_value_heads * plan.shape.head_dim
-    kv_token = kv_numbers * BF16 // plan.layout.infer_tp
-    at_once, needed = kv_cache // (kv_token * plan.batch.max_model_len), plan.batch.answers // plan.layout.infer_dp
-    cache = Part("KV cache", kv_cache, f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the "
-                                       f"rest: {at_once} answers of "
-                 f"{plan.batch.max_model_len} tokens at once, {needed} needed; {kv_token / 1000:.0f} KB a token",
+    kv_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * BF16 // it.infer_tp
+    at_once, needed = kv_cache // (kv_token * batch.max_model_len), batch.answers // it.infer_dp
+    cache = Part("KV cache", kv_cache,
+                 f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: {at_once} answers "
+                 f"of {batch.max_model_len} tokens at once, {needed} needed; {kv_token / 1000:.0f} KB a token",
                  "KV cache")
     return Memory(
-        moments={"rollout": (*used, cache),
-                 "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan)),
-                 "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
-                 "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
-        capacity=int(settings.memory_gb * GB), kv_cache=kv_cache, kv_token=kv_token,
-        kv_missing=max(0, kv_token * plan.batch.max_model_len - left), answers_at_once=at_once, answers_needed=needed,
-        stage=stage)
+        plan, settings, stage,
+        {"rollout": (*used, cache),
+         "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan)),
+         "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
+         "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
+        kv_cache, kv_token, max(0, kv_token * batch.max_model_len - left), at_once, needed)
 
 
-def _runtime(plan: Plan, settings: Settings) -> tuple[Part, ...]:
+def _runtime(plan: Plan, settings: Settings) -> list[Part]:
     groups = communicators(plan)
-    return (Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu", "runtime"),
+    return [Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu", "runtime"),
             Part("HCCL buffers", len(groups) * 2 * settings.hccl_buffer_mib * 2 ** 20,
                  f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {', '.join(groups)}",
-                 "runtime"))
+                 "runtime")]
 
 
-def _weights(plan: Plan, stage: int) -> tuple[Part, ...]:
-    it, shape, weights = plan.layout, plan.shape, training_weights(plan, stage)
-    what, kind = ("frozen base" if plan.lora else "weights"), "training weights"
-    split = f"TP {it.tp}" + (f", {plan.layers[stage]} of {shape.num_hidden_layers} layers" if it.pp > 1 else "")
-    dense = weights.dense + weights.vocabulary
-    parts = [Part(f"{what}, dense part", dense * BF16, f"{dense / GB:.2f} x 10^9 parameters ({split}) x 2", kind)]
-    if shape.moe:
-        parts.append(Part(f"{what}, experts", weights.experts * BF16,
-                          f"{shape.num_experts} / (TP {it.tp} x EP {it.ep}) = "
-                          f"{shape.num_experts // (it.tp * it.ep)} of each of {plan.layers[stage]} layers: "
-                          f"{weights.experts / GB:.2f} x 10^9 x 2", kind))
-    return tuple(parts)
+def _weights(what: str, kind: str, weights: tuple[int, int], shared: str, dealt: str) -> list[Part]:
+    """In bfloat16; `shared` and `dealt` are in words what of all but the experts, and of them, a rank has."""
+    dense, experts = weights
+    parts = [Part(f"{what}, dense part", dense * BF16, f"{dense / GB:.2f} x 10^9 parameters ({shared}) x 2", kind)]
+    if experts:
+        parts.append(Part(f"{what}, experts", experts * BF16, f"{dealt}: {experts / GB:.2f} x 10^9 x 2", kind))
+    return parts
 
 
-def _trained(plan: Plan, settings: Settings, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...],
-             tuple[Part, ...]]:
+def _trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], list[Part], list[Part]]:
     """Adapters (none without LoRA: the weights themselves are trained), gradients, optimizer."""
-    weights, kind = (adapter_weights(plan, settings, stage)
-                     if plan.lora else training_weights(plan, stage), "adapters and optimizer")
-    shared, experts = weights.dense + weights.vocabulary, weights.experts
-    dp, expert_dp = ((plan.layout.dp * plan.layout.cp, plan.layout.expert_dp)
-                     if settings.distributed_optimizer else (1, 1))
-    numbers = f"{weights.total / 1e6:.1f} x 10^6"
-    adapters = ((Part("adapters", weights.total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind),)
-                if plan.lora else ())
-    return (adapters, (Part("gradients", weights.total * FP32, f"{numbers} x 4", kind),),
-            (Part("AdamW", shared * ADAMW // dp + experts * ADAMW // expert_dp,
-                  f"12 bytes (master weight, two moments): {shared / 1e6:.1f} x 10^6 over {dp} ranks"
-                  + (f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}" if experts else ""), kind),))
+    it, kind = plan.layout, "adapters and optimizer"
+    dense, experts = adapter_weights(plan, settings, stage) if plan.lora else training_weights(plan, stage)
+    dp, expert_dp = (it.dp * it.cp, it.expert_dp) if settings.distributed_optimizer else (1, 1)
+    total, numbers = dense + experts, f"{(dense + experts) / 1e6:.1f} x 10^6"
+    of_experts = f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}" if experts else ""
+    return ([Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind)] if plan.lora else [],
+            [Part("gradients", total * FP32, f"{numbers} x 4", kind)],
+            [Part("AdamW", dense * ADAMW // dp + experts * ADAMW // expert_dp,
+                  f"12 bytes (master weight, two moments): {dense / 1e6:.1f} x 10^6 over {dp} ranks{of_experts}",
+                  kind)])
 
 
-def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
+def _update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     it, batch, layers, kind = plan.layout, plan.batch, plan.layers[stage], "activations and logits"
-    tokens = batch.micro_batch_size * batch.seq_length // it.cp
-    micro_batches = max(1, min(batch.mini_answers, batch.answers) // it.dp // batch.micro_batch_size)
-    in_flight = min(it.pp - stage, micro_batches)
+    tokens, hidden = batch.micro_batch_size * batch.seq_length // it.cp, plan.shape.hidden_size
+    in_flight = min(it.pp - stage, max(1, plan.mini_share // batch.micro_batch_size))
     times = f" x {in_flight} micro-batches in flight" if in_flight > 1 else ""
     recomputed = min(settings.recompute_num_layers or layers, layers) if settings.recompute else 0
     spread = it.tp if it.sequence_parallel else 1
     parts = []
     if recomputed:
-        parts.append(Part("layer inputs kept",
-                          in_flight * recomputed * tokens * plan.shape.hidden_size * BF16 // spread,
-                          f"{recomputed} layers x {tokens} tokens x {plan.shape.hidden_size} x 2"
-                          + (f" / TP {spread}" if spread > 1 else "") + times, kind))
+        shared = f" / TP {spread}" if spread > 1 else ""
+        parts.append(Part("layer inputs kept", in_flight * recomputed * tokens * hidden * BF16 // spread,
+                          f"{recomputed} layers x {tokens} tokens x {hidden} x 2{shared}{times}", kind))
     if layers > recomputed:
         kept = layer_activations(plan, tokens, 1)
         parts.append(Part("activations kept", in_flight * (layers - recomputed) * kept,
@@ -320,47 +296,35 @@ def _update(plan: Plan, settings: Settings, stage: int) -> tuple[Part, ...]:
     one = layer_activations(plan, tokens, EXPERT_LOAD)
     busiest = f", {EXPERT_LOAD} x the average tokens on the busiest rank" if plan.shape.moe else ""
     parts.append(Part("one layer at work", 2 * one, f"update: {one / GB:.2f} GB and its gradient{busiest}", kind))
-    return (*parts, *_logits(plan, stage, tokens, LOGITS_UPDATE, "update"))
+    return [*parts, *_logits(plan, stage, tokens, LOGITS_UPDATE, "update")]
 
 
-def _forward(plan: Plan, stage: int) -> tuple[Part, ...]:
-    tokens = (max(plan.batch.actor_forward, plan.batch.ref_forward)) * plan.batch.seq_length // plan.layout.cp
-    return (Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens",
+def _forward(plan: Plan, stage: int) -> list[Part]:
+    tokens = max(plan.batch.actor_forward, plan.batch.ref_forward) * plan.batch.seq_length // plan.layout.cp
+    return [Part("one layer at work", layer_activations(plan, tokens, EXPERT_LOAD), f"log-probs: {tokens} tokens",
                  "activations and logits"),
-            *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"))
+            *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs")]
 
 
-def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> tuple[Part, ...]:
-    rows = (plan.padded_vocab_size or vllm_vocabulary(plan)) // plan.layout.tp
-    part = Part("logits", copies * tokens * rows * FP32, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4",
-                "activations and logits")
-    return (part,) if stage == plan.layout.pp - 1 else ()
+def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> list[Part]:
+    if stage < plan.layout.pp - 1:
+        return []
+    rows = plan.rows // plan.layout.tp
+    return [Part("logits", copies * tokens * rows * FP32, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4",
+                 "activations and logits")]
 
 
-def _vllm_weights(plan: Plan) -> tuple[Part, ...]:
-    it, shape, weights, kind = plan.layout, plan.shape, rollout_weights(plan), "vLLM's weights"
-    dense = weights.dense + weights.vocabulary
-    parts = [Part("vLLM's weights, dense part", dense * BF16,
-                  f"{dense / GB:.2f} x 10^9 parameters (infer TP {it.infer_tp}) x 2", kind)]
-    if shape.moe:
-        parts.append(Part("vLLM's weights, experts", weights.experts * BF16,
-                          f"{shape.num_experts} / (infer TP {it.infer_tp} x EP {it.infer_ep}) = "
-                          f"{shape.num_experts // (it.infer_tp * it.infer_ep)} of each layer: "
-                          f"{weights.experts / GB:.2f} x 10^9 x 2", kind))
-    return tuple(parts)
-
-
-def _sync(plan: Plan) -> tuple[Part, ...]:
+def _sync(plan: Plan) -> list[Part]:
     """The container gathers the experts of one pipeline stage after the other in a buffer of their own
     (vllm_weight_container.py:490-546), N times a vLLM rank's share, which is a training rank's; and our adaptor merges
     one tensor after the other."""
     if not plan.shape.moe:
-        return ()
-    layer, layers = layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)[1], max(plan.layers)
-    return (Part("experts on their way", layer * layers * BF16, f"a second copy of a stage's experts, {layers} layers",
-                 "sync buffers"),
-            *((Part("merging", 2 * layer * 2 // 3 * FP32, "W and W + BA of one layer's fc1, float32", "sync buffers"),
-               ) if plan.lora else ()))
+        return []
+    layers, (_, layer) = max(plan.layers), layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)
+    merging = Part("merging", 2 * layer * 2 // 3 * FP32, "W and W + BA of one layer's fc1, float32", "sync buffers")
+    return [Part("experts on their way", layer * layers * BF16,
+                 f"a second copy of a stage's experts, {layers} layers", "sync buffers"),
+            *([merging] if plan.lora else [])]
 
 
 def _profiled(plan: Plan, settings: Settings) -> Part:
@@ -369,7 +333,7 @@ def _profiled(plan: Plan, settings: Settings) -> Part:
     shape, it, tokens = plan.shape, plan.layout, plan.batch.max_num_batched_tokens
     width = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size) / it.infer_tp + 2 * shape.hidden_size
     width += shape.num_experts_per_tok * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
-    logits = 2 * settings.max_num_seqs * vllm_vocabulary(plan) * FP32
-    return Part("vLLM's activations", int(tokens * width * BF16) + logits,
-                f"one layer for {tokens} tokens, and 2 x {settings.max_num_seqs} sequences x "
-                f"{vllm_vocabulary(plan):,} logits x 4", "activations and logits")
+    return Part("vLLM's activations",
+                int(tokens * width * BF16) + 2 * settings.max_num_seqs * plan.vllm_rows * FP32,
+                f"one layer for {tokens} tokens, and 2 x {settings.max_num_seqs} sequences x {plan.vllm_rows:,} "
+                "logits x 4", "activations and logits")

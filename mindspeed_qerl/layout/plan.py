@@ -6,6 +6,8 @@ from pathlib import Path
 from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
 from mindspeed_qerl.recipe.types import Batch, Layout, Recipe
 
+VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it (vocab_parallel_embedding.py:23)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -22,6 +24,31 @@ class Plan:
     def layers(self) -> tuple[int, ...]:
         """Layers of each pipeline stage."""
         return self.layout.num_layer_list or (self.shape.num_hidden_layers // self.layout.pp,) * self.layout.pp
+
+    @property
+    def vllm_rows(self) -> int:
+        """Rows of vLLM's embedding, all ranks together."""
+        return -(-self.shape.vocab_size // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
+
+    @property
+    def rows(self) -> int:
+        """Rows of Megatron's embedding."""
+        return self.padded_vocab_size or self.vllm_rows
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks of training; 1 where a layout that cannot be leaves none."""
+        return max(self.layout.dp, 1)
+
+    @property
+    def share(self) -> int:
+        """Answers of an iteration on each training rank."""
+        return self.batch.answers // self.dp
+
+    @property
+    def mini_share(self) -> int:
+        """Answers of an update on each training rank."""
+        return min(self.batch.mini_answers, self.batch.answers) // self.dp
 
 
 def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int = 16) -> Plan:
@@ -42,6 +69,5 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
 def shape_of_model(recipe: Recipe) -> ModelShape:
     """The shape in the model's own config.json, which vLLM goes by; while the model is not there, what Megatron is
     told."""
-    directory = Path(recipe.model.path)
-    return (read_shape(directory)
-            if (directory / "config.json").is_file() else shape_of_arguments(recipe.model.arguments))
+    folder = Path(recipe.model.path)
+    return read_shape(folder) if (folder / "config.json").is_file() else shape_of_arguments(recipe.model.arguments)

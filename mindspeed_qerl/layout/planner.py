@@ -6,27 +6,18 @@ decides which exist.
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt, lcm, log2
 
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, Rule, broken
+from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
+SWITCHES = ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """A legal plan, its settings, the memory of its fullest rank, and what decided its rank, most important first."""
-
-    plan: Plan
-    settings: Settings
-    memory: Memory
-    reasons: tuple[str, ...]
 
 
 def new_plan(shape: ModelShape, layout: Layout, batch: Batch | None = None, lora: bool = True) -> Plan:
@@ -41,55 +32,44 @@ def fit_batch(plan: Plan) -> Plan:
     """The plan with the nearest global batch that its layout can divide; a mini-batch that was smaller stays a
     fraction that divides; sizes of dispatch that no longer divide are left to upstream."""
     it, batch = plan.layout, plan.batch
-    step = lcm(max(it.dp, 1), max(it.infer_dp, 1), it.nodes)
-    prompts = _nearest_multiple(batch.global_batch_size, step)
-    minis = [step * divisor for divisor in _divisors(prompts // step)]
-    fitted = replace(batch, global_batch_size=prompts,
-                     mini_batch_size=min(minis, key=lambda size: (abs(size - batch.mini_batch_size), size)))
-    fitted = replace(plan, batch=fitted)
-    return (fitted
-            if not broken(fitted) else replace(fitted, batch=replace(fitted.batch, dispatch={}, micro_batch_size=1)))
+    step = lcm(plan.dp, max(it.infer_dp, 1), it.nodes)
+    below = batch.global_batch_size // step * step
+    prompts = below if below and 2 * (batch.global_batch_size - below) <= step else below + step
+    mini = min((step * divisor for divisor in _divisors(prompts // step)),
+               key=lambda size: (abs(size - batch.mini_batch_size), size))
+    batch = replace(batch, global_batch_size=prompts, mini_batch_size=mini)
+    fitted = replace(plan, batch=batch)
+    return fitted if not broken(fitted) else replace(plan, batch=replace(batch, dispatch={}, micro_batch_size=1))
 
 
-def default_settings(shape: ModelShape) -> Settings:
-    """Those of this project's configs: everything offloaded, all layers recomputed; a larger HCCL buffer where experts
-    are dispatched."""
-    return Settings(hccl_buffer_mib=640 if shape.moe else 256)
-
-
-def with_memory(plan: Plan, settings: Settings | None, memory_gb: float = 64.0) -> tuple[Plan, Settings, Memory]:
-    """The plan's memory; without given settings with the project's on ranks of `memory_gb` 10^9 bytes, at the least
+def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float = 64.0) -> Memory:
+    """The plan's memory; without given settings with those of this project's configs (everything offloaded, all layers
+    recomputed, a larger HCCL buffer where experts are dispatched) on ranks of `memory_gb` 10^9 bytes, at the least
     gpu_memory_utilization whose KV cache holds all answers at once, or the highest."""
     if settings:
-        return plan, settings, estimate(plan, settings)
+        return estimate(plan, settings)
     for utilisation in UTILISATIONS:
-        settings = replace(default_settings(plan.shape), memory_gb=memory_gb, gpu_memory_utilization=utilisation)
-        memory = estimate(plan, settings)
+        memory = estimate(plan, Settings(memory_gb, utilisation, hccl_buffer_mib=640 if plan.shape.moe else 256))
         if memory.answers_at_once >= memory.answers_needed:
             break
-    return plan, settings, memory
+    return memory
 
 
 def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
     """The layout with the inference sizes that are not among the `given` names chosen: a legal and the best choice if
     there is one, else one that breaks the fewest rules; and with the nearest batch to 64 prompts."""
     def choices(name: str) -> list[int]:
-        return ([getattr(layout, name)]
-                if name in given else _divisors(layout.world) if shape.moe or name == "infer_tp" else [1])
+        if name in given:
+            return [getattr(layout, name)]
+        return _divisors(layout.world) if shape.moe or name == "infer_tp" else [1]
 
     plans = [new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep)) for infer_tp in choices("infer_tp")
              for infer_ep in choices("infer_ep")]
-    legal = [with_memory(plan, None) for plan in plans if not broken(plan)]
+    legal = [with_memory(plan) for plan in plans if not broken(plan)]
     if legal:
-        return min(legal, key=lambda choice: rollout_key(*choice))[0]
-    training = layout.tp * layout.ep
-    return min(plans,
-               key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep - training)))
-
-
-def _nearest_multiple(number: int, step: int) -> int:
-    below = number // step * step
-    return below if below and number - below <= below + step - number else below + step
+        return min(legal, key=rollout_key).plan
+    return min(plans, key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep
+                                                               - layout.tp * layout.ep)))
 
 
 def _divisors(number: int) -> list[int]:
@@ -97,56 +77,46 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def _keeps(plan: Plan, rules: tuple[Rule, ...]) -> bool:
-    return not any(rule(plan) for rule in rules)
+def _training_candidates(shape: ModelShape, world: int, ranks_per_node: int) -> Iterator[Layout]:
+    """Layouts whose TP x PP x EP groups fill the ranks, with vLLM's TP and EP as training's."""
+    for tp in _divisors(world):
+        for pp in _divisors(world // tp):
+            for ep in _divisors(world // tp // pp) if shape.moe else (1,):
+                yield Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node)
 
 
 def training_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> Iterator[Plan]:
-    """Plans whose training side is legal; the rollout's is still 1 x 1."""
-    divisors, batch = _divisors(world), Batch()
-    for tp in divisors:
-        for pp in divisors:
-            for ep in divisors if shape.moe else (1,):
-                if tp * pp * ep <= world:
-                    plan = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, ranks_per_node=ranks_per_node), batch,
-                                    lora)
-                    if _keeps(plan, TRAINING):
-                        yield plan
+    """Plans whose training side is legal; the rollout's is still the same."""
+    for layout in _training_candidates(shape, world, ranks_per_node):
+        plan = new_plan(shape, layout, Batch(), lora)
+        if not any(rule.check(plan.layout, plan) for rule in TRAINING):
+            yield plan
 
 
 def rollout_layouts(plan: Plan) -> Iterator[Plan]:
     """The plan with each legal rollout side."""
-    divisors = _divisors(plan.layout.world)
-    for infer_tp in divisors:
-        for infer_ep in divisors if plan.shape.moe else (1,):
-            if infer_tp * infer_ep <= plan.layout.world:
-                candidate = replace(plan, layout=replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep))
-                if _keeps(candidate, ROLLOUT):
-                    yield candidate
+    world = plan.layout.world
+    for infer_tp in _divisors(world):
+        for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
+            candidate = replace(plan, layout=replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep))
+            if not any(rule.check(candidate.layout, candidate) for rule in ROLLOUT):
+                yield candidate
 
 
-def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, batch: Batch | None = None,
-                  settings: Settings | None = None, lora: bool = True, memory_gb: float = 64.0) -> list[Ranked]:
-    """Every legal training layout, each with its best inference layout, the best first.
-
-    Args:
-        batch: judged as it is where given; None = the global batch nearest to 64 prompts that each layout can divide.
-        settings: of the memory estimate; None = the project's, with the gpu_memory_utilization that each layout needs,
-            on ranks of `memory_gb`.
+def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, memory_gb: float = 64.0) -> list[Memory]:
+    """Every legal training layout with the global batch nearest to 64 prompts that it can divide, its best inference
+    layout and the gpu_memory_utilization that it needs on ranks of `memory_gb`; the best first.
 
     Order: what fits into memory, else what is least over; groups inside a node; the share of an update that a rank
     waits for its pipeline (in steps of 5 %); fewest collectives that a layer waits for (TP: 2 all-gathers and 2
     reduce-scatters, experts: 2 all-to-alls); the least memory on the fullest rank.
     """
-    ranked = []
-    for training in training_layouts(shape, world, ranks_per_node, lora):
-        plans = [plan if batch else fit_batch(plan)
-                 for plan in rollout_layouts(replace(training, batch=batch or Batch()))]
-        choices = [with_memory(plan, settings, memory_gb) for plan in plans if not broken(plan)]
-        if choices:
-            ranked.append(min(choices, key=lambda choice: rollout_key(*choice)))
-    ranked.sort(key=lambda choice: training_key(choice[0], choice[2]))
-    return [Ranked(*choice, reasons(choice[0], choice[2])) for choice in ranked]
+    best = []
+    for training in training_layouts(shape, world, ranks_per_node):
+        plans = map(fit_batch, rollout_layouts(training))
+        if choices := [with_memory(plan, memory_gb=memory_gb) for plan in plans if not broken(plan)]:
+            best.append(min(choices, key=rollout_key))
+    return sorted(best, key=training_key)
 
 
 # ---- ranking ----
@@ -154,9 +124,8 @@ def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, batch
 def layer_collectives(plan: Plan) -> tuple[int, int]:
     """Collectives that a layer's forward pass waits for, in training and in vLLM."""
     it, moe = plan.layout, plan.shape.moe
-    training = (4 if it.tp > 1 else 0) + (2 if moe and it.tp * it.ep > 1 else 0)
-    rollout = (2 if it.infer_tp > 1 else 0) + (2 if moe and it.infer_tp * it.infer_ep > 1 else 0)
-    return training, rollout
+    return (4 * (it.tp > 1) + 2 * (moe and it.tp * it.ep > 1),
+            2 * (it.infer_tp > 1) + 2 * (moe and it.infer_tp * it.infer_ep > 1))
 
 
 def stage_work(plan: Plan) -> list[float]:
@@ -165,65 +134,59 @@ def stage_work(plan: Plan) -> list[float]:
     shape = plan.shape
     h, attention = shape.hidden_size, plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
     linears = sum(linear.inputs * linear.outputs * linear.active for linear in family_of(shape).linears(shape))
-    layer = linears + attention + h * shape.num_experts
-    return [layers * layer + (shape.vocab_size * h if stage == plan.layout.pp - 1 else 0)
-            for stage, layers in enumerate(plan.layers)]
+    work = [layers * (linears + attention + h * shape.num_experts) for layers in plan.layers]
+    return [*work[:-1], work[-1] + shape.vocab_size * h]
 
 
 def idle_share(plan: Plan) -> float:
     """Share of an update that the average rank waits for its pipeline: its first and last micro-batches, and its
     slowest stage."""
-    work, pp = stage_work(plan), plan.layout.pp
-    micro_batches = min(plan.batch.mini_answers, plan.batch.answers) // plan.layout.dp // plan.batch.micro_batch_size
+    work, pp, micro_batches = stage_work(plan), plan.layout.pp, plan.mini_share // plan.batch.micro_batch_size
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
 
 
 def groups_across_nodes(plan: Plan) -> tuple[list[str], list[str]]:
     """Groups that send data in every layer and do not lie inside one node: training's, vLLM's."""
-    it, experts = plan.layout, plan.shape.moe
-
-    def spans(size: int) -> bool:
-        return it.nodes > 1 and it.node_width % size != 0
-
-    training = [f"TP {it.tp}"] if spans(it.tp) else []
-    training += [f"experts over {it.tp * it.ep} ranks"] if experts and spans(it.tp * it.ep) else []
-    rollout = [f"infer TP {it.infer_tp}"] if spans(it.infer_tp) else []
-    rollout += ([f"vLLM's experts over {it.infer_tp * it.infer_ep} ranks"]
-                if experts and spans(it.infer_tp * it.infer_ep) else [])
-    return training, rollout
+    it, moe = plan.layout, plan.shape.moe
+    experts, infer_experts = it.tp * it.ep, it.infer_tp * it.infer_ep
+    training = {f"TP {it.tp}": it.tp, f"experts over {experts} ranks": experts if moe else 1}
+    rollout = {f"infer TP {it.infer_tp}": it.infer_tp,
+               f"vLLM's experts over {infer_experts} ranks": infer_experts if moe else 1}
+    return tuple([name for name, size in side.items() if it.nodes > 1 and it.node_width % size]
+                 for side in (training, rollout))
 
 
-def rollout_key(plan: Plan, settings: Settings, memory: Memory) -> tuple:
+def rollout_key(memory: Memory) -> tuple:
     """Order of the inference layouts of one training layout. Groups as large as training's leave every expert on its
     rank."""
-    it = plan.layout
+    plan, it = memory.plan, memory.plan.layout
     moves = it.infer_tp * it.infer_ep // (it.tp * it.ep) if plan.shape.moe else 1
     short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
     return (memory.excess, len(groups_across_nodes(plan)[1]), layer_collectives(plan)[1], round(short, 1), moves,
-            settings.gpu_memory_utilization, it.infer_tp * it.infer_ep)
+            memory.settings.gpu_memory_utilization, it.infer_tp * it.infer_ep)
 
 
-def training_key(plan: Plan, memory: Memory) -> tuple:
+def training_key(memory: Memory) -> tuple:
     """Order of the layouts."""
+    plan = memory.plan
     return (memory.excess, sum(map(len, groups_across_nodes(plan))), int(idle_share(plan) / 0.05),
             layer_collectives(plan)[0], memory.peak)
 
 
-def reasons(plan: Plan, memory: Memory) -> tuple[str, ...]:
-    """What decided a plan's place, in the order of the decision."""
-    training, _ = layer_collectives(plan)
+def reasons(memory: Memory) -> list[str]:
+    """What decides a plan's place, in the order of the decision."""
+    plan, it = memory.plan, memory.plan.layout
     across = [group for side in groups_across_nodes(plan) for group in side]
     tight = ", tight" if memory.tight else ""
-    reasons = list(memory.faults) or [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
+    reasons = memory.faults or [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
     reasons += [f"across nodes, slow: {', '.join(across)}"] if across else []
-    it = plan.layout
+    reasons += [f"waits {idle_share(plan):.0%} for the pipeline"] if it.pp > 1 else []
     kinds = ["TP: 2 all-gathers, 2 reduce-scatters"] if it.tp > 1 else []
     kinds += ["experts: 2 all-to-alls"] if plan.shape.moe and it.tp * it.ep > 1 else []
-    reasons += [f"waits {idle_share(plan):.0%} for the pipeline"] if it.pp > 1 else []
-    reasons.append(f"{training} collectives a layer" + (f" ({'; '.join(kinds)})" if kinds else ""))
+    reasons.append(f"{layer_collectives(plan)[0]} collectives a layer" + (f" ({'; '.join(kinds)})" if kinds else ""))
     if memory.answers_at_once < memory.answers_needed:
         reasons.append(f"KV cache for {memory.answers_at_once} of {memory.answers_needed} answers at once")
-    return tuple(reasons)
+    return reasons
 
 
 # ---- what is near, and why there is nothing ----
@@ -244,16 +207,15 @@ def nearest(plan: Plan, k: int = 3, settings: Settings | None = None,
             if not broken(kept):
                 sizes = tuple(getattr(kept.layout, name) for name in names)
                 groups.setdefault(sizes, []).append((distance(plan, kept, names), kept))
-    far = sorted(min(group, key=lambda pair: pair[0])[0] for group in groups.values())
+    far = sorted(min(distance for distance, _ in group) for group in groups.values())
     limit = far[min(k, len(far)) - 1] if far else 0
     close = []
     for group in groups.values():
-        if min(distance for distance, _ in group) <= limit:
-            choices = [(round(distance, 6), with_memory(kept, settings))
-                       for distance, kept in group if distance <= limit]
-            close.append(min(choices, key=lambda choice: (choice[0], rollout_key(*choice[1]))))
-    close.sort(key=lambda choice: (choice[0], training_key(choice[1][0], choice[1][2]), rollout_key(*choice[1])))
-    return [kept for _, (kept, _, _) in close[:k]]
+        if choices := [(round(distance, 6), with_memory(kept, settings))
+                       for distance, kept in group if distance <= limit]:
+            close.append(min(choices, key=lambda choice: (choice[0], rollout_key(choice[1]))))
+    close.sort(key=lambda choice: (choice[0], training_key(choice[1]), rollout_key(choice[1])))
+    return [memory.plan for _, memory in close[:k]]
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:
@@ -265,41 +227,30 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
 
 def changes(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE, batch: bool = True) -> list[str]:
     """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, switches and batch as well."""
-    changes = [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}" for name in names
-            if getattr(plan.layout, name) != getattr(other.layout, name)]
+    def retyped(old: object, new: object, names: Collection[str]) -> list[str]:
+        return [f"{name} {getattr(old, name)} -> {getattr(new, name)}".lower() for name in names
+                if getattr(old, name) != getattr(new, name)]
+
     if not batch:
-        return changes
-    changes += [f"{name} {getattr(plan.layout, name)} -> {getattr(other.layout, name)}".lower()
-             for name in ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel")
-             if getattr(plan.layout, name) != getattr(other.layout, name)]
-    changes += ["num_layer_list left out"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
-    changes += [f"{name} {getattr(plan.batch, name)} -> {getattr(other.batch, name)}"
-             for name in ("global_batch_size", "mini_batch_size", "micro_batch_size")
-             if getattr(plan.batch, name) != getattr(other.batch, name)]
-    changes += [f"{name} left out" for name, size in plan.batch.dispatch.items() if size
-             and not other.batch.dispatch.get(name)]
-    return changes
+        return retyped(plan.layout, other.layout, names)
+    left_out = ["num_layer_list"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
+    dispatch = [name for name, size in plan.batch.dispatch.items() if size and not other.batch.dispatch.get(name)]
+    return [*retyped(plan.layout, other.layout, [*names, *SWITCHES]), *(f"{name} left out" for name in left_out),
+            *retyped(plan.batch, other.batch, ("global_batch_size", "mini_batch_size", "micro_batch_size")),
+            *(f"{name} left out" for name in dispatch)]
 
 
-def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> list[tuple[str, int]]:
+def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[tuple[str, int]]:
     """For a number of ranks without a layout: the sentences that refuse its candidates, and how many each refuses
     alone or with others."""
-    sentences: Counter[str] = Counter()
-    divisors = _divisors(world)
-    for tp in divisors:
-        for pp in divisors:
-            for ep in divisors if shape.moe else (1,):
-                if world % (tp * pp * ep) == 0:
-                    plan = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep,
-                                                  ranks_per_node=ranks_per_node), lora=lora)
-                    sentences.update(fault.message for fault in broken(plan))
-    return sentences.most_common()
+    return Counter(fault.message for layout in _training_candidates(shape, world, ranks_per_node)
+                   for fault in broken(new_plan(shape, layout))).most_common()
 
 
-def other_worlds(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> list[int]:
+def other_worlds(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[int]:
     """The nearest smaller and larger numbers of ranks for which a layout exists."""
     def exists(size: int) -> bool:
-        return any(True for training in training_layouts(shape, size, ranks_per_node, lora)
+        return any(True for training in training_layouts(shape, size, ranks_per_node)
                    for _ in rollout_layouts(training))
 
     smaller = next((size for size in range(world - 1, 0, -1) if exists(size)), None)

@@ -1,20 +1,20 @@
-"""Layouts, rules and memory for people: tables, JSON, a bar chart, and the tables of docs/layouts.md."""
+"""Layouts, rules and memory for people: tables, JSON, a bar chart."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.planner import Ranked, idle_share, layer_collectives
-from mindspeed_qerl.layout.rules import BATCH, ROLLOUT, TRAINING, Violation
+from mindspeed_qerl.layout.planner import idle_share, layer_collectives, reasons
+from mindspeed_qerl.layout.rules import Violation
 from mindspeed_qerl.recipe.types import Layout
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 # Okabe and Ito's, one for each of KINDS
 COLORS = ("#999999", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00", "#009E73")
@@ -27,10 +27,8 @@ LEGEND = ("vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that 
 WIDE = 100  # columns; below, sums and notes stand under their table
 
 
-def console() -> "Console":
+def console() -> Console:
     """The terminal, or 110 columns where there is none: a file, a pipe."""
-    from rich.console import Console
-
     return Console() if Console().is_terminal else Console(width=110)
 
 
@@ -38,8 +36,8 @@ def label(plan: Plan) -> str:
     """A layout in two short lines."""
     it = plan.layout
     sizes = {"TP": it.tp, "PP": it.pp, "EP": it.ep}
-    return ((" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP only")
-            + f"\nvLLM {it.infer_tp}x{it.infer_ep}")
+    training = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    return f"{training or 'DP only'}\nvLLM {it.infer_tp}x{it.infer_ep}"
 
 
 def model_line(shape: ModelShape) -> str:
@@ -52,91 +50,74 @@ def model_line(shape: ModelShape) -> str:
 def sizes_line(plan: Plan) -> str:
     """The sizes of the layout."""
     it, moe = plan.layout, plan.shape.moe
-    sizes = [("TP", it.tp), ("PP", it.pp), *([("CP", it.cp)] if it.cp > 1 else []), *([("EP", it.ep)] if moe else []),
-             ("DP", it.dp)]
-    return (f"{', '.join(f'{name} {size}' for name, size in sizes)}; vLLM TP {it.infer_tp}"
-            + (f" x EP {it.infer_ep}" if moe else ""))
+    sizes = {"TP": it.tp, "PP": it.pp, "CP": it.cp if it.cp > 1 else None, "EP": it.ep if moe else None, "DP": it.dp}
+    training = ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
+    return f"{training}; vLLM TP {it.infer_tp}" + (f" x EP {it.infer_ep}" if moe else "")
 
 
-def layout_line(plan: Plan, assumed: bool = False) -> str:
-    """The layout and its nodes in one line; with `assumed`, the width of a node was not given: how to give it."""
-    return (f"{plan.layout.world} ranks: {sizes_line(plan)}; "
-            f"{nodes(plan.layout.world, plan.layout.ranks_per_node, assumed)}")
-
-
-def nodes(world: int, ranks_per_node: int, assumed: bool = False) -> str:
+def nodes(layout: Layout, assumed: bool) -> str:
     """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the option that says
     so."""
-    it = Layout(world, ranks_per_node=ranks_per_node)
-    two = f"; for two: --ranks-per-node {world // 2}" if assumed and it.nodes == 1 and world % 2 == 0 else ""
-    return f"{it.nodes} node{'s' if it.nodes > 1 else ''} of {it.node_width}{two}"
+    halves = assumed and layout.nodes == 1 and layout.world % 2 == 0
+    two = f"; for two: --ranks-per-node {layout.world // 2}" if halves else ""
+    return f"{layout.nodes} node{'s' if layout.nodes > 1 else ''} of {layout.node_width}{two}"
 
 
 def batch_line(plan: Plan) -> str:
     """The batch in one line."""
-    batch = plan.batch
-    return (f"{batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step: "
-            f"{batch.answers // plan.layout.dp} answers a training rank")
+    return (f"{plan.batch.global_batch_size} prompts x {plan.batch.samples_per_prompt} answers a step: {plan.share} "
+            "answers a training rank")
 
 
-def print_layouts(console: "Console", ranked: Sequence[Ranked]) -> None:
-    """The ranked layouts and what the columns are; where the terminal is narrow, without the collectives and with the
-    notes under the table."""
+def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
+    """The ranked layouts, one a line, and what the columns are; where the terminal is narrow, without the collectives
+    and with the notes under the table."""
     wide = console.width >= WIDE
-    console.print(layouts_table(ranked, wide))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     places: dict[str, list[str]] = {}
-    for number, entry in enumerate(ranked, 1):
-        for note in _note(entry):
+    for number, memory in enumerate(ranked, 1):
+        row = {"#": str(number), **_columns(memory)}
+        for note in _notes(memory):
             places.setdefault(note, []).append(str(number))
+        if not wide:
+            del row["colls"], row["note"]
+        if not table.columns:
+            for name in row:
+                table.add_column(name, justify="left" if name == "note" else "right", no_wrap=name != "note",
+                                 overflow="fold")
+        table.add_row(*row.values(), style="red" if not memory.fits else "yellow" if memory.tight else None)
+    console.print(table)
     for note, numbers in places.items() if not wide else ():
         console.print(f"{', '.join(numbers)}: {note}", highlight=False)
     console.print(LEGEND if wide else LEGEND.replace(COLLECTIVES, ""), highlight=False, style="dim")
 
 
-def layouts_table(ranked: Sequence[Ranked], wide: bool) -> "Table":
-    """The ranked layouts, one a line; `wide` with collectives and notes."""
-    from rich import box
-    from rich.table import Table
-
-    moe = ranked[0].plan.shape.moe
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for name in ("#", "TP", "PP", *(["EP"] if moe else []), "DP", "vLLM", "batch", "train", "sync", "rollout", "util",
-                 "waits", *(["colls"] if wide else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("note", overflow="fold")
-    for number, entry in enumerate(ranked, 1):
-        it, memory = entry.plan.layout, entry.memory
-        gigabytes = [f"{size / GB:.0f}"
-                     for size in (max(memory.total("update"), memory.total("log-probs")), memory.total("weight sync"),
-                                  memory.total("rollout"))]
-        table.add_row(str(number), *map(str, [it.tp, it.pp, *([it.ep] if moe else []), it.dp]),
-                      f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp),
-                      str(entry.plan.batch.global_batch_size), *gigabytes,
-                      f"{entry.settings.gpu_memory_utilization:g}",
-                      f"{idle_share(entry.plan):.0%}" if it.pp > 1 else "",
-                      *([str(layer_collectives(entry.plan)[0]), "; ".join(_note(entry))] if wide else []),
-                      style="red" if not memory.fits else "yellow" if memory.tight else None)
-    return table
+def _columns(memory: Memory) -> dict[str, str]:
+    plan, it, moe = memory.plan, memory.plan.layout, memory.plan.shape.moe
+    gigabytes = {moment: memory.total(moment) / GB for moment in MOMENTS}
+    return {"TP": str(it.tp), "PP": str(it.pp), **({"EP": str(it.ep)} if moe else {}), "DP": str(it.dp),
+            "vLLM": f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp),
+            "batch": str(plan.batch.global_batch_size),
+            "train": f"{max(gigabytes['update'], gigabytes['log-probs']):.0f}",
+            "sync": f"{gigabytes['weight sync']:.0f}", "rollout": f"{gigabytes['rollout']:.0f}",
+            "util": f"{memory.settings.gpu_memory_utilization:g}",
+            "waits": f"{idle_share(plan):.0%}" if it.pp > 1 else "",
+            "colls": str(layer_collectives(plan)[0]), "note": "; ".join(_notes(memory))}
 
 
-def _note(entry: Ranked) -> list[str]:
+def _notes(memory: Memory) -> list[str]:
     """What the columns do not say."""
-    memory = entry.memory
     if not memory.fits:
         return [f"does not fit: {memory.excess / GB:.1f} GB over"]
-    short = ([f"KV for {memory.answers_at_once} of {memory.answers_needed}"]
-             if memory.answers_at_once < memory.answers_needed else [])
-    return [*(["tight"] if memory.tight else []), *short,
-            *(reason for reason in entry.reasons if reason.startswith("across nodes"))]
+    short = memory.answers_at_once < memory.answers_needed
+    return [*(["tight"] if memory.tight else []),
+            *([f"KV for {memory.answers_at_once} of {memory.answers_needed}"] if short else []),
+            *(reason for reason in reasons(memory) if reason.startswith("across nodes"))]
 
 
-def print_memory(console: "Console", memory: Memory) -> None:
+def print_memory(console: Console, memory: Memory) -> None:
     """Each part of the fullest rank's memory at each moment, GB, and how it comes about: beside it, or below it where
     the terminal is narrow."""
-    from rich import box
-    from rich.table import Table
-
     wide = console.width >= WIDE
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
     table.add_column("GB of one rank", footer="sum", no_wrap=True)
@@ -144,9 +125,9 @@ def print_memory(console: "Console", memory: Memory) -> None:
         table.add_column(moment, justify="right", footer=f"{memory.total(moment) / GB:.1f}", no_wrap=True)
     if wide:
         table.add_column("how", footer=f"of {memory.capacity / GB:.0f}", overflow="fold", style="dim")
-    rows = parts_by_moment(memory)
-    hows = {name: "; ".join(dict.fromkeys(part.how for part in row.values())) for name, row in rows.items()}
-    for name, row in rows.items():
+    hows = {}
+    for name, row in parts_by_moment(memory).items():
+        hows[name] = "; ".join(dict.fromkeys(part.how for part in row.values()))
         cells = [f"{row[moment].bytes / GB:.1f}" if moment in row else "" for moment in MOMENTS]
         table.add_row(name, *cells, *([hows[name]] if wide else []))
     console.print(table)
@@ -156,23 +137,21 @@ def print_memory(console: "Console", memory: Memory) -> None:
 
 def parts_by_moment(memory: Memory) -> dict[str, dict[str, Part]]:
     """name of a part -> moment -> the part, in the order in which they are added up."""
-    names = dict.fromkeys(part.name for kind in KINDS for parts in memory.moments.values()
-                          for part in parts if part.kind == kind)
-    return {name: {moment: part for moment, parts in memory.moments.items() for part in parts if part.name == name}
-            for name in names}
+    rows: dict[str, dict[str, Part]] = {}
+    moments = [(moment, part) for moment, parts in memory.moments.items() for part in parts]
+    for moment, part in sorted(moments, key=lambda entry: KINDS.index(entry[1].kind)):
+        rows.setdefault(part.name, {})[moment] = part
+    return rows
 
 
-def faults_table(faults: Iterable[Violation]) -> "Table":
+def faults_table(faults: Iterable[Violation]) -> Table:
     """Each broken rule with its numbers and its source."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("broken", overflow="fold", style="red")
     table.add_column("by", overflow="fold", style="dim")
     for fault in faults:
-        repository, path = fault.source.split(" ", 1)
-        table.add_row(fault.message, f"{repository} {path.rsplit('/', 1)[-1]}")
+        repository, path = fault.source.split(" ")
+        table.add_row(fault.message, f"{repository} {path.rpartition('/')[2]}")
     return table
 
 
@@ -180,96 +159,54 @@ def faults_table(faults: Iterable[Violation]) -> "Table":
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
-    it = plan.layout
-    return {**{name: getattr(it, name) for name in ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp",
-                                                    "infer_tp", "infer_ep", "infer_dp", "nodes", "sequence_parallel",
-                                                    "enable_expert_parallel")},
-            "num_layer_list": list(it.num_layer_list),
+    names = ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp", "infer_tp", "infer_ep", "infer_dp", "nodes",
+             "sequence_parallel", "enable_expert_parallel")
+    return {**{name: getattr(plan.layout, name) for name in names}, "num_layer_list": list(plan.layout.num_layer_list),
             "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"}}
 
 
 def memory_dict(memory: Memory) -> dict[str, Any]:
     """The memory of the fullest rank, bytes."""
-    return {"capacity": memory.capacity, "fits": memory.fits, "faults": list(memory.faults),
-            "pipeline_stage": memory.stage,
+    return {"capacity": memory.capacity, "fits": memory.fits, "faults": memory.faults, "pipeline_stage": memory.stage,
             "totals": {moment: memory.total(moment) for moment in MOMENTS},
             "parts": {moment: [asdict(part) for part in parts] for moment, parts in memory.moments.items()},
             "kv_cache": {"bytes": memory.kv_cache, "bytes_a_token": memory.kv_token,
-                         "answers_at_once": memory.answers_at_once,
-                         "answers_needed": memory.answers_needed}}
+                         "answers_at_once": memory.answers_at_once, "answers_needed": memory.answers_needed}}
 
 
-def ranked_dict(entry: Ranked) -> dict[str, Any]:
+def ranked_dict(memory: Memory) -> dict[str, Any]:
     """One line of the ranking."""
-    return {**plan_dict(entry.plan), "gpu_memory_utilization": entry.settings.gpu_memory_utilization,
-            "pipeline_idle": round(idle_share(entry.plan), 4), "memory": {**memory_dict(entry.memory), "parts": None},
-            "reasons": list(entry.reasons)}
+    return {**plan_dict(memory.plan), "gpu_memory_utilization": memory.settings.gpu_memory_utilization,
+            "pipeline_idle": round(idle_share(memory.plan), 4), "memory": {**memory_dict(memory), "parts": None},
+            "reasons": reasons(memory)}
 
 
 # ---- picture ----
 
 def plot_memory(bars: Mapping[str, Memory], title: str, file: Path) -> None:
     """A stacked bar for each moment of each layout, by KINDS; `bars` maps a label to a layout's memory."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(max(6.0, 1.6 + 2.1 * len(bars)), 4.4), layout="constrained")
-    for group, memory in enumerate(bars.values()):
-        for index, moment in enumerate(MOMENTS):
-            bottom, x = 0.0, group * (len(MOMENTS) + 1) + index
-            for kind, color in zip(KINDS, COLORS, strict=True):
-                height = sum(part.bytes for part in memory.moments[moment] if part.kind == kind) / GB
-                axes.bar(x, height, 0.86, bottom, color=color, alpha=0.35 if kind == "KV cache" else 1.0,
-                         label=kind if group == index == 0 else None)
-                bottom += height
-            axes.text(x, bottom + 0.6, f"{bottom:.0f}", ha="center", fontsize=8)
-    places = [group * (len(MOMENTS) + 1) + index for group in range(len(bars)) for index in range(len(MOMENTS))]
+    figure = Figure(figsize=(max(6.0, 1.6 + 2.1 * len(bars)), 4.4), layout="constrained")
+    axes, step = figure.subplots(), len(MOMENTS) + 1
+    moments = [memory.moments[moment] for memory in bars.values() for moment in MOMENTS]
+    places = [group * step + index for group in range(len(bars)) for index in range(len(MOMENTS))]
+    tops = [0.0] * len(moments)
+    for kind, color in zip(KINDS, COLORS, strict=True):
+        heights = [sum(part.bytes for part in parts if part.kind == kind) / GB for parts in moments]
+        axes.bar(places, heights, 0.86, tops, color=color, alpha=0.35 if kind == "KV cache" else 1.0, label=kind)
+        tops = [top + height for top, height in zip(tops, heights)]
+    for place, top in zip(places, tops):
+        axes.text(place, top + 0.6, f"{top:.0f}", ha="center", fontsize=8)
     axes.set_xticks(places, [*MOMENTS] * len(bars), rotation=45, ha="right", fontsize=8)
     limit = max(memory.capacity for memory in bars.values()) / GB
-    top = max(limit, *(memory.total(moment) / GB for memory in bars.values() for moment in MOMENTS))
+    highest = max(limit, *tops)
     for group, text in enumerate(bars):
-        axes.text(group * (len(MOMENTS) + 1) + 1.5, top * 1.05, text, ha="center", va="bottom", fontsize=9)
+        axes.text(group * step + 1.5, highest * 1.05, text, ha="center", va="bottom", fontsize=9)
     axes.axhline(limit, color="#D55E00", linewidth=1.2, linestyle="--")
-    axes.set_ylim(0, top * 1.2)
+    axes.set_ylim(0, highest * 1.2)
     axes.set_ylabel("GB of the fullest rank")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle(f"{title}. {DISCLAIMER}", fontsize=9, x=0.01, ha="left")
     figure.savefig(file, dpi=110)
-    plt.close(figure)
-
-
-# ---- docs/layouts.md ----
-
-def rules_markdown() -> str:
-    """Every rule with its source, as the tables of docs/layouts.md."""
-    lines = []
-    for title, rules in (("Training", TRAINING), ("Rollout", ROLLOUT), ("Batch", BATCH)):
-        lines += [f"| {title} | source |", "|---|---|"]
-        for rule in rules:
-            lines.append(f"| {rule.statement} | {rule.repository} `{rule.path.rsplit('/', 1)[-1]}:{rule.line}` |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def memory_markdown(memories: Mapping[str, Memory]) -> str:
-    """The memory of several configs side by side, as the table of docs/layouts.md; GB."""
-    lines = ["| GB of one rank | " + " | ".join(memories) + " |", "|---" * (1 + len(memories)) + "|"]
-    tables = {name: parts_by_moment(memory) for name, memory in memories.items()}
-
-    def cells(moment: str, part: str) -> list[str]:
-        rows = [table.get(part, {}).get(moment) for table in tables.values()]
-        return [f"{row.bytes / GB:.1f}" if row else "–" for row in rows]
-
-    for moment in reversed(MOMENTS):
-        names = dict.fromkeys(part.name for memory in memories.values() for kind in KINDS
-                              for part in memory.moments[moment] if part.kind == kind)
-        lines += [f"| {moment}: {name} | " + " | ".join(cells(moment, name)) + " |" for name in names]
-        lines.append(f"| **{moment}** | "
-                     + " | ".join(f"**{memory.total(moment) / GB:.1f}**" for memory in memories.values()) + " |")
-    lines.append("| answers of full length that the KV cache holds, needed | "
-                 + " | ".join(f"{memory.answers_at_once}, {memory.answers_needed}" for memory in memories.values())
-                 + " |")
-    return "\n".join(lines)

@@ -1,19 +1,15 @@
 """Which questions are next; sampled answers as right-padded sequences, dealt by length to Megatron's ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 
 class PromptOrder:
-    """Which rows are asked next: the file is shuffled anew for each pass and read in that order.
+    """Which of `count` rows are asked next: the file is shuffled anew for each pass and read in that order.
 
-    Args:
-        count: rows of the file. seed: of the shuffles.
-
-    Attributes:
-        position: rows asked so far. With it a run that resumes asks what it would have asked.
+    With `position`, the rows asked so far, a run that resumes asks what it would have asked.
 
     >>> order = PromptOrder(count=4, seed=2)
     >>> order.take(3), order.position
@@ -36,25 +32,15 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of prompt and completion. Position t of the [N, L-1] arrays speaks of token t + 1, as logits do.
+    """Sequences of prompt and completion. Position t of the [N, L-1] arrays speaks of token t + 1, as logits do."""
 
-    Attributes:
-        tokens: int64 [N, L], padded on the right with 0.
-        lengths: int64 [N], prompt and completion together.
-        mask: bool [N, L-1], True where a completion token is predicted.
-        rollout_logprobs: float32 [N, L-1], by the policy that sampled, noise included; 0 outside the mask.
-        advantages: float32 [N].
-        old_logprobs: float32 [N, L-1] before the first update of this step, or None: the ratio then starts at 1.
-        reference_logprobs: float32 [N, L-1] of the base model, or None: no KL term.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    mask: np.ndarray
-    rollout_logprobs: np.ndarray
-    advantages: np.ndarray
-    old_logprobs: np.ndarray | None = None
-    reference_logprobs: np.ndarray | None = None
+    tokens: np.ndarray  # int64 [N, L], padded on the right with 0
+    lengths: np.ndarray  # int64 [N], prompt and completion together
+    mask: np.ndarray  # bool [N, L-1], True where a completion token is predicted
+    rollout_logprobs: np.ndarray  # float32 [N, L-1], by the policy that sampled, noise included; 0 outside the mask
+    advantages: np.ndarray  # float32 [N]
+    old_logprobs: np.ndarray | None = None  # float32 [N, L-1] before this step's first update; None: the ratio is 1
+    reference_logprobs: np.ndarray | None = None  # float32 [N, L-1] of the base model; None: no KL term
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,15 +48,9 @@ class Batch:
     def rows(self, index: np.ndarray) -> "Batch":
         """The rows `index`, trimmed to the longest of them."""
         longest = int(self.lengths[index].max())
-        parts = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                value = value[index]
-                if value.ndim == 2:
-                    value = value[:, : longest if field.name == "tokens" else longest - 1]
-            parts[field.name] = value
-        return Batch(**parts)
+        parts = {name: value[index] for name, value in vars(self).items() if value is not None}
+        return Batch(**{name: part if part.ndim == 1 else part[:, : longest if name == "tokens" else longest - 1]
+                        for name, part in parts.items()})
 
 
 def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
@@ -92,10 +72,7 @@ def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence
 
 def deal(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
     """Row indices for each data-parallel rank: sorted by length and dealt in turn, so that micro-batches match.
-
-    Raises:
-        ValueError: the rows cannot be shared equally (ranks wait for each other in the experts).
-    """
+    ValueError if the rows cannot be shared equally (ranks wait for each other in the experts)."""
     if len(lengths) % ranks:
         raise ValueError(f"{len(lengths)} sequences cannot be dealt equally to {ranks} data-parallel ranks")
     order = np.argsort(-lengths, kind="stable")

@@ -7,9 +7,9 @@ that a run can resume in any layout.
         shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's
                                   two moments of both (.exp_avg, .exp_avg_sq), float32
 
-A folder with that name is complete: it is written as iter_0000010.making, forced to the disk, and renamed. Reading it
-executes nothing, it is safetensors and JSON. Random states are not in it, because there are none: each draw of a run
-has a seed of its own, made of the run's seed, its purpose and the step (seeds.py).
+A folder with that name is complete: it is written under another name, forced to the disk, and renamed. Reading it
+executes nothing, it is safetensors and JSON. There are no random states: each draw of a run has a seed of its own,
+made of the run's seed, its purpose and the step (seeds.py).
 """
 
 import hashlib
@@ -21,11 +21,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.families.tensors import mappings
+from mindspeed_qerl.files import checkpoint_iterations, new_directory
+from mindspeed_qerl.lora import checkpoint as megatron
 from mindspeed_qerl.lora.checkpoint import Adapters
+from mindspeed_qerl.recipe.types import LoRA
 
 STATE = "state.json"
-MAKING = ".making"
 
 
 def folder(checkpoints: Path, iteration: int) -> Path:
@@ -33,27 +36,12 @@ def folder(checkpoints: Path, iteration: int) -> Path:
     return checkpoints / f"iter_{iteration:07d}"
 
 
-def iterations(checkpoints: Path) -> list[int]:
-    """The iterations with a checkpoint, in order."""
-    found = (path.name.removeprefix("iter_") for path in checkpoints.glob("iter_*"))
-    return sorted(int(number) for number in found if number.isdigit())
-
-
 def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], Any], keep: int) -> Path:
-    """Make the checkpoint of `iteration`, then remove all but the last `keep`.
-
-    Args:
-        state: JSON values that `read_state` will give back. write: writes the tensor files into a folder.
-
-    Raises:
-        OSError: it cannot be written. The checkpoints that were there are still there, and nothing half made.
-    """
+    """Make the checkpoint of `iteration`, then remove all but the last `keep`. After an OSError those that were there
+    still are, and nothing half made. state: JSON values that `read_state` will give back. write: writes the tensor
+    files into a folder."""
     final = folder(checkpoints, iteration)
-    making = final.with_name(final.name + MAKING)
-    for left in checkpoints.glob(f"*{MAKING}"):  # by a process that was killed
-        shutil.rmtree(left)
-    try:
-        making.mkdir(parents=True)
+    with new_directory(final) as making:
         write(making)
         files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
                  for file in sorted(making.iterdir())}
@@ -62,26 +50,17 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
             file.flush()
             os.fsync(file.fileno())
         _force_directory(making)
-        shutil.rmtree(final, ignore_errors=True)  # of a run that went on from an earlier checkpoint
-        making.rename(final)
-        _force_directory(checkpoints)
-    except BaseException:
-        shutil.rmtree(making, ignore_errors=True)
-        raise
-    for old in iterations(checkpoints)[:-keep]:
+    _force_directory(checkpoints)
+    for old in checkpoint_iterations(checkpoints)[:-keep]:
         shutil.rmtree(folder(checkpoints, old))
     return final
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
-    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files"; every
-    file is checked first.
-
-    Raises:
-        ValueError: there is none, or a part of it is missing or not what was written; the message names the part, and
-            the checkpoints before.
-    """
-    there = iterations(checkpoints)
+    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files".
+    ValueError: there is none, or a part of it is missing or not what was written; it names the part, and the
+    checkpoints before."""
+    there = checkpoint_iterations(checkpoints)
     if not there:
         raise ValueError(f"{checkpoints} has no checkpoint; one is made at the end of a run, and every "
                          "megatron_training.save_interval steps")
@@ -108,16 +87,6 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
     return state
 
 
-def prompts_asked(state: Mapping[str, Any], batch_size: int) -> int:
-    """The position in the data of what `read_state` returned. Before it was written there, each iteration asked
-    `batch_size` prompts.
-
-    >>> prompts_asked({"iteration": 10, "prompts_asked": 360}, 32), prompts_asked({"iteration": 10}, 32)
-    (360, 320)
-    """
-    return state.get("prompts_asked", state["iteration"] * batch_size)
-
-
 def _damaged(directory: Path, there: list[int], fault: str) -> str:
     before = [number for number in there if folder(directory.parent, number) != directory]
     way_out = (f"move {directory.name} away to resume from iteration {before[-1]}" if before
@@ -125,9 +94,9 @@ def _damaged(directory: Path, there: list[int], fault: str) -> str:
     return f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or {way_out}"
 
 
-def describe(shape: ModelShape, r: int, alpha: float, targets: tuple[str, ...]) -> dict[str, Any]:
+def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
     """What a checkpoint says of the adapters in it."""
-    return {"model": asdict(shape), "lora": {"r": r, "alpha": alpha, "targets": sorted(targets)}}
+    return {"model": asdict(shape), "lora": {"r": lora.r, "alpha": lora.alpha, "targets": sorted(lora.targets)}}
 
 
 def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -142,9 +111,12 @@ def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
-    """The adapters of a checkpoint under Hugging Face's names, for export. Errors as for `read_state`."""
+    """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError or
+    FileNotFoundError if it is not there, or not whole."""
     from safetensors import safe_open
 
+    if not any(checkpoints.glob(f"iter_*/{STATE}")):
+        return megatron.load_adapters(checkpoints, iteration)
     state = read_state(checkpoints, iteration)
     shape, tensors = ModelShape(**state["model"]), {}
     for name in state["files"]:
@@ -152,11 +124,10 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
             adapters = [key for key in file.keys() if key.endswith((".lora_A", ".lora_B"))]  # noqa: SIM118
             tensors |= {key: file.get_tensor(key) for key in adapters}
     weights = {}
-    for mapping in family_of(shape).tensors(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
+    for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
-            for name, b in zip(mapping.hf, mapping.split(tensors[f"{layer}.lora_B"])):
-                weights[name.removesuffix(".weight")] = (tensors[f"{layer}.lora_A"], b)
+            weights |= megatron.parts(mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
     return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"])
 
 

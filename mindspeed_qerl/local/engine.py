@@ -4,6 +4,7 @@ sample (synced weights, noise on) -> score -> select and group advantages -> upd
 -> sync (merged weights to the rollout engine) -> evaluate (noise off)
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -15,15 +16,15 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.aqn.schedule import steps_of_epoch
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, build_batch, deal
-from mindspeed_qerl.local.launch import Processes, launch
+from mindspeed_qerl.local.processes import Processes, WorkerError, launch, memory_in_use
 from mindspeed_qerl.local.rollout import Completion, join_movement
-from mindspeed_qerl.local.workers import WorkerError, memory_in_use
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -32,7 +33,7 @@ from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.checks import check_prompts
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rewards import score
+from mindspeed_qerl.tasks.rewards import first_reward, score
 from mindspeed_qerl.tasks.rows import Row
 
 # What the proof of a sync (`RolloutEngine.movement`) allows.
@@ -41,47 +42,12 @@ LOST_SHARE = 0.1  # of a tensor's move; in fp32 rounding loses under 1e-3 (tests
 VISIBLE_SHARE = 0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The answers of one iteration, those to one prompt side by side; one of each for every answer.
-
-    Attributes:
-        rows: of the task. prompts: token ids. answers: as sampled.
-    """
-
-    rows: list[Row]
-    prompts: list[list[int]]
-    answers: list[Completion]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of every answer: its text, and its reward, float64 [N]; and the mean score of each verifier."""
-
-    texts: list[str]
-    rewards: np.ndarray
-    per_verifier: dict[str, float]
-
-
-def select(samples: Samples, rewards: np.ndarray, group_size: int) -> Batch:
-    """What is trained: all answers, each with its advantage within its group."""
+def select(prompts: Sequence[list[int]], answers: Sequence[Completion], rewards: np.ndarray, group_size: int) -> Batch:
+    """What is trained: all answers, those to one prompt side by side, each with its advantage within its group;
+    `prompts` has one for each answer."""
     advantages = group_advantages(torch.from_numpy(rewards), group_size).numpy()
-    token_ids = [answer.token_ids for answer in samples.answers]
-    logprobs = [answer.logprobs for answer in samples.answers]
-    return build_batch(samples.prompts, token_ids, logprobs, advantages)
-
-
-def sample_metrics(samples: Samples, scores: Scores, group_size: int) -> dict[str, float]:
-    """The metrics of an iteration's answers (runs/metrics.py)."""
-    groups = scores.rewards.reshape(-1, group_size)
-    return {
-        "reward/mean": scores.rewards.mean(),
-        "reward/std": scores.rewards.std(),
-        "reward/groups_with_signal": (groups != groups[:, :1]).any(1).mean(),
-        **{f"verifier/{name}/mean": score for name, score in scores.per_verifier.items()},
-        "response/length_mean": np.mean([len(answer.token_ids) for answer in samples.answers]),
-        "response/truncated_fraction": np.mean([answer.truncated for answer in samples.answers]),
-    }
+    return build_batch(prompts, [answer.token_ids for answer in answers], [answer.logprobs for answer in answers],
+                       advantages)
 
 
 def data_rank(rank: int, layout: Layout) -> int:
@@ -89,15 +55,11 @@ def data_rank(rank: int, layout: Layout) -> int:
     return rank // layout.tp % layout.dp
 
 
-def _adapters(recipe: Recipe) -> dict[str, Any]:
-    return checkpoint.describe(read_shape(recipe.model.path), recipe.lora.r, recipe.lora.alpha, recipe.lora.targets)
-
-
 def last_checkpoint(recipe: Recipe) -> int:
     """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a
     damaged one, or one of another model or other adapters."""
     state = checkpoint.read_state(RunDirectory.open(recipe.run.resume).checkpoints_dir)
-    checkpoint.check_fit(state, _adapters(recipe))
+    checkpoint.check_fit(state, checkpoint.describe(read_shape(recipe.model.path), recipe.lora))
     return state["iteration"]
 
 
@@ -106,7 +68,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     the model."""
     progress.phase("reading the task")
     data = load_data(recipe, progress)
-    epoch = steps_of_epoch(len(data.train.rows), recipe.batch.global_batch_size)
+    epoch = math.ceil(len(data.train.rows) / recipe.batch.global_batch_size)  # the last step may reach beyond
     if recipe.noise.restart_every == "epoch":
         run.record(aqn_restart_every=epoch)
     progress.phase("starting engines")
@@ -155,75 +117,71 @@ class LocalEngine:
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
         self.proved = False
-        self.peak_memory = 0  # bytes, of all processes together
 
     def train(self) -> None:
         """All iterations."""
         recipe, started = self.recipe, time.perf_counter()
-        self.processes.team.wait_until_ready()
+        self.processes.wait_until_ready()
         self.report_targets()
-        self.run.record(processes=self.processes.team.pids, engine_start_seconds=time.perf_counter() - started)
+        self.run.record(processes=self.processes.pids, engine_start_seconds=time.perf_counter() - started)
         done = self.restore() if recipe.run.resume else 0
         self.sync()
         if not done:
             self.evaluate(0)
+        peak_memory = 0  # bytes, of all processes together
         for step in range(done + 1, recipe.run.train_iters + 1):
             self.iteration(step)
-            self.peak_memory = max(self.peak_memory, memory_in_use([os.getpid(), *self.processes.team.pids.values()]))
+            peak_memory = max(peak_memory, memory_in_use([os.getpid(), *self.processes.pids.values()]))
             if step % recipe.evaluation.every == 0 or step == recipe.run.train_iters:
                 self.evaluate(step)
             if step == recipe.run.train_iters or recipe.run.save_interval and step % recipe.run.save_interval == 0:
                 self.save(step)
-        self.run.record(peak_memory_gib=self.peak_memory / 2**30)
+        self.run.record(peak_memory_gib=peak_memory / 2**30)
         if not self.proved:
             self.progress.message("Warning: not every LoRA target moved in this run (no reward differed?), so its way "
                                   "into the rollout engine was never proved")
 
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
-        recipe, started = self.recipe, time.perf_counter()
+        recipe, n, started = self.recipe, self.recipe.batch.samples_per_prompt, time.perf_counter()
         self.seconds = {}
         with self._timed("rollout"):
-            samples, noise = self.sample(step)
+            rows, prompts, answers, noise = self.sample(step)
         with self._timed("reward"):
-            scores = self.score(samples)
-            batch = select(samples, scores.rewards, recipe.batch.samples_per_prompt)
+            texts = self._decode(answers)
+            rewards, scores = score(recipe.task.verifiers, texts, rows)
+            batch = select(prompts, answers, rewards, n)
         self.progress.phase("update")
         trained = self.update(batch)
         with self._timed("sync"):
             self.sync()
-        values = {**sample_metrics(samples, scores, recipe.batch.samples_per_prompt), **trained,
+        values = {**reward_metrics(rewards, n),
+                  **{f"verifier/{name}/mean": of_verifier.mean() for name, of_verifier in scores.items()},
+                  "response/length_mean": np.mean([len(answer.token_ids) for answer in answers]),
+                  "response/truncated_fraction": np.mean([answer.truncated for answer in answers]), **trained,
                   **(noise.to_metrics() if noise else {}), **self.seconds, "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
-        kept = list(zip(samples.rows, scores.texts, scores.rewards))[: recipe.run.rollout_samples]
-        self.metrics.log_rollouts(step, [
-            {"question": row.question, "response": text, "answer": row.answer, "reward": float(reward)}
-            for row, text, reward in kept])
+        shown = zip(rows[: recipe.run.rollout_samples], texts, rewards)
+        self.metrics.log_rollouts(step, [{"question": row.question, "response": text, "answer": row.answer,
+                                          "reward": float(reward)} for row, text, reward in shown])
         self.progress.step(step, values)
 
-    def sample(self, step: int) -> tuple[Samples, NoiseReport | None]:
-        """Answers to the next prompts, by the synced weights with the noise of this step on."""
+    def sample(self, step: int) -> tuple[list[Row], list[list[int]], list[Completion], NoiseReport | None]:
+        """Answers to the next prompts, by the synced weights with the noise of this step on: the row and the prompt of
+        each answer, the answers, and what the noise did."""
         task, n = self.data.train, self.recipe.batch.samples_per_prompt
         chosen = self.order.take(self.recipe.batch.global_batch_size)
-        completions, noise = self._generate([task.prompts[i] for i in chosen], n, "rollout", step, noise_step=step - 1)
+        answers, noise = self._generate([task.prompts[i] for i in chosen], n, "rollout", step, noise_step=step - 1)
         if noise and step == 1:
             self.run.record(aqn_layers=noise.names)
             self.progress.message(f"AQN targets {noise.layers} RMSNorm layers: {', '.join(noise.names)}")
-        of_answers = [i for i in chosen for _ in range(n)]
-        answers = [answer for group in completions for answer in group]
-        return Samples([task.rows[i] for i in of_answers], [task.prompts[i] for i in of_answers], answers), noise
-
-    def score(self, samples: Samples) -> Scores:
-        """The reward of each answer: the weighted sum of the verifiers' scores."""
-        texts = self._decode(samples.answers)
-        rewards, per_verifier = score(self.recipe.task.verifiers, texts, samples.rows)
-        return Scores(texts, rewards, {name: values.mean() for name, values in per_verifier.items()})
+        asked = [i for i in chosen for _ in range(n)]
+        return [task.rows[i] for i in asked], [task.prompts[i] for i in asked], answers, noise
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
-        ranks, shards = self.processes.ranks, self._deal(batch)
-        trained = self.processes.team.gather(
-            {rank: rank.call("train", part, self.recipe.batch.epochs) for rank, part in zip(ranks, shards)})[0]
+        trained = self.processes.gather({rank: rank.call("train", shards, self.recipe.batch.epochs) for rank, shards
+                                         in zip(self.processes.ranks, self._deal(batch))})[0]
         self.seconds |= {part: trained.pop(part) for part in ("time/logprobs", "time/update")}
         return trained
 
@@ -233,10 +191,10 @@ class LocalEngine:
         loading = self.processes.start_on_rollouts("start_sync")
         for part in range(self.sync_parts):
             merged = [rank.call("merged_weights", part) for rank in self.processes.ranks]
-            self.processes.team.gather(loading)
+            self.processes.gather(loading)
             loading = self.processes.start_on_rollouts("load", *merged)
             del merged  # Ray keeps what somebody still names
-        self.processes.team.gather(loading)
+        self.processes.gather(loading)
         self.processes.on_rollouts("finish_sync")
         if not self.proved:
             self.prove()
@@ -263,11 +221,9 @@ class LocalEngine:
         settings, task, started = self.recipe.evaluation, self.data.test, time.perf_counter()
         self.progress.phase("evaluation")
         n = settings.samples_per_problem
-        completions, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
-        answers = [answer for group in completions for answer in group]
-        truncated = [answer.truncated for answer in answers]
-        verifier, _ = self.recipe.task.verifiers[0]
-        result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, verifier)
+        answers, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
+        result, written = evaluate_answers(task.rows, self._decode(answers), [answer.truncated for answer in answers],
+                                           n, first_reward(self.recipe.task.verifiers))
         result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}
         self.metrics.log_eval(step, result, written)
         self.progress.evaluated(step, result)
@@ -276,10 +232,8 @@ class LocalEngine:
         """Say and record how many parameters LoRA trains, by target."""
         described, parts = zip(*self.processes.on_ranks("describe"))
         self.sync_parts = max(parts)
-        totals = {}
-        for target in self.recipe.lora.targets:
-            counts = [of_rank[target] for of_rank in described]
-            totals[target] = {key: sum(count[key] for count in counts) for key in ("modules", "parameters")}
+        totals = {target: {key: sum(of_rank[target][key] for of_rank in described)
+                           for key in ("modules", "parameters")} for target in self.recipe.lora.targets}
         self.progress.message("LoRA trains " + ", ".join(
             f"{target}: {count['modules']} modules, {count['parameters']:,} parameters"
             for target, count in totals.items()))
@@ -290,16 +244,17 @@ class LocalEngine:
         self.progress.phase("checkpoint")
         batch, folder = self.recipe.batch, self.run.checkpoints_dir
         updates = step * batch.epochs * batch.global_batch_size // batch.mini_batch_size
-        state = {"updates": updates, "prompts_asked": self.order.position, **_adapters(self.recipe)}
+        state = {"updates": updates, "prompts_asked": self.order.position,
+                 **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora)}
         try:
             checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)),
                             self.recipe.local.keep_checkpoints)
         except (OSError, WorkerError) as error:
-            there = checkpoint.iterations(folder)
+            there = checkpoint_iterations(folder)
             before = (f"The last one is of step {there[-1]}: make room and resume with run.resume={self.run.path}"
                       if there else "There is none yet")
-            message = f"the checkpoint after step {step} in {folder} cannot be written: {error}\n{before}"
-            raise WorkerError(message) from error
+            raise WorkerError(
+                f"the checkpoint after step {step} in {folder} cannot be written: {error}\n{before}") from error
 
     def restore(self) -> int:
         """Give every rank its part of the last checkpoint, and the data its position; returns the iteration after
@@ -308,7 +263,8 @@ class LocalEngine:
         iteration = state["iteration"]
         folder = checkpoint.folder(self.run.checkpoints_dir.resolve(), iteration)
         self.processes.on_ranks("restore", str(folder), iteration, state["updates"])
-        self.order.position = checkpoint.prompts_asked(state, self.recipe.batch.global_batch_size)
+        # before it was written there, each iteration asked one batch
+        self.order.position = state.get("prompts_asked", iteration * self.recipe.batch.global_batch_size)
         self.progress.message(f"Resumes after step {iteration}")
         return iteration
 
@@ -320,21 +276,22 @@ class LocalEngine:
         self.seconds[f"time/{part}"] = time.perf_counter() - started
 
     def _generate(self, prompts: Sequence[list[int]], n: int, purpose: str, step: int, noise_step: int | None = None,
-                  temperature: float | None = None) -> tuple[list[list[Completion]], NoiseReport | None]:
-        """`n` answers to each prompt, drawn with the seed of this purpose and step."""
+                  temperature: float | None = None) -> tuple[list[Completion], NoiseReport | None]:
+        """`n` answers to each prompt, side by side, drawn with the seed of this purpose and step."""
         recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
         sampling = {"max_tokens": recipe.sampling.max_tokens, "stop_token_ids": [] if eos is None else [eos],
                     "temperature": recipe.sampling.temperature if temperature is None else temperature}
         seed, hardware_error = derived_seed(recipe.run.seed, purpose, step), recipe.hardware_error.arguments(purpose)
-        return self.processes.on_rollouts("generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
+        groups, noise = self.processes.on_rollouts(
+            "generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
+        return [answer for group in groups for answer in group], noise
 
     def _decode(self, answers: Sequence[Completion]) -> list[str]:
         return self.data.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
 
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch; ranks that share one data-parallel rank's layers get the same."""
-        size = self.recipe.batch.mini_batch_size * self.recipe.batch.samples_per_prompt  # answers
-        layout = self.recipe.layout
+        layout, size = self.recipe.layout, self.recipe.batch.mini_answers
         shards = [[] for _ in range(layout.dp)]
         for start in range(0, len(batch), size):
             mini = batch.rows(np.arange(start, start + size))

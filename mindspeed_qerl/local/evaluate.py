@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,53 +22,50 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rewards import is_reward, load_reward, try_reward
+from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward
+
+
+def option(default: Any, help: str, least: int | None = None, **more: Any) -> Any:
+    """A field that tools/evaluate.py has an option for: argparse's arguments, and the least value."""
+    if default not in (None, MISSING):
+        help = f"{help} (default: {default})"
+    kind = type(default) if isinstance(default, int | float) else str if least is None else int
+    return field(default=default, metadata={"help": help, "type": kind, "least": least, **more})
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated, and how.
+    """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's checkpoint. ConfigError if a
+    value is out of its range."""
 
-    Attributes:
-        model: Hugging Face directory. adapter: a PEFT adapter for it; run, step: or the adapters of a run's
-            checkpoint.
-        data: file of rows (tasks/rows.py). prompt: "chat" or "plain". problems: the first so many, None for all.
-        verifier: name or import path of a reward (tasks/rewards.py).
-        samples: answers per question at `temperature`, 0 for greedy answers only.
-        hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, or None.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-
-    model: str
-    data: str
-    adapter: str | None = None
+    model: str = option(MISSING, "a Hugging Face model", metavar="DIR")
+    data: str = option(MISSING, "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)", metavar="FILE")
+    adapter: str | None = option(None, "a PEFT adapter for it", metavar="DIR")
     run: str | None = None
-    step: int | None = None
-    prompt: str = "chat"
-    verifier: str = "gsm8k"
-    problems: int | None = None
-    samples: int = 4
-    temperature: float = 1.0
-    max_tokens: int = 1024
-    max_prompt_length: int = 512
-    max_num_seqs: int = 256
-    dtype: str = "bfloat16"
-    kv_cache_gib: int = 4
-    tensor_parallel_size: int = 1
-    seed: int = 1
-    hardware_error: dict[str, Any] | None = None
+    step: int | None = option(None, "of the checkpoint (default: the last one); 0: the model before training", 0,
+                              metavar="N")
+    prompt: str = option("chat", "form of the prompts", choices=("chat", "plain"))
+    verifier: str = option("gsm8k", "gsm8k, gsm8k_strict, or your own module:function")
+    problems: int | None = option(None, "the first N questions (default: all)", 1, metavar="N")
+    samples: int = option(4, "answers per question for pass@K and maj@K; 0: greedy only", 0, metavar="K")
+    temperature: float = option(1.0, "of the samples")
+    max_tokens: int = option(1024, "length limit of an answer", 1)
+    max_prompt_length: int = option(512, "tokens; longer questions are left out", 1)
+    max_num_seqs: int = option(256, "answers that vLLM writes at a time", 1)
+    dtype: str = option("bfloat16", "of the model", choices=("bfloat16", "float16", "float32"))
+    kv_cache_gib: int = option(4, "vLLM's memory for keys and values on a CPU", 1)
+    tensor_parallel_size: int = option(1, "processes that share the model", 1)
+    seed: int = option(1, "of the samples")
+    hardware_error: dict[str, Any] | None = None  # keyword arguments of `HardwareErrorMode` besides the seed
 
     def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("problems", 1), ("samples", 0), ("max_tokens", 1), ("max_prompt_length", 1),
-                            ("max_num_seqs", 1), ("kv_cache_gib", 1), ("tensor_parallel_size", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} = {value} must be at least {least}")
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata.get("least")
+            if None not in (value, least) and value < least:
+                raise ConfigError(f"{each.name} = {value} must be at least {least}")
         if self.samples and self.temperature <= 0:
-            raise ConfigError(
-                f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 samples")
+            raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 "
+                              "samples")
         load_reward(self.verifier)
         if self.hardware_error:
             if self.tensor_parallel_size > 1:
@@ -93,27 +90,21 @@ def of_run(path: str, **given: Any) -> Evaluation:
     if not recipe.model.path or not recipe.task.test_file:
         raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
                           "task.test_file: give --model, --data and --adapter instead of --run")
-    asked = recipe.evaluation
-    samples = ({"samples": asked.samples_per_problem, "temperature": asked.temperature}
-               if asked.temperature else {"samples": 0})
+    asked, samples = recipe.evaluation, {"samples": 0}
+    if asked.temperature:
+        samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature}
     values = dict(
         model=recipe.model.path, data=recipe.task.test_file, run=str(path), prompt=recipe.task.prompt,
-        verifier=next(filter(is_reward, (name for name, _ in recipe.task.verifiers)), "gsm8k"),
-        problems=asked.n_problems, **samples, max_tokens=recipe.sampling.max_tokens,
-        max_prompt_length=recipe.sampling.max_prompt_length, max_num_seqs=recipe.rollout.max_num_seqs,
-        dtype=recipe.model.dtype, seed=run.status()["seed"],
+        verifier=first_reward(recipe.task.verifiers), problems=asked.n_problems, **samples,
+        max_tokens=recipe.sampling.max_tokens, max_prompt_length=recipe.sampling.max_prompt_length,
+        max_num_seqs=recipe.rollout.max_num_seqs, dtype=recipe.model.dtype, seed=run.status()["seed"],
         hardware_error=recipe.hardware_error.arguments("evaluation"))
     return Evaluation(**values | given)
 
 
 def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at
-    each stage.
-
-    Raises:
-        ConfigError, ValueError, OSError: something that was given cannot be read or does not fit, or `output` is there
-        already.
-    """
+    each stage. ValueError or OSError: something that was given cannot be read, does not fit, or is there already."""
     from transformers import AutoTokenizer
 
     if output.exists():
@@ -126,35 +117,34 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
         model, step = _merged(what, Path(folder) / "model", tell)
         tell("starting vLLM")
-        answer = _answerer(what, model, tokenizer)
+        sample = _sampler(what, model, tokenizer)
         summary: dict[str, Any] = {**asdict(what), "step": step}
         written = {}
         for name, n, temperature in (("greedy", 1, 0.0), ("sampled", what.samples, what.temperature)):
             if n:
-                tell(f"{len(task.rows)} questions, "
-                     f"{'greedy' if not temperature else f'{n} samples each at temperature {temperature:g}'}")
-                texts, truncated = answer(task.prompts, n, temperature,
-                                          derived_seed(what.seed, f"evaluation {name}", step or 0))
-                summary[name], written[name] = evaluate_answers(task.rows, texts, truncated, n, what.verifier)
+                how = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
+                tell(f"{len(task.rows)} questions, {how}")
+                groups = sample(task.prompts, n, temperature, derived_seed(what.seed, f"evaluation {name}", step or 0))
+                answers = [answer for group in groups for answer in group]
+                texts = tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
+                summary[name], written[name] = evaluate_answers(
+                    task.rows, texts, [answer.truncated for answer in answers], n, what.verifier)
     output.mkdir(parents=True)
-    for file, name in (("answers.jsonl", "sampled" if what.samples else "greedy"),
-                       *([("greedy.jsonl", "greedy")] if what.samples else [])):
-        (output / file).write_text("".join(json.dumps({"step": step or 0, **row}) + "\n" for row in written[name]),
-                                   encoding="utf-8")
+    files = {"greedy": "greedy.jsonl", "sampled": "answers.jsonl"} if what.samples else {"greedy": "answers.jsonl"}
+    for name, file in files.items():
+        lines = (json.dumps({"step": step or 0, **row}) + "\n" for row in written[name])
+        (output / file).write_text("".join(lines), encoding="utf-8")
     (output / "summary.json").write_text(json.dumps(summary, indent=2, default=float) + "\n", encoding="utf-8")
     return summary
 
 
 def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tuple[str, int | None]:
     """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into `folder`."""
-    from mindspeed_qerl.local import checkpoint as local
-    from mindspeed_qerl.lora import checkpoint as upstream
+    from mindspeed_qerl.local.checkpoint import load_adapters
     from mindspeed_qerl.lora.export import load_peft, save_merged
 
     if what.run and what.step != 0:
-        checkpoints = RunDirectory.open(what.run).checkpoints_dir
-        of_local_engine = any(checkpoints.glob(f"iter_*/{local.STATE}"))
-        adapters = (local if of_local_engine else upstream).load_adapters(checkpoints, what.step)
+        adapters = load_adapters(RunDirectory.open(what.run).checkpoints_dir, what.step)
     elif what.adapter:
         adapters = load_peft(what.adapter)
     else:
@@ -164,27 +154,19 @@ def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tupl
     return str(folder), adapters.iteration if what.run else what.step
 
 
-def _answerer(what: Evaluation, model: str, tokenizer: Any) -> Callable:
-    """(prompts, n, temperature, seed) -> (texts, truncated), n answers for each prompt in order."""
+def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
+    """(prompts, n, temperature, seed) -> n completions for each prompt."""
     from mindspeed_qerl.local.rollout import RolloutEngine, complete, start_vllm
 
     sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)
+    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    common = dict(max_tokens=what.max_tokens, stop_token_ids=stop)
     if what.hardware_error:
         engine = RolloutEngine(*sizes)
-    else:
-        if what.tensor_parallel_size == 1:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed)
-    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def answer(prompts: list[list[int]], n: int, temperature: float, seed: int) -> tuple[list[str], list[bool]]:
-        sampling = dict(max_tokens=what.max_tokens, temperature=temperature, stop_token_ids=stop)
-        if what.hardware_error:
-            completions, _ = engine.generate(prompts, n, seed, sampling, hardware_error=what.hardware_error)
-        else:
-            completions = complete(llm, prompts, use_tqdm=True, n=n, seed=seed, **sampling)
-        flat = [completion for group in completions for completion in group]
-        return tokenizer.batch_decode([one.token_ids for one in flat],
-                                      skip_special_tokens=True), [one.truncated for one in flat]
-
-    return answer
+        return lambda prompts, n, temperature, seed: engine.generate(
+            prompts, n, seed, dict(common, temperature=temperature), hardware_error=what.hardware_error)[0]
+    if what.tensor_parallel_size == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed)
+    return lambda prompts, n, temperature, seed: complete(llm, prompts, use_tqdm=True, n=n, seed=seed,
+                                                          temperature=temperature, **common)

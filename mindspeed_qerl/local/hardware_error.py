@@ -25,9 +25,7 @@ COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 class HardwareErrorMode(TorchDispatchMode):
     """Inside `with` torch computes as the other hardware would, backward passes included.
 
-    Args:
-        kinds: some of config.HARDWARE_ERRORS. gaussian_std: of the relative error. block: length of the blocks of k.
-        seed: of `gaussian`; `reseed` starts it again.
+    kinds: some of HARDWARE_ERRORS. gaussian_std: of the relative error, drawn with `seed`. block: of k.
     """
 
     def __init__(self, kinds: Iterable[str], gaussian_std: float = 0.05, block: int = 64, seed: int = 0):
@@ -42,10 +40,6 @@ class HardwareErrorMode(TorchDispatchMode):
                           aten.addmm.default: self._addmm}
         if "silu_table" in self.kinds:
             self._own |= {aten.silu.default: silu_of_table, aten.silu_backward.default: silu_of_table_backward}
-
-    def reseed(self, seed: int) -> None:
-        """Draw from here on what an instance with this seed would."""
-        self.generator.manual_seed(seed)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if operator in COMPOSITE:  # inference mode hands them over whole
@@ -103,12 +97,9 @@ def _sigmoid_of_table(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plain_experts(gate_up: torch.Tensor, down: torch.Tensor, /, *, output: torch.Tensor, hidden_states: torch.Tensor,
                   topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any) -> None:
-    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, which `HardwareErrorMode` can
-    take the place of.
+    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, for `HardwareErrorMode`.
 
-    Args:
-        gate_up: [E, 2 f, h], gate above up. down: [E, h, f]. output, hidden_states: [tokens, h]. topk_weights,
-            topk_ids: [tokens, k].
+    gate_up: [E, 2 f, h], gate above up. down: [E, h, f]. output, hidden_states: [tokens, h]. topk_*: [tokens, k].
     """
     output.zero_()
     for expert in topk_ids.unique().tolist():

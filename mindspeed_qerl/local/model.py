@@ -1,35 +1,18 @@
-"""A megatron-core GPTModel from a Hugging Face model directory: this rank's part of it."""
+"""A megatron-core GPTModel from a Hugging Face model directory, compared with its config.json: this rank's part."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _getdtype
 from torch import nn
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
-from mindspeed_qerl.families.base import not_built
-from mindspeed_qerl.families.tensors import Mapping
-from mindspeed_qerl.local.weights import Checkpoint, check_tensors, load_weights
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.families.tensors import Mapping, mappings
 from mindspeed_qerl.recipe.types import Layout
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def read_hf_config(directory: str | Path):
-    """transformers' config of a model directory; ConfigError if there is none, or it asks for something that is not
-    built here."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    read_shape(directory)  # refuses other families
-    if faults := not_built(read_config(Path(directory) / "config.json")):
-        raise ConfigError("\n".join(f"{directory}: {fault}" for fault in faults))
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise ConfigError(f"{directory}/config.json cannot be used: {' '.join(str(error).split())}") from error
 
 
 class CausalAttention(nn.Module):
@@ -57,90 +40,63 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
 
-@dataclass(frozen=True)
-class RankModel:
-    """What one rank holds: its part of the model, the table that names its parameters, its layers and experts by their
-    global numbers."""
-
-    model: nn.Module
-    table: list[Mapping]
-    layers: range
-    experts: range
-
-
-def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int = 0) -> RankModel:
+def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
+                recompute_layers: int) -> tuple[nn.Module, list[Mapping], range, range]:
     """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be
     that of `layout`.
-
-    Experts are spread over tensor x expert parallel ranks, whole, as MindSpeed does with moe_tp_extend_ep: for
-    megatron-core that is an expert parallel size of TP x EP and an expert tensor parallel size of 1.
 
     Args:
         recompute_layers: this many layers of the stage keep their input only, and are computed again for their
             gradient.
+
+    Returns:
+        it, the table that names its parameters, and its layers and its experts by their global numbers. Experts are
+        spread whole over tensor x expert parallel ranks, as MindSpeed does with moe_tp_extend_ep: for megatron-core
+        that is an expert parallel size of TP x EP and an expert tensor parallel size of 1.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    config, shape = read_hf_config(model_dir), read_shape(model_dir)
+    shape = read_shape(model_dir)
     stage, tp_rank = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    first, last = stage == 0, stage == layout.pp - 1
-    layers = stage_layers(shape, layout)[stage]
-    experts = expert_range(shape, layout, parallel_state.get_expert_model_parallel_rank()) if shape.moe else range(0)
+    first, last, layers, experts = stage == 0, stage == layout.pp - 1, stage_layers(shape, layout)[stage], range(0)
+    if shape.moe:
+        count = shape.num_experts // (layout.tp * layout.ep)
+        start = count * parallel_state.get_expert_model_parallel_rank()
+        experts = range(start, start + count)
     model = GPTModel(
         config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers),
                                                           layer_norm=RMSNorm),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        parallel_output=True,
-    ).to(dtype)
+        vocab_size=shape.vocab_size, max_sequence_length=shape.max_position_embeddings, pre_process=first,
+        post_process=last, share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope", rotary_base=shape.rope_theta, parallel_output=True).to(dtype)
     # a layer that is computed again passes a gradient on only to an input that asks for one
     if recompute_layers and first:
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    table, checkpoint = family_of(shape).tensors(shape, layers, experts, first, last), Checkpoint(model_dir)
-    check_tensors(checkpoint, shape, config.dtype, (name for mapping in table for name in mapping.hf))
+    table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
+    check_tensors(checkpoint, shape, [name for mapping in table for name in mapping.hf])
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
-    return RankModel(model, table, layers, experts)
+    return model, table, layers, experts
 
 
 def _transformer_config(shape: ModelShape, dtype: torch.dtype, layout: Layout, recompute_layers: int) -> Any:
     """megatron-core's TransformerConfig of one rank."""
     from megatron.core.transformer import TransformerConfig
 
-    parallel = dict(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, dense models too
-        pipeline_dtype=dtype,
-    )
-    if shape.moe:
-        parallel |= dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1,
-                         moe_grouped_gemm=False)
+    parallel = dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1,
+                    moe_grouped_gemm=False) if shape.moe else {}
+    if recompute_layers:
+        parallel |= dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=recompute_layers)
     return TransformerConfig(
-        **family_of(shape).transformer_config(shape),
-        **parallel,
-        recompute_granularity="full" if recompute_layers else None,
-        recompute_method="block" if recompute_layers else None,
-        recompute_num_layers=recompute_layers or None,
+        **family_of(shape).transformer_config(shape), **parallel, tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp, pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16,
+        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe), variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, dense models too
         calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
+        use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=False,
+        bias_activation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False)
 
 
 def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:
@@ -148,12 +104,6 @@ def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:
     counts = layout.num_layer_list or (shape.num_hidden_layers // layout.pp,) * layout.pp
     ends = [sum(counts[: stage + 1]) for stage in range(layout.pp)]
     return [range(end - count, end) for end, count in zip(ends, counts)]
-
-
-def expert_range(shape: ModelShape, layout: Layout, rank: int) -> range:
-    """The experts of `rank` in its expert parallel group of TP x EP ranks, by their global numbers."""
-    count = shape.num_experts // (layout.tp * layout.ep)
-    return range(rank * count, (rank + 1) * count)
 
 
 def _layer_spec(shape: ModelShape):
@@ -171,3 +121,60 @@ def _layer_spec(shape: ModelShape):
     if shape.shared_expert_intermediate_size:
         layer.mlp.submodules.shared_experts.params["gate"] = True
     return spec
+
+
+def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
+    """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is missing, is more
+    than it calls for, has another dtype (those named `tensors`), is an output layer of its own beside a tied
+    embedding, or holds other rotary frequencies."""
+    directory, called_for = checkpoint.directory, {
+        name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
+        for name in mapping.hf}
+    if missing := sorted(called_for - set(checkpoint.files)):
+        tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
+        raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are "
+                          f"missing). Fetch the whole model{tied}")
+    for name in sorted(set(checkpoint.files) - called_for):
+        if name == "lm_head.weight" and shape.tie_word_embeddings:
+            if not torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
+                raise ConfigError(f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight "
+                                  "differs from model.embed_tokens.weight: set it to false")
+        elif name.endswith("rotary_emb.inv_freq"):
+            expected = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+            found = checkpoint.read(name).float()
+            if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
+                raise ConfigError(f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and head_dim = "
+                                  f"{shape.head_dim} in config.json give: one of them is of another model")
+        else:
+            raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
+                              "another model (more layers or experts, a bias?)")
+    config = read_config(directory / "config.json")
+    said = config.get("dtype") or config.get("torch_dtype")
+    for name in tensors:
+        found = _getdtype(checkpoint.header(name).get_dtype())
+        kind = str(found).removeprefix("torch.")
+        if not found.is_floating_point or found.itemsize < 2:
+            raise ConfigError(f"{directory}: {name} is {kind}; give the model in bfloat16, float16 or float32, not "
+                              "quantised")
+        if said and kind != said:
+            raise ConfigError(f"{directory}: {name} is {kind} and config.json says {said}: one of them is of another "
+                              "model")
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, table: Iterable[Mapping], checkpoint: Checkpoint, tp_rank: int = 0,
+                 tp_size: int = 1) -> None:
+    """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole Megatron tensor beside
+    the model at a time. ConfigError if one is missing, has another shape, or is not in the table."""
+    parameters = dict(model.named_parameters())
+    for mapping in table:
+        parameter = parameters.pop(mapping.megatron)
+        value = mapping.merge([checkpoint.read(name) for name in mapping.hf])
+        if mapping.shared:
+            value = mapping.shared.shard(value, tp_rank, tp_size)
+        if value.shape != parameter.shape:
+            raise ConfigError(f"{' + '.join(mapping.hf)} in {checkpoint.directory} gives shape {tuple(value.shape)}, "
+                              f"the model's config.json calls for {tuple(parameter.shape)}")
+        parameter.copy_(value)
+    if parameters:
+        raise ConfigError(f"no Hugging Face tensor is known for the parameters {', '.join(sorted(parameters)[:5])}")

@@ -18,16 +18,16 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
-from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
+from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.seeds import derived_seed
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for AdamW's state
+SUFFIXES = ("", ".exp_avg", ".exp_avg_sq")  # in checkpoints, of a factor and of AdamW's state, torch's names
 
 
 class TrainRank:
-    """A rank of the training world. Ranks move in step: every method is called on all of them at once; the ranks of
-    one data-parallel rank get the same shard, and all shards are of equal size."""
+    """A rank of the training world. Every method is called on all ranks at once; those of one data-parallel rank get
+    the same shard, and all shards are of equal size."""
 
     def __init__(self, recipe: Recipe, rank: int, rendezvous: str):
         """rendezvous: init_method of torch.distributed, for example file:///some/new/file."""
@@ -42,7 +42,7 @@ class TrainRank:
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        from mindspeed_qerl.local.model import DTYPES, build_model
+        from mindspeed_qerl.local.model import build_model
 
         layout, shape = recipe.layout, read_shape(recipe.model.path)
         backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu adds hccl
@@ -52,19 +52,17 @@ class TrainRank:
             expert_model_parallel_size=layout.tp * layout.ep if shape.moe else 1, expert_tensor_parallel_size=1)
         self.recipe = recipe
         self.tp_group, self.tp_size = parallel_state.get_tensor_model_parallel_group(), layout.tp
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
         self.expert_data_group = parallel_state.get_expert_data_parallel_group()
-        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        self.owns_dense = parallel_state.get_data_parallel_rank() == 0
-        self.owns_experts = parallel_state.get_expert_data_parallel_rank() == 0
         adam = recipe.optimizer
         recompute = (adam.recompute_num_layers or shape.num_hidden_layers) if adam.recompute_granularity else 0
-        part = build_model(recipe.model.path, DTYPES[recipe.model.dtype], layout, recompute)
-        self.model = part.model
-        self.table = {mapping.megatron: mapping for mapping in part.table}
-        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed,
-                   part.layers.start, part.experts.start, self.tp_rank, self.tp_size)
+        self.model, table, layers, experts = build_model(recipe.model.path, getattr(torch, recipe.model.dtype), layout,
+                                                         recompute)
+        self.table = {mapping.megatron: mapping for mapping in table}
+        apply_lora(self.model, recipe.lora.targets, recipe.lora.r, recipe.lora.alpha, recipe.run.seed, layers.start,
+                   experts.start, self.tp_rank, self.tp_size)
         self.model.to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=adam.lr, betas=(adam.adam_beta1, adam.adam_beta2),
@@ -91,14 +89,13 @@ class TrainRank:
 
     def _owns(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank answers for `parameter` among the data-parallel ranks that hold the same."""
-        return self.owns_dense if parameter.allreduce else self.owns_experts
+        return (self.data_group if parameter.allreduce else self.expert_data_group).rank() == 0
 
     def _run(self, shard: Batch, size: int, outcome: Callable, forward_only: bool = False) -> list:
         """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, ...).
 
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
-        float32 [n, l-1]; it returns (loss, result), or with `forward_only` the result. Returns the results; other
-        stages get none.
+        float32 [n, l-1]; it returns (loss, result), or with `forward_only` the result. Returns the results.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -106,8 +103,7 @@ class TrainRank:
         def forward_step(iterator, model):
             rows, micro = next(iterator)
             length = micro.tokens.shape[1]
-            padding = -length % self.tp_size  # sequence parallel ranks share it
-            tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
+            tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # shared in sequence
             logits = model(tokens, torch.arange(tokens.shape[1], device=self.device).expand_as(tokens), None)
 
             def finish(logits, non_loss_data=False):
@@ -140,18 +136,12 @@ class TrainRank:
         return result
 
     def train(self, shards: list[Batch], epochs: int = 1) -> dict[str, float]:
-        """One iteration: `epochs` passes over the mini-batches, one optimizer step for each.
-
-        Args:
-            shards: this rank's part of each mini-batch.
-
-        Returns:
-            the iteration's metrics, the same on every rank, besides time/logprobs and time/update in seconds.
-        """
+        """One iteration: `epochs` passes over the mini-batches, one optimizer step for each. shards: this rank's part
+        of each. Returns its metrics, the same on every rank but for time/logprobs and time/update, seconds."""
         started = time.perf_counter()
         if self.hardware_error:
-            purpose = f"arithmetic of rank {dist.get_rank()}"
-            self.hardware_error.reseed(derived_seed(self.recipe.run.seed, purpose, self.scheduler.num_steps))
+            self.hardware_error.generator.manual_seed(derived_seed(
+                self.recipe.run.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
         with self.hardware_error or contextlib.nullcontext():
             if self.recipe.algorithm.kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]
@@ -180,15 +170,11 @@ class TrainRank:
               logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """What `backward` gets of one micro-batch, and its metrics."""
         old, reference = micro.old_logprobs, micro.reference_logprobs
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else self._tensor(old),
-            rollout_logprobs=self._tensor(micro.rollout_logprobs),
-            advantages=self._tensor(micro.advantages),
-            mask=self._tensor(micro.mask),
-            reference_logprobs=None if reference is None else self._tensor(reference))
+        inputs = LossInputs(logprobs, logprobs.detach() if old is None else self._tensor(old),
+                            *map(self._tensor, (micro.rollout_logprobs, micro.advantages, micro.mask)),
+                            None if reference is None else self._tensor(reference))
         total, metrics = loss(inputs, self.recipe.algorithm, self.recipe.correction)
-        return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), inputs.tokens)}
+        return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), int(inputs.mask.sum()))}
 
     def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
         """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage has any."""
@@ -203,12 +189,8 @@ class TrainRank:
         return torch.from_numpy(array).to(self.device)
 
     def _reduce_and_clip(self) -> float:
-        """Sum gradients over the ranks that share a parameter, clip by the global norm; returns the norm before that.
-
-        The loss is divided by the token count of all ranks, so a sum is right for all kinds. An expert's tokens
-        already reach its rank through the dispatcher; only its replicas are summed. Each parameter enters the norm
-        once.
-        """
+        """Sum gradients over the ranks that share a parameter (docs/architecture.md), clip by the global norm; returns
+        the norm before that."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -256,8 +238,7 @@ class TrainRank:
         return parts
 
     def _whole(self, shard: torch.Tensor, shared: Split | None) -> torch.Tensor | None:
-        """The whole tensor on the first rank of the tensor parallel group, None on the others; one that is not shared
-        comes as it is."""
+        """The whole tensor on the first rank of the tensor parallel group, None on the others, if it is shared."""
         if shared is None or self.tp_size == 1:
             return shard
         shard = shard.contiguous()
@@ -266,8 +247,7 @@ class TrainRank:
         return shared.join(shards) if shards else None
 
     def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, of one part of the adapted layers this rank answers for (`describe` says how
-        many there are)."""
+        """HF name -> W + (alpha / r) B A, of one part (`describe`) of the adapted layers this rank answers for."""
         merged = {}
         for mapping, layer in self.parts[part] if part < len(self.parts) else ():
             weight = self._whole(layer.merged_weight().float(), mapping.shared)
@@ -289,10 +269,9 @@ class TrainRank:
         factors = {}
         for mapping, layer in self._owned():
             if whole := self._whole_factors(mapping, layer, layer.lora_A, layer.scaling * layer.lora_B):
-                a, b = whole
                 target = mapping.megatron.split(".")[-2]
-                for name, part in zip(mapping.hf, mapping.split(b)):
-                    factors[name] = (target, part.contiguous().cpu().numpy(), a.cpu().numpy())
+                for name, b in zip(mapping.hf, mapping.split(whole[1])):
+                    factors[name] = (target, b.contiguous().cpu().numpy(), whole[0].cpu().numpy())
         return factors
 
     @torch.no_grad()
@@ -300,14 +279,12 @@ class TrainRank:
         """Write adapters and moments of the layers this rank answers for into `folder`, whole (checkpoint.py)."""
         from torch.distributed import checkpoint
 
-        tensors = {}
+        tensors, state = {}, self.optimizer.state
         for mapping, layer in self._owned():
-            a, b = self.optimizer.state[layer.lora_A], self.optimizer.state[layer.lora_B]
-            pairs = {"": (layer.lora_A, layer.lora_B)} | {f".{moment}": (a[moment], b[moment]) for moment in MOMENTS}
-            for suffix, pair in pairs.items():
-                if whole := self._whole_factors(mapping, layer, *pair):
-                    for side, tensor in zip("AB", whole):
-                        tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
+            for suffix in SUFFIXES:
+                pair = [state[factor][suffix[1:]] if suffix else factor for factor in (layer.lora_A, layer.lora_B)]
+                for side, tensor in zip("AB", self._whole_factors(mapping, layer, *pair) or ()):
+                    tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
         checkpoint.save(tensors, storage_writer=checkpoint.HuggingFaceStorageWriter(folder, save_distributed=True))
 
     @torch.no_grad()
@@ -315,18 +292,18 @@ class TrainRank:
         """Resume after `iteration` iterations and `updates` optimizer steps with what `save` wrote, in any layout."""
         from torch.distributed import checkpoint
 
-        suffixes = ("", *(f".{moment}" for moment in MOMENTS))
         whole = {f"{layer.name}.lora_{side}{suffix}": torch.empty(shape) for _, layer in self._adapted()
-                 for side, shape in zip("AB", _whole_shapes(layer)) for suffix in suffixes}
+                 for side, shape in zip("AB", _whole_shapes(layer)) for suffix in SUFFIXES}
         checkpoint.load(whole, storage_reader=checkpoint.HuggingFaceStorageReader(folder))
         for mapping, layer in self._adapted():
             for side, parameter in (("A", layer.lora_A), ("B", layer.lora_B)):
-                values = [whole[f"{layer.name}.lora_{side}{suffix}"] for suffix in suffixes]
+                values = [whole[f"{layer.name}.lora_{side}{suffix}"] for suffix in SUFFIXES]
                 if parameter.tensor_model_parallel:
                     values = [mapping.shared.shard(value, self.tp_rank, self.tp_size) for value in values]
                 parameter.copy_(values[0])
-                moments = {moment: value.to(self.device, copy=True) for moment, value in zip(MOMENTS, values[1:])}
-                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
+                first, second = (value.to(self.device, copy=True) for value in values[1:])
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates)), "exp_avg": first,
+                                                   "exp_avg_sq": second}
         self.scheduler.step(iteration)
 
 

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
-from mindspeed_qerl.local.weights import Checkpoint
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer: token ids (the end token included, if it was reached), their logprobs under the policy that
-    sampled."""
+    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy that sampled."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -44,8 +43,7 @@ def keep_linear_weights() -> None:
 
 def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
                **more: Any) -> Any:
-    """vLLM's LLM over token ids. kv_cache_gib: memory for the KV cache where there is no accelerator, GiB; `more` goes
-    to LLM."""
+    """vLLM's LLM over token ids. kv_cache_gib: for the KV cache where there is no accelerator; `more` goes to LLM."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib), VLLM_CPU_OMP_THREADS_BIND="nobind",
                       VLLM_NO_USAGE_STATS="1")
     from vllm import LLM
@@ -56,16 +54,16 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
 
 
 def name_shared_memory(name: str) -> None:
-    """Let vLLM's CPU engines of one model meet in shared memory of this name. With vLLM's own, which it makes of the
-    address where they meet ("env://", cpu_worker.py), two runs would meet. Call before the engine is built."""
+    """Let vLLM's CPU engines of one model meet in shared memory of this name. By vLLM's own ("env://", cpu_worker.py)
+    two runs would meet. Call before the engine is built."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     Shared.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}-cpushm")
 
 
 def forget_shared_memory() -> None:
-    """Take the names off the shared memory that this process has mapped and vLLM made, once all engines have it: it
-    lives as long as they do, and nothing is left of it when they are killed."""
+    """Take the names off the shared memory that vLLM made and this process has mapped, once all engines have it: of
+    engines that are killed nothing is left."""
     mapped = {line[line.index("/dev/shm/"):]
               for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
     for path in mapped:
@@ -84,8 +82,7 @@ def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
 
 def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, seed: int | None = None,
              **sampling: Any) -> list:
-    """With a `seed`, each answer is drawn from a seed of its own: vLLM counts on from a prompt's for its further
-    answers."""
+    """With a `seed` each answer has one of its own: vLLM counts on from a prompt's for its further answers."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(detokenize=False, **sampling)
@@ -95,28 +92,22 @@ def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
     return llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=use_tqdm)
 
 
-def expert_modules(model: torch.nn.Module):
-    """(name, module) of the modules that hold routed experts' weights, `w13_weight` [E, 2f, h] and `w2_weight` [E, h,
-    f]."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
-
-
 def join_movement(reports: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Of several tensor parallel engines' reports (`RolloutEngine.movement`) one of the whole weights."""
-    return {target: {"tensors": entry["tensors"]}
-            | {key: math.hypot(*(report[target][key] for report in reports)) for key in ("moved", "expected")}
-            | {key: max(report[target][key] for report in reports) for key in ("max_error", "resolution", "lost")}
+    return {target: {"tensors": entry["tensors"], **_join([report[target] for report in reports])}
             for target, entry in reports[0].items()}
 
 
-class ExpertPacking:
-    """vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert, and how to
-    undo it.
+def _join(entries: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of several tensors, or parts of one."""
+    return ({key: math.hypot(*(entry[key] for entry in entries)) for key in ("moved", "expected")}
+            | {key: max(entry[key] for entry in entries) for key in ("max_error", "resolution", "lost")})
 
-    The permutation is found by packing element numbers, eight bits at a time, since bfloat16 holds no more of an
-    integer.
+
+class ExpertPacking:
+    """How to undo vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert.
+
+    The permutation is found by packing element numbers, eight bits at a time: bfloat16 holds no more of an integer.
     """
 
     def __init__(self, weight: torch.Tensor, isa: str):
@@ -139,9 +130,8 @@ class RolloutEngine:
     """An in-process vLLM engine whose weights and noise we own.
 
     Args:
-        model_dir: Hugging Face directory the weights are first read from.
-        dtype: "float32" or "bfloat16". max_model_len: prompt and completion together, tokens.
-        kv_cache_gib: memory set aside for the KV cache, GiB.
+        model_dir: Hugging Face directory the weights are first read from. dtype: "float32" or "bfloat16".
+        max_model_len: prompt and completion together, tokens. kv_cache_gib: memory for the KV cache.
         aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
         tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every
             method is called on all of them at once, with the same arguments.
@@ -149,6 +139,8 @@ class RolloutEngine:
 
     def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
                  aqn: dict | None = None, tp_rank: int = 0, tp_size: int = 1, port: int | None = None):
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
         keep_linear_weights()
         self.model_dir, self.tp_rank, self.tp_size = model_dir, tp_rank, tp_size
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where its weights can be reached
@@ -164,53 +156,51 @@ class RolloutEngine:
             forget_shared_memory()
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
+        # of routed experts: name, module with `w13_weight` [E, 2f, h] and `w2_weight` [E, h, f], how both are packed
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
                                           for weight in (module.w13_weight, module.w2_weight)))
-                         for name, module in expert_modules(self.model)]
+                         for name, module in self.model.named_modules() if isinstance(module, RoutedExperts)]
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
                  noise_step: int | None = None, hardware_error: dict | None = None) -> tuple[list[list[Completion]],
                  NoiseReport | None]:
-        """Sample `n` completions for each prompt.
-
-        The noise is on only inside this call, and only if `noise_step` is given: everything else sees the synced
-        weights. The sampler's generator is seeded first, so the same call on the same weights gives the same
-        completions.
+        """Per prompt (token ids) `n` completions, and the noise's report (None without noise). The same call on the
+        same weights gives the same completions.
 
         Args:
-            prompts: token ids. sampling: keyword arguments of vLLM's SamplingParams.
-            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed, for answers as other hardware
-                would give them; None: as it is.
-
-        Returns:
-            per prompt its completions, and the noise's report (None without noise).
+            seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
+            noise_step: the step whose noise is on, only inside this call; None: the synced weights.
+            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as it is.
         """
-        report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
-        try:
+        with self._policy(noise_step, hardware_error and {**hardware_error, "seed": seed}) as report:
             torch.manual_seed(seed)
-            with self._arithmetic(hardware_error and HardwareErrorMode(**hardware_error, seed=seed)):
-                completions = complete(self.llm, prompts, n=n, **sampling)
-        finally:
-            if report:
-                self.injector.remove()
-        return completions, report
+            return complete(self.llm, prompts, n=n, **sampling), report
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None,
+                 hardware_error: dict | None = None) -> list[list[float]]:
+        """log p(token t | tokens before it) for every token but the first of each sequence."""
+        with self._policy(noise_step, hardware_error):
+            outputs = _outputs(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
+        return [[entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+                for output in outputs]
 
     @contextlib.contextmanager
-    def _arithmetic(self, mode: HardwareErrorMode | None) -> Iterator[None]:
-        """Compute as `mode` does; the experts' fused kernel gives way to torch's operators meanwhile."""
-        if mode is None:
-            yield
-            return
-        kernels = [module.quant_method.moe_kernel.fused_experts for _, module, *_ in self._experts]
-        for kernel, (_, module, w13_packing, w2_packing) in zip(kernels, self._experts):
-            kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight),
-                                   w2_packing.unpack(module.w2_weight))
-        try:
-            with mode:
-                yield
-        finally:
-            for kernel in kernels:
-                del kernel.apply  # the class's own is there again
+    def _policy(self, noise_step: int | None, hardware_error: dict | None) -> Iterator[NoiseReport | None]:
+        """The weights with the noise of a step, computed as other hardware would; the experts' fused kernel gives way
+        to torch's operators meanwhile."""
+        with contextlib.ExitStack() as undo:
+            report = None
+            if self.injector and noise_step is not None:
+                report = self.injector.apply(noise_step)
+                undo.callback(self.injector.remove)
+            for _, module, w13_packing, w2_packing in self._experts if hardware_error else ():
+                kernel = module.quant_method.moe_kernel.fused_experts
+                kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight),
+                                       w2_packing.unpack(module.w2_weight))
+                undo.callback(delattr, kernel, "apply")  # the class's own is there again
+            if hardware_error:
+                undo.enter_context(HardwareErrorMode(**hardware_error))
+            yield report
 
     @torch.no_grad()
     def start_sync(self) -> None:
@@ -232,39 +222,25 @@ class RolloutEngine:
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
         """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the
-        base weights on disk.
+        base weights on disk. factors: from each rank (`TrainRank.adapter_factors`).
 
-        Args:
-            factors: from each rank, HF name -> (target, (alpha / r) B [out, r], A [r, in]), see
-                `TrainRank.adapter_factors`.
-
-        Returns:
-            per target: tensors, the norms |weight - base| and |(alpha / r) B A|; max_error = max |weight - (base +
-                update)| beside
-            resolution, the rounding of the largest weight; and lost, the largest share of one tensor's own rounded
-            move that did not arrive (1: a tensor that was never synced, also where bfloat16 hides the move below the
-            resolution).
+        Per target: tensors; the norms `moved` |weight - base| and `expected` |(alpha / r) B A|; max_error = max
+        |weight - (base + update)| beside resolution, the rounding of the largest weight; and lost, the largest share
+        of one tensor's own rounded move that did not arrive (1: it was never synced, also where bfloat16 hides that).
         """
-        held = dict(self._held_weights())
-        checkpoint = Checkpoint(self.model_dir)
-        report = {}
+        held, checkpoint, found = dict(self._held_weights()), Checkpoint(self.model_dir), {}
         for name, (target, b, a) in sorted(item for part in factors for item in part.items()):
             base, weight = self._part(name, checkpoint.read(name)).to(held[name].dtype), held[name]
             update = self._part(name, torch.from_numpy(b) @ torch.from_numpy(a))
             expected = (base.float() + update).to(weight.dtype)
             base, weight, expected = base.float(), weight.float(), expected.float()
-            entry = report.setdefault(target, {"tensors": 0, "moved": 0.0, "expected": 0.0, "max_error": 0.0,
-                                               "resolution": 0.0, "lost": 0.0})
-            entry["tensors"] += 1
-            entry["moved"] = math.hypot(entry["moved"], (weight - base).norm().item())
-            entry["expected"] = math.hypot(entry["expected"], update.norm().item())
-            error = (weight - expected).abs().max().item()
-            entry["max_error"] = max(entry["max_error"], math.inf if math.isnan(error) else error)
-            entry["resolution"] = max(entry["resolution"],
-                                      torch.finfo(held[name].dtype).eps * expected.abs().max().item())
-            if move := (expected - base).norm().item():
-                entry["lost"] = max(entry["lost"], (weight - expected).norm().item() / move)
-        return report
+            error, move = (weight - expected).abs().max().item(), (expected - base).norm().item()
+            found.setdefault(target, []).append({
+                "moved": (weight - base).norm().item(), "expected": update.norm().item(),
+                "max_error": math.inf if math.isnan(error) else error,
+                "resolution": torch.finfo(held[name].dtype).eps * expected.abs().max().item(),
+                "lost": (weight - expected).norm().item() / move if move else 0.0})
+        return {target: {"tensors": len(entries), **_join(entries)} for target, entries in found.items()}
 
     def _part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """What this engine holds of a linear layer's whole weight [out, in]."""
@@ -289,17 +265,3 @@ class RolloutEngine:
                                                    w2_packing.unpack(module.w2_weight))):
                 for part, weight in zip(("gate", "up", "down"), (*w13.chunk(2), w2)):
                     yield f"{prefix}.{expert}.{part}_proj.weight", weight
-
-    def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None,
-                 hardware_error: dict | None = None) -> list[list[float]]:
-        """log p(token t | tokens before it) for every token but the first of each sequence, with or without noise and
-        hardware error."""
-        report = self.injector.apply(noise_step) if self.injector and noise_step is not None else None
-        try:
-            with self._arithmetic(hardware_error and HardwareErrorMode(**hardware_error)):
-                outputs = _outputs(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
-        finally:
-            if report:
-                self.injector.remove()
-        return [[entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
-                for output in outputs]

@@ -1,5 +1,6 @@
 """What the local engine cannot do. No torch here."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,18 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, read_config, read_shape
 from mindspeed_qerl.families.base import not_built
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rules import batch, broken, training
-from mindspeed_qerl.recipe.reader import Found
+from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
+UPSTREAM = False
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.
-LAYOUT_RULES = (training.ranks_fill_training_groups, training.ranks_fill_expert_groups, training.heads_by_tp,
-                training.kv_heads_by_tp, training.width_by_tp, training.vocabulary_by_tp, training.layers_by_pp,
-                training.layer_list_has_a_number_for_each_stage, training.layer_list_sums_to_the_layers,
-                training.dense_model_without_ep, training.experts_by_training_ranks, batch.mini_batch_by_training_dp)
+LAYOUT_RULES = [rule for rule in RULES if rule.name in {
+    "ranks_fill_training_groups", "ranks_fill_expert_groups", "heads_by_tp", "kv_heads_by_tp", "width_by_tp",
+    "vocabulary_by_tp", "layers_by_pp", "layer_list_has_a_number_for_each_stage", "layer_list_sums_to_the_layers",
+    "dense_model_without_ep", "experts_by_training_ranks", "mini_batch_by_training_dp"}]
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
                "num_layer_list", "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method",
@@ -33,31 +34,66 @@ MAY_CHANGE = frozenset([
     "megatron_training.save_interval", "local.kv_cache_gib", "local.keep_checkpoints", "local.sync_buffer_mib"])
 
 
-def validate(recipe: Recipe) -> Found:
-    """What this engine cannot do with `recipe`: its model, layout, rollout, task. Reads config.json and looks for
-    files."""
-    found = Found()
-    shape = _shape(recipe.model.path, found)
-    if shape:
-        _check_layout(recipe, shape, found)
-        _check_rollout(recipe, shape, found)
-    optimizer = recipe.optimizer
-    if optimizer.recompute_granularity and (optimizer.recompute_granularity, optimizer.recompute_method) != (
-            "full", "block"):
-        found.faults.append(f"megatron_training.recompute_granularity = {optimizer.recompute_granularity!r} with "
-                            f"recompute_method = {optimizer.recompute_method!r}: the local engine has 'full' with "
-                            "'block'")
+def validate(recipe: Recipe) -> Iterator[str]:
+    """See engines.Engine: faults of model, layout, rollout and task."""
+    yield from _of_model(recipe)
+    granularity, method = recipe.optimizer.recompute_granularity, recipe.optimizer.recompute_method
+    if granularity and (granularity, method) != ("full", "block"):
+        yield (f"megatron_training.recompute_granularity = {granularity!r} with recompute_method = {method!r}: the "
+               "local engine has 'full' with 'block'")
     if not recipe.lora.targets:
-        found.faults.append("megatron_training.lora_target_modules is empty: the local engine trains LoRA adapters. "
-                            "Known: linear_qkv, linear_proj, linear_fc1, linear_fc2")
-    _check_hardware_error(recipe, found)
+        yield ("megatron_training.lora_target_modules is empty: the local engine trains LoRA adapters. Known: "
+               "linear_qkv, linear_proj, linear_fc1, linear_fc2")
+    hardware, layout = recipe.hardware_error, recipe.layout
+    for side in ("rollout", "evaluation"):
+        if layout.infer_tp > 1 and getattr(hardware, side):
+            yield (f"hardware_error.{side} with generate_config.infer_tensor_parallel_size = {layout.infer_tp}: "
+                   "errors of other hardware are modelled in a single engine only; set it to 1")
+    if layout.tp > 1 and "gaussian" in hardware.training:
+        yield (f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold "
+               "copies of some adapters, which would drift apart; use another kind, or expert, pipeline and data "
+               "parallel ranks")
     available = psutil.virtual_memory().available / 2**30
     if recipe.local.kv_cache_gib >= available:
-        found.faults.append(f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of "
-                            "memory are available for vLLM's KV cache. Ask for less, or free some")
-    found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
-    found.faults += checks.unknown_rewards(recipe.task.verifiers)
-    return found
+        yield (f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are "
+               "available for vLLM's KV cache. Ask for less, or free some")
+    yield from checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
+    yield from checks.unknown_rewards(recipe.task.verifiers)
+
+
+def _of_model(recipe: Recipe) -> Iterator[str]:
+    path = recipe.model.path
+    if not (Path(path) / "config.json").is_file():
+        yield (f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a Hugging Face model "
+               "directory; the quickstart's is made by `python tools/make_tiny_model.py --output "
+               "models/tiny_qwen3_moe`")
+        return
+    try:
+        shape = read_shape(path)
+    except ConfigError as error:
+        yield f"megatron_training.tokenizer_name_or_path = {path!r}: {error}"
+        return
+    yield from (f"{path}/config.json: {fault}" for fault in not_built(read_config(Path(path) / "config.json")))
+    if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
+        yield (f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of "
+               f"{EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded experts cannot be updated in "
+               "place")
+    if recipe.layout.cp > 1:
+        yield f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only"
+    prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
+    if prompts % mini:
+        yield (f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
+               f"rl_config.mini_batch_size = {mini}")
+    plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
+    yield from (f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES))
+    size = recipe.layout.infer_tp
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
+                 "shared_expert_intermediate_size"):  # which vLLM's tensor parallel engines share equally
+        width, step = getattr(shape, name), EXPERT_WIDTH_STEP if name == "moe_intermediate_size" else 1
+        if width % (size * step):
+            pads = f"; vLLM's CPU backend pads experts of other widths than multiples of {step}" if step > 1 else ""
+            yield (f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = {width} is no multiple "
+                   f"of {size * step}{pads}")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
@@ -73,62 +109,3 @@ def versions() -> dict[str, Any]:
 def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:
     """`recipe` for one vLLM engine, in float32: bfloat16 is slow on most CPUs."""
     return replace(recipe, model=replace(recipe.model, dtype="float32"), layout=replace(recipe.layout, infer_tp=1))
-
-
-def _shape(path: str, found: Found) -> ModelShape | None:
-    if not (Path(path) / "config.json").is_file():
-        found.faults.append(f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a "
-                            "Hugging Face model directory; the quickstart's is made by `python "
-                            "tools/make_tiny_model.py --output models/tiny_qwen3_moe`")
-        return None
-    try:
-        shape = read_shape(path)
-    except ConfigError as error:
-        found.faults.append(f"megatron_training.tokenizer_name_or_path = {path!r}: {error}")
-        return None
-    found.faults += [f"{path}/config.json: {fault}" for fault in not_built(read_config(Path(path) / "config.json"))]
-    if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
-        found.faults.append(f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a "
-                            f"multiple of {EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded "
-                            "experts cannot be updated in place")
-    return shape
-
-
-def _check_layout(recipe: Recipe, shape: ModelShape, found: Found) -> None:
-    if recipe.layout.cp > 1:
-        found.faults.append(
-            f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only")
-    prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
-    if prompts % mini:
-        found.faults.append(f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
-                            f"rl_config.mini_batch_size = {mini}")
-    plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
-    found.faults += [f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES)]
-
-
-def _check_rollout(recipe: Recipe, shape: ModelShape, found: Found) -> None:
-    """Sizes that vLLM's tensor parallel engines cannot share equally."""
-    size = recipe.layout.infer_tp
-    widths = {"num_attention_heads": (shape.num_attention_heads, 1),
-              "num_key_value_heads": (shape.num_key_value_heads, 1),
-              "intermediate_size": (shape.intermediate_size, 1),
-              "moe_intermediate_size": (shape.moe_intermediate_size, EXPERT_WIDTH_STEP),
-              "shared_expert_intermediate_size": (shape.shared_expert_intermediate_size, 1)}
-    for name, (width, step) in widths.items():
-        if width % (size * step):
-            pads = f"; vLLM's CPU backend pads experts of other widths than multiples of {step}" if step > 1 else ""
-            found.faults.append(f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = {width} "
-                                f"is no multiple of {size * step}{pads}")
-
-
-def _check_hardware_error(recipe: Recipe, found: Found) -> None:
-    hardware, layout = recipe.hardware_error, recipe.layout
-    for side in ("rollout", "evaluation"):
-        if layout.infer_tp > 1 and getattr(hardware, side):
-            found.faults.append(f"hardware_error.{side} with generate_config.infer_tensor_parallel_size = "
-                                f"{layout.infer_tp}: errors of other hardware are modelled in a single engine only; "
-                                "set it to 1")
-    if layout.tp > 1 and "gaussian" in hardware.training:
-        found.faults.append(f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its "
-                            "ranks hold copies of some adapters, which would drift apart; use another kind, or "
-                            "expert, pipeline and data parallel ranks")

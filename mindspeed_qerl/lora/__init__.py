@@ -1,5 +1,1 @@
-"""Low-rank adapters on megatron-core layers."""
-
-from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
-
-__all__ = ["LoRALinear", "adapters_disabled", "apply_lora", "lora_layers"]
+"""Low-rank adapters on megatron-core layers, and what becomes of them."""

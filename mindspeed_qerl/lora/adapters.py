@@ -10,39 +10,33 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
-from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.types import LORA_TARGETS
+from mindspeed_qerl.errors import ConfigError
 
 
 class LoRALinear(nn.Module):
     """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update, kept in float32.
 
     Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a row-parallel one as they
-    share W; the other factor is whole on each rank. Under sequence parallelism each rank computes the gradient of that
-    one from its part of the sequence, so it is marked `sequence_parallel`, as Megatron marks norms: their gradients
-    are summed over the group.
+    share W; the other factor is whole on each rank. Under sequence parallelism that one's gradient is of a part of the
+    sequence: it is marked `sequence_parallel`, as Megatron marks norms, whose gradients are summed over the group.
 
     Args:
-        base: ColumnParallelLinear or RowParallelLinear.
-        r: rank. alpha: the update is (alpha / r) B A.
-        seed: A comes from a private generator and is drawn whole, so it depends on neither the global generator nor
-            the layout.
-        is_expert: the layer belongs to one expert, so its gradients are reduced over the expert-data-parallel group
-            (`allreduce = False` is megatron-core's mark for that, distributed_data_parallel.py), and no tensor
-            parallel rank shares it.
-        tp_rank, tp_size: place in the tensor parallel group of attention.
-        name: of the layer in the model as one rank would hold it, which checkpoints know it by.
+        base: ColumnParallelLinear or RowParallelLinear. r: rank. alpha: the update is (alpha / r) B A.
+        seed: of A, which is drawn whole, so that it depends on neither the global generator nor the layout.
+        is_expert: of one expert: its gradients are reduced over the expert-data-parallel group (`allreduce = False`,
+            megatron-core's distributed_data_parallel.py), and no tensor parallel rank shares it.
+        tp_rank, tp_size: place in the tensor parallel group of attention. name: in the whole model, for checkpoints.
     """
 
     def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0,
                  tp_size: int = 1, name: str = ""):
         super().__init__()
-        self.name = name
+        self.base_layer, self.name, self.scaling, self.adapters_enabled = base, name, alpha / r, True
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -50,11 +44,7 @@ class LoRALinear(nn.Module):
         shared_input = self.tp_size > 1 and self.row_parallel
         whole_in = in_features * (self.tp_size if shared_input else 1)
         bound = 1.0 / math.sqrt(whole_in)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
-        generator = torch.Generator().manual_seed(seed)
-        a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=generator)
-        self.base_layer = base
-        self.scaling = alpha / r
-        self.enabled = True
+        a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
         self.lora_A = nn.Parameter(a.chunk(self.tp_size, dim=1)[tp_rank].clone() if shared_input else a)
         self.lora_B = nn.Parameter(torch.zeros(out_features, r))
         for parameter, shared in ((self.lora_A, self.row_parallel), (self.lora_B, not self.row_parallel)):
@@ -64,11 +54,10 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor, *args, **kwargs):
         output, bias = self.base_layer(x, *args, **kwargs)
-        if self.enabled:
-            a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-            low = nn.functional.linear(x, a)
-            output = (output
-                      + nn.functional.linear(self.scaling * (self._communicate(low) if self.tp_size > 1 else low), b))
+        if self.adapters_enabled:
+            low = nn.functional.linear(x, self.lora_A.to(x.dtype))
+            low = self._communicate(low) if self.tp_size > 1 else low
+            output = output + nn.functional.linear(self.scaling * low, self.lora_B.to(x.dtype))
         return output, bias
 
     def _communicate(self, low: torch.Tensor) -> torch.Tensor:
@@ -95,32 +84,17 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
-def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, seed: int, layer_offset: int = 0,
-               expert_offset: int = 0, tp_rank: int = 0, tp_size: int = 1) -> dict[str, dict[str, int]]:
-    """Freeze `model` and put a LoRALinear in the place of every layer named by `targets`.
-
-    Args:
-        model: a megatron-core GPTModel.
-        layer_offset, expert_offset: global numbers of this rank's first layer and expert; an adapter starts the same
-            wherever it lives.
-
-    Returns:
-        per target: {"modules": count, "parameters": trained parameters}, on this rank.
-
-    Raises:
-        ConfigError: an unknown target, or one that matches no layer of this model.
-    """
-    targets = tuple(targets)
-    if not targets or set(targets) - set(LORA_TARGETS):
-        wrong = next((target for target in targets if target not in LORA_TARGETS), None)
-        raise ConfigError(unknown("LoRA target", wrong, LORA_TARGETS) if targets
-                          else f"no LoRA target. Known: {', '.join(LORA_TARGETS)}")
+def apply_lora(model: nn.Module, targets: Collection[str], r: int, alpha: float, seed: int, layer_offset: int = 0,
+               expert_offset: int = 0, tp_rank: int = 0, tp_size: int = 1) -> None:
+    """Freeze `model`, a GPTModel, and put a LoRALinear in the place of every layer named by `targets`; ConfigError if
+    one matches no layer. layer_offset, expert_offset: global numbers of this rank's first layer and expert, by which
+    an adapter starts the same wherever it lives."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    found = {target: {"modules": 0, "parameters": 0} for target in targets}
+    empty = set(targets)
     for name, module in list(model.named_modules()):
         target = name.rpartition(".")[2]
-        if target not in found:
+        if target not in targets:
             continue
         global_name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name)
         global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + expert_offset}",
@@ -130,26 +104,22 @@ def apply_lora(model: nn.Module, targets: Iterable[str], r: int, alpha: float, s
         adapter = LoRALinear(module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size, global_name)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapter)
-        found[target]["modules"] += 1
-        found[target]["parameters"] += adapter.lora_A.numel() + adapter.lora_B.numel()
-    empty = [target for target, count in found.items() if not count["modules"]]
+        empty.discard(target)
     if empty:
-        linears = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "weight")
-                          and m.weight is not None})
-        raise ConfigError(f"lora_target_modules: {', '.join(empty)} matches no layer of this model; "
-                          f"its layers with weights are: {', '.join(linears)}")
-    return found
+        linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules()
+                          if getattr(module, "weight", None) is not None})
+        raise ConfigError(f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model; its "
+                          f"layers with weights are: {', '.join(linears)}")
 
 
 @contextlib.contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what the base model computes, experts included (the reference policy of a shared
-    backbone)."""
-    layers = [layer for _, layer in lora_layers(model)]
+def adapters_disabled(*chunks: nn.Module) -> Iterator[None]:
+    """Inside, the layers of a model that have `adapters_enabled` compute what the base model computes."""
+    layers = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_enabled")]
     for layer in layers:
-        layer.enabled = False
+        layer.adapters_enabled = False
     try:
         yield
     finally:
         for layer in layers:
-            layer.enabled = True
+            layer.adapters_enabled = True

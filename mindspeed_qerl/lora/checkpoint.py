@@ -12,32 +12,30 @@ import types
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from mindspeed_qerl.families import family_of, shape_of_arguments
-from mindspeed_qerl.families.tensors import ROW, Mapping
+from mindspeed_qerl.families import shape_of_arguments
+from mindspeed_qerl.families.tensors import ROW, Mapping, mappings
+from mindspeed_qerl.files import TRACKER, checkpoint_iterations, rank_folder
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
-# and the targets that they stand for
-EXPERTS = {"mlp.experts.weight1": "linear_fc1", "mlp.experts.weight2": "linear_fc2"}
+EXPERTS = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # grouped experts' weights, and LoRA's targets
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a run has trained: W of every module here becomes W + (alpha / rank) B A.
+    """What a run had trained after `iteration`: W of every module here becomes W + (alpha / rank) B A.
 
-    Attributes:
-        weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj",
-            in the checkpoint's dtype. Modules that Megatron fuses share one A.
-        rank, alpha: LoRA's r and alpha.
-        iteration: of the training run.
+    weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in
+    the checkpoint's dtype. Modules that Megatron fuses share one A.
     """
 
     weights: dict[str, Pair]
@@ -51,41 +49,35 @@ class Adapters:
         return (self.alpha / self.rank) * (b.float() @ a.float())
 
 
-class Rank(NamedTuple):
-    """A rank's coordinates, or the parallel sizes."""
-
-    tensor: int
-    pipeline: int
-    expert: int
+def parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
+    """The adapter of each HF module that Megatron fuses in one: they have A in common."""
+    return {name.removesuffix(".weight"): (a, part) for name, part in zip(mapping.hf, mapping.split(b), strict=True)}
 
 
-def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> Adapters:
-    """The adapters in a Megatron checkpoint of a model of a known family.
-
-    Args:
-        checkpoint_dir: `checkpoints` in the run directory. Base weights and optimizer states in its files are not
-            read.
-        iteration: which one; None is the one in latest_checkpointed_iteration.txt.
+def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapters:
+    """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt.
 
     Raises:
-        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing.
-        ValueError: the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have
-            no name in a Hugging Face model.
+        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing. ValueError:
+        the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have no name in
+        a Hugging Face model.
     """
-    directory, iteration = _find_iteration(Path(checkpoint_dir), iteration)
+    directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, ranks = _read_ranks(directory)
     shape = shape_of_arguments(vars(args))
-    one_layer = family_of(shape).tensors(shape, range(1), range(shape.num_experts), first=False, last=False)
+    one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
     table = {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
              for mapping in one_layer}
     weights: dict[str, Pair] = {}
     layers_before = 0
     for stage in range(args.pipeline_model_parallel_size):
-        shards = {(rank.tensor, rank.expert): tensors for rank, tensors in ranks.items() if rank.pipeline == stage}
+        shards = {(t, e): tensors for (t, p, e), tensors in ranks.items() if p == stage}
         modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
         for layer, module in sorted(modules):
-            parts = _unshard(layer, module, shards, args, table)
-            weights |= {f"model.layers.{layers_before + layer}.{name}": pair for name, pair in parts.items()}
+            unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
+            found = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
+            weights |= {name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
+                        for name, pair in found.items()}
         layers_before += 1 + max((layer for layer, _ in modules), default=-1)
     if not weights:
         raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
@@ -95,23 +87,14 @@ def load_adapters(checkpoint_dir: str | Path, iteration: int | None = None) -> A
     return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
 
 
-def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, torch.Tensor]], args: Namespace,
+def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
              table: dict[str, Mapping]) -> dict[str, Pair]:
-    """The adapters of Megatron's `module`, by the names of its parts within a layer of Hugging Face's.
+    """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
-    Args:
-        layer: within its pipeline stage.
-        shards: the stage's tensors by name, by (tensor rank, expert rank).
-        table: of one layer, by Megatron's module.
+    shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer, by module.
     """
-    prefix = f"decoder.layers.{layer}.{module}"
-    tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    if module in EXPERTS:
-        # Whole experts are dealt to the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
-        # mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
-        a, b = ([shards[t, e][f"{prefix}_lora_{side}"] for e, t in product(range(ep), range(tp))] for side in "ab")
-        return _split_experts(module, a, b, args, table)
-    a, b = ([_replicated([shards[t, e][name] for e in range(ep)], name) for t in range(tp)]
+    a, b = ([_replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
+             for t in range(args.tensor_model_parallel_size)]
             for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
     mapping = table.get(module)
     if mapping is None or mapping.shared is None:
@@ -119,36 +102,29 @@ def _unshard(layer: int, module: str, shards: dict[tuple[int, int], dict[str, to
                          "linear_proj, linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped "
                          "experts (moe_grouped_gemm)")
     if mapping.shared == ROW:  # tensor ranks share A by input
-        return _parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
-    return _parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
+        return parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
+    return parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
-    """The adapter of each HF module that Megatron fuses in one: they have A in common."""
-    names = (name.removeprefix("model.layers.0.").removesuffix(".weight") for name in mapping.hf)
-    return {name: (a, part) for name, part in zip(names, mapping.split(b), strict=True)}
+def _experts(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
+             table: dict[str, Mapping]) -> dict[str, Pair]:
+    """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
 
-
-def _split_experts(module: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], args: Namespace,
-                   table: dict[str, Mapping]) -> dict[str, Pair]:
-    """Grouped experts, one by one.
-
-    Args:
-        module: "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
-        a, b: shards in the order of the experts, each the memory of [experts, in, r] and [experts, r, out]
-            (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538).
+    A rank's tensors are the memory of [experts, in, r] and [experts, r, out]
+    (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538). Whole experts are dealt to the expert ranks,
+    and by those to their tensor ranks (moe_tp_extend_ep:
+    mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target = EXPERTS[module]
+    target, r, found, number = EXPERTS[module.removeprefix("mlp.experts.")], args.lora_r, {}, count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
         return {}
-    local, r = args.num_experts // len(a), args.lora_r
-    pairs = [(one_a.T, one_b.T)  # from x A B to B A x
-             for shard_a, shard_b in zip(a, b, strict=True)
-             for one_a, one_b in zip(shard_a.view(local, -1, r), shard_b.view(local, r, -1), strict=True)]
-    found = {}
-    for number, pair in enumerate(pairs):
-        found |= _parts(table[f"mlp.experts.local_experts.{number}.{target}"], *pair)
+    for e, t in product(range(args.expert_model_parallel_size), range(args.tensor_model_parallel_size)):
+        a, b = (shards[t, e][f"{prefix}_lora_{side}"] for side in "ab")
+        local = args.num_experts // len(shards)
+        for one_a, one_b in zip(a.view(local, -1, r), b.view(local, r, -1), strict=True):
+            # from x A B to B A x
+            found |= parts(table[f"mlp.experts.local_experts.{next(number)}.{target}"], one_a.T, one_b.T)
     return found
 
 
@@ -161,13 +137,13 @@ def _replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, int]:
-    there = sorted(int(path.name.removeprefix("iter_")) for path in checkpoint_dir.glob("iter_*[0-9]"))
+    there = checkpoint_iterations(checkpoint_dir)
     if not there:
         raise FileNotFoundError(f"{checkpoint_dir} holds no iter_0000001 or the like: give `checkpoints` of the run "
                                 "directory")
     way_out = f"there are: {', '.join(map(str, there))}"
     if iteration is None:
-        tracker = checkpoint_dir / "latest_checkpointed_iteration.txt"
+        tracker = checkpoint_dir / TRACKER
         if not tracker.is_file():
             raise FileNotFoundError(
                 f"{tracker}, which names the latest iteration, is missing; say which you want, {way_out}")
@@ -177,8 +153,8 @@ def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, 
     return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 
-def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.Tensor]]]:
-    """The run's arguments, and each rank's adapters."""
+def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], Tensors]]:
+    """The run's arguments, and by (tensor, pipeline, expert) rank its adapters."""
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
         raise FileNotFoundError(
@@ -186,10 +162,10 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
     args = _read(directory / there[0] / FILE)["args"]
     sizes = _sizes(args)
     says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
-    if args.num_experts and sizes.tensor > 1 and not args.moe_tp_extend_ep:
+    if args.num_experts and sizes[0] > 1 and not args.moe_tp_extend_ep:
         raise ValueError(
             f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
-    folders = {rank: _folder(rank, sizes) for rank in map(Rank._make, product(*map(range, sizes)))}
+    folders = {rank: rank_folder(*rank, pp=sizes[1], ep=sizes[2]) for rank in product(*map(range, sizes))}
     if left_over := sorted(set(there) - set(folders.values())):
         raise ValueError(
             f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
@@ -212,13 +188,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[Rank, dict[str, torch.
     return args, ranks
 
 
-def _sizes(args: Namespace) -> Rank:
-    return Rank(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-
-
-def _folder(rank: Rank, sizes: Rank) -> str:
-    return (f"mp_rank_{rank.tensor:02d}" + (f"_{rank.pipeline:03d}" if sizes.pipeline > 1 else "")
-            + (f"_{rank.expert:03d}" if sizes.expert > 1 else ""))
+def _sizes(args: Namespace) -> tuple[int, int, int]:
+    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
 
 
 def _read(file: Path) -> dict:
@@ -233,19 +204,10 @@ def _read(file: Path) -> dict:
 class _Opaque:
     """In the place of an object of another package, of which nothing is needed: takes what unpickling gives it."""
 
-    def __new__(cls, *args, **kwargs):
-        return super().__new__(cls)
-
-    def __init__(self, *args, **kwargs):
+    def _take(self, *args, **kwargs) -> None:
         pass
 
-    def __setstate__(self, state):
-        pass
-
-    append = extend = __setstate__
-
-    def __setitem__(self, key, value):
-        pass
+    __init__ = __setstate__ = __setitem__ = append = extend = _take
 
 
 class _Unpickler(pickle.Unpickler):

@@ -7,13 +7,15 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+MERGE = "merge it with PEFT (merge_and_unload), and give the merged model"
 
 
 def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
@@ -26,27 +28,18 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
     `target_parameters`: a merged model is of more use there.
 
     Args:
-        base_model_dir: the Hugging Face model that was trained, in safetensors.
-        out_dir: not there yet, or empty.
+        base_model_dir: the Hugging Face model that was trained, in safetensors. out_dir: not there yet, or empty.
 
     Raises:
-        ValueError: the adapters do not fit the base model; the message names the tensor.
-        FileExistsError: `out_dir` holds something.
-        FileNotFoundError: `base_model_dir` has no safetensors weights.
+        ValueError: the adapters do not fit the base model; the message names the tensor. FileExistsError: `out_dir`
+        holds something.
     """
-    _check_fit(adapters, Path(base_model_dir))
+    _check_fit(adapters, Checkpoint(base_model_dir))
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(base_model_dir).resolve()),
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(Path(base_model_dir).resolve()),
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights})}
     if any(".shared_expert." in module for module in adapters.weights):
         # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and drops them without
         # a word. For Qwen3-MoE it adds these itself
@@ -64,10 +57,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
 def load_peft(directory: str | Path) -> Adapters:
     """The adapter that `save_peft` wrote, or another PEFT LoRA adapter of plain linear layers; its iteration is 0.
-
-    Raises:
-        ValueError: no readable adapter there, or one with more than (alpha / r) B A.
-    """
+    ValueError: no readable adapter there, or one with more than (alpha / r) B A."""
     directory = Path(directory)
     try:
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
@@ -86,8 +76,7 @@ def load_peft(directory: str | Path) -> Adapters:
         if config.get(key, plain) != plain:
             more.append(f"{key} = {config[key]}")
     if more:
-        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): merge it with PEFT "
-                         "(merge_and_unload), and give the merged model")
+        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
@@ -104,12 +93,10 @@ def load_peft(directory: str | Path) -> Adapters:
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         if not found or tensor.ndim != 2 or tensor.shape["AB".index(found[2])] != rank:
             raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
-                             f"linear layer with r = {rank}: merge it with PEFT (merge_and_unload), and give the "
-                             "merged model")
+                             f"linear layer with r = {rank}: {MERGE}")
         # as PEFT's get_pattern_key
         if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:
-            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): merge it with PEFT "
-                             "(merge_and_unload), and give the merged model")
+            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): {MERGE}")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
         raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
@@ -124,65 +111,37 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
     largest file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where
     others have one, is an error.
     """
-    base_model_dir = Path(base_model_dir)
-    _check_fit(adapters, base_model_dir, all_layers)
+    base = Checkpoint(base_model_dir)
+    _check_fit(adapters, base, all_layers)
     with new_directory(Path(out_dir)) as directory:
-        for file in sorted(base_model_dir.iterdir()):
+        for file in sorted(base.directory.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
-        for file in _weight_files(base_model_dir):
-            _merge_file(adapters, file, directory / file.name)
+        for file in sorted(set(base.files.values())):
+            content = base.open(file)
+            tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
+            for name, weight in tensors.items():
+                if (module := name.removesuffix(".weight")) in adapters.weights:
+                    tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
+            save_file(tensors, directory / file, metadata=content.metadata())
+            del tensors  # before the next file is read
 
 
-def _merge_file(adapters: Adapters, file: Path, merged_file: Path) -> None:
-    with safe_open(file, "pt") as base:
-        tensors = {name: base.get_tensor(name) for name in base.offset_keys()}
-        for name, weight in tensors.items():
-            module = name.removesuffix(".weight")
-            if module in adapters.weights:
-                tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
-        save_file(tensors, merged_file, metadata=base.metadata())
-
-
-def _weight_files(model_dir: Path) -> list[Path]:
-    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
-    if index.is_file():
-        return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if not single.is_file():
-        raise FileNotFoundError(f"{model_dir} has neither {index.name} nor {single.name}: give the directory of the "
-                                "Hugging Face model that was trained, in safetensors")
-    return [single]
-
-
-def _check_fit(adapters: Adapters, base_model_dir: Path, all_layers: bool = True) -> None:
+def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:
     """ValueError unless each adapter has its weight in the base model, and, with `all_layers`, each like weight its
     adapter."""
-    shapes, dtypes = {}, {}
-    for file in _weight_files(base_model_dir):
-        try:
-            with safe_open(file, "pt") as base:
-                for name in base.offset_keys():
-                    header = base.get_slice(name)
-                    shapes[name], dtypes[name] = header.get_shape(), header.get_dtype()
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
-    wrong_base = f"{base_model_dir} is not the model that was trained"
+    wrong_base = f"{base.directory} is not the model that was trained"
     for module, (a, b) in adapters.weights.items():
         name, shape = f"{module}.weight", [b.shape[0], a.shape[1]]
-        if name not in shapes:
+        if name not in base.files:
             raise ValueError(f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter")
-        if shapes[name] != shape:
-            raise ValueError(f"{wrong_base}: {name} is {shapes[name]} there, and the adapter is for {shape}")
-        if dtypes[name] not in ("F32", "BF16", "F16"):
-            raise ValueError(
-                f"{name} is {dtypes[name]} in {base_model_dir}: give the model in bfloat16, float16 or float32")
-    kinds = {_kind(module) for module in adapters.weights}
-    for name in shapes if all_layers else ():
-        module = name.removesuffix(".weight")
-        if module != name and _kind(module) in kinds and module not in adapters.weights:
-            raise ValueError(
-                f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, or experts?)")
-
-
-def _kind(module: str) -> str:
-    return re.sub(r"\d+", "*", module)
+        there, dtype = base.header(name).get_shape(), base.header(name).get_dtype()
+        if there != shape:
+            raise ValueError(f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}")
+        if dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{name} is {dtype} in {base.directory}: give the model in bfloat16, float16 or float32")
+    kinds = {re.sub(r"\d+", "*", f"{module}.weight") for module in adapters.weights}
+    for name in base.files if all_layers else ():
+        if re.sub(r"\d+", "*", name) in kinds and name.removesuffix(".weight") not in adapters.weights:
+            raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, "
+                             "or experts?)")

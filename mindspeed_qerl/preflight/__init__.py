@@ -11,7 +11,12 @@ limit.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Check, case_of
 from mindspeed_qerl.preflight.config import config, layout_rules, memory, model
@@ -20,9 +25,6 @@ from mindspeed_qerl.preflight.host import cann, cpus, disk, jemalloc, open_files
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.npus import NO_NPU, npus, see_npus
 from mindspeed_qerl.preflight.software import environment, sources, versions
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "dim"}
 GROUPS = {
@@ -61,28 +63,21 @@ def headline(checks: Iterable[Check]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in (FAILED, WARNING, PASSED, SKIPPED) if counts[state])
 
 
-def print_table(checks: list[Check], title: str, console: "Console") -> None:
+def print_table(checks: list[Check], title: str, console: Console) -> None:
     """The table by group, and below it what to type, by the numbers in the table; commands are not broken into
     lines."""
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, title_justify="left", expand=True)
     table.add_column("check", width=27)
     table.add_column("state", width=12)
     table.add_column("found", ratio=1, overflow="fold")
-    fixes: list[Check] = []
-    previous = None
+    fixes, group = [], None
     for check in checks:
-        if check.group != previous:
+        if check.group != group:
+            group = check.group
             table.add_section()
-            table.add_row(Text(check.group, style="bold"), "", "")
-            previous = check.group
-        number = ""
-        if check.fix:
-            fixes.append(check)
-            number = f" [{len(fixes)}]"
+            table.add_row(Text(group, style="bold"), "", "")
+        fixes += [check] if check.fix else []
+        number = f" [{len(fixes)}]" if check.fix else ""
         table.add_row(Text(f"  {check.name}"), Text(check.state + number, style=STYLES[check.state]),
                       Text(check.found))
     if any(check.name == "ranks" and check.state == FAILED and check.found.endswith(NO_NPU) for check in checks):

@@ -1,19 +1,16 @@
-"""One line of the table, and what is to be launched."""
+"""One line of the table, what is to be launched, and the NPUs that the machine sees."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from mindspeed_qerl.engines import engine_of, examine, on_npus
+from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, read
 from mindspeed_qerl.recipe.types import Recipe
-
-if TYPE_CHECKING:
-    from mindspeed_qerl.preflight.npus import Seen
 
 PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
 
@@ -31,11 +28,52 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Die:
+    """One NPU as `npu-smi info` shows it; memory in MB."""
+
+    card: int
+    chip: int
+    health: str
+    used: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How many NPUs each part of the machine sees: a number, or a sentence why it could not be asked."""
+
+    smi: list[Die] | str = "not asked"  # at least one
+    davinci: int = 0
+    cann: int | str = "not asked"
+    visible: str | None = None  # ASCEND_RT_VISIBLE_DEVICES
+    ray: Mapping[str, Any] | str | None = None  # resources and nodes of the running cluster; None if there is none
+    stale: list[str] = field(default_factory=list)  # how the environment of the running Ray differs from the shell's
+
+    @property
+    def any(self) -> bool:
+        return bool(self.davinci or isinstance(self.smi, list) or isinstance(self.cann, int) and self.cann)
+
+    @property
+    def listed(self) -> int | None:
+        """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set
+        (ray/_private/accelerators/npu.py)."""
+        if self.visible is None:
+            return None
+        return len(self.visible.split(",")) if self.visible not in ("", "NoDevFiles") else 0
+
+    @property
+    def ray_would_count(self) -> int:
+        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no more than the list
+        has."""
+        count = self.cann if isinstance(self.cann, int) else self.davinci
+        return count if self.listed is None else min(count, self.listed)
+
+
+@dataclass(frozen=True)
 class Case:
     """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its
-    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are the faults of
-    values that could not be read, in whose place `recipe` has defaults: then there is no `plan`, nor without a model.
-    """
+    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are the faults of values that could not
+    be read, in whose place `recipe` has defaults: then there is no `plan`, nor without a model."""
 
     recipe: Recipe
     faults: tuple[str, ...]
@@ -44,19 +82,20 @@ class Case:
     name: str
     nodes: int
     own_ray: bool
-    seen: "Seen"
+    seen: Seen = Seen()
 
     @property
     def on_npus(self) -> bool:
-        return on_npus(self.recipe)
+        """Whether the run would use NPUs: its engine does, and they are not emulated."""
+        return self.upstream and not self.recipe.emulate_npu
 
     @property
     def upstream(self) -> bool:
         return engine_of(self.recipe).UPSTREAM
 
     @property
-    def model_dir(self) -> Path:
-        return Path(self.recipe.model.path)
+    def rehearsal(self) -> bool:
+        return self.recipe.rehearsal.enabled
 
     @property
     def npus(self) -> int:
@@ -72,11 +111,8 @@ class Case:
         return self.plan is not None and not broken(self.plan)
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False,
-            seen: "Seen | None" = None) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
-    from mindspeed_qerl.preflight.npus import Seen
-
     recipe, found = examine(raw)
     engine_of(recipe)
     faults, plan = list(found.faults), None
@@ -86,7 +122,19 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
         except ConfigError as error:
             faults += [line for line in str(error).splitlines() if line not in faults]
-    return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray, seen or Seen())
+    return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray)
+
+
+def needs(what: str, name: str, why: str) -> Callable:
+    """For a check that only a case with `what`, one of its properties, has: else line `name` is skipped, for `why`."""
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def checks(machine: Any, case: Case) -> Iterable[Check]:
+            return function(machine, case) if getattr(case, what) else [Check(name, SKIPPED, why)]
+
+        return checks
+
+    return decorate
 
 
 def gigabytes(size: float) -> str:

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mindspeed_qerl.ascend.convert import TRACKER
 from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
+from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.layout.memory import adapter_weights, settings_of, training_weights
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
 from mindspeed_qerl.preflight.machine import Machine
 
 OPEN_FILES = 32768  # MindSpeed-RL examples/grpo/*.sh
@@ -28,17 +28,18 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("CPUs", PASSED,
                     f"{asks}: places, not threads; the Ray that is started for the run is told to have them")
         return
-    ray = case.seen.ray if isinstance(case.seen.ray, Mapping) else None
-    have, whose = (int(ray["resources"].get("CPU", 0)), "the running Ray has") if ray else (
-        machine.cpus() * case.nodes, "there are" if case.nodes == 1 else f"{case.nodes} nodes like this one have")
+    if isinstance(case.seen.ray, Mapping):
+        have, whose = int(case.seen.ray["resources"].get("CPU", 0)), "the running Ray has"
+    else:
+        have = machine.cpus() * case.nodes
+        whose = "there are" if case.nodes == 1 else f"{case.nodes} nodes like this one have"
     if have >= need:
         yield Check("CPUs", PASSED, f"{asks}; {whose} {have}")
         return
     most = (have - need + case.npus * per_npu) // case.npus
-    fix = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
+    fewer = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
     yield Check("CPUs", FAILED, f"{asks}; {whose} {have}: upstream would wait for ever",
-                f"{fix}ray start --head --num-cpus={need}    # they "
-                "are places, not threads")
+                f"{fewer}ray start --head --num-cpus={need}    # they are places, not threads")
 
 
 def open_files(machine: Machine, case: Case) -> Iterator[Check]:
@@ -46,9 +47,8 @@ def open_files(machine: Machine, case: Case) -> Iterator[Check]:
     if limit >= OPEN_FILES or not case.upstream:
         yield Check("open files", PASSED, "no limit" if limit == sys.maxsize else f"ulimit -n is {limit:,}")
     else:
-        yield Check("open files", WARNING,
-                    f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need {OPEN_FILES:,}",
-                    f"ulimit -n {OPEN_FILES}    # in the shell that starts the run")
+        yield Check("open files", WARNING, f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need "
+                    f"{OPEN_FILES:,}", f"ulimit -n {OPEN_FILES}    # in the shell that starts the run")
 
 
 def shared_memory(machine: Machine, case: Case) -> Iterator[Check]:
@@ -64,28 +64,27 @@ def shared_memory(machine: Machine, case: Case) -> Iterator[Check]:
 def disk(machine: Machine, case: Case) -> Iterator[Check]:
     """Room for the run's checkpoints and, while it is missing, for the converted base. Sizes are computed: 2 bytes a
     weight, and 12 of AdamW for each one that is trained, in every rank's file."""
-    root = case.recipe.run.root
-    free = machine.disk_free(root)
+    run, load, plan = case.recipe.run, case.recipe.model.load, case.plan
+    free = machine.disk_free(run.root)
     if not case.upstream:
-        yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {root}",
-                    "" if free > 10**9 else f"df -h {root}")
+        yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {run.root}",
+                    "" if free > 10**9 else f"df -h {run.root}")
         return
     if not case.legal:
         yield Check("disk for the run", SKIPPED,
-                    f"{gigabytes(free)} free for {root}; no legal layout to compute the need of")
+                    f"{gigabytes(free)} free for {run.root}; no legal layout to compute the need of")
         return
-    plan, settings, it = case.plan, settings_of(case.recipe), case.plan.layout
-    trained, base = (it.tp * it.ep * sum(weights(stage).total for stage in range(it.pp)) for weights in (
-        lambda stage: adapter_weights(plan, settings, stage) if plan.lora else training_weights(plan, stage),
-        lambda stage: training_weights(plan, stage)))
-    each = 2 if case.recipe.npu.no_save_optim else 14
-    saves = max(1, case.recipe.run.train_iters // (case.recipe.run.save_interval or case.recipe.run.train_iters))
-    yield _room("disk for the run", root, free, each * trained, saves,
-                f"run.root=DIR, or megatron_training.save_interval above "
-                f"{case.recipe.run.save_interval}    # overrides of the config")
-    load = case.recipe.model.load
+    stages, copies = range(plan.layout.pp), plan.layout.tp * plan.layout.ep
+    base = trained = copies * sum(sum(training_weights(plan, stage)) for stage in stages)
+    if plan.lora:
+        settings = settings_of(case.recipe)
+        trained = copies * sum(sum(adapter_weights(plan, settings, stage)) for stage in stages)
+    yield _room("disk for the run", run.root, free, (2 if case.recipe.npu.no_save_optim else 14) * trained,
+                max(1, run.train_iters // (run.save_interval or run.train_iters)),
+                f"run.root=DIR, or megatron_training.save_interval above {run.save_interval}    # overrides of the "
+                "config")
     if load and not (Path(load) / TRACKER).is_file():
-        yield _room("disk for the base", str(load), machine.disk_free(load), 2 * base, 1,
+        yield _room("disk for the base", load, machine.disk_free(load), 2 * base, 1,
                     "actor_config.load=DIR    # an override of the config")
 
 
@@ -96,25 +95,20 @@ def _room(name: str, place: str, free: int, one: int, number: int, fix: str) -> 
                  "" if state == PASSED else fix)
 
 
+@needs("on_npus", "ports", "no HCCL, and a Ray of the run's own on free ports")
 def ports(machine: Machine, case: Case) -> Iterator[Check]:
     """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on; Ray's head and dashboard have fixed ones."""
-    if not case.on_npus:
-        yield Check("ports", SKIPPED, "no HCCL, and a Ray of the run's own on free ports")
-        return
-    base = machine.environment.get("HCCL_IF_BASE_PORT") or npu_environment()["HCCL_IF_BASE_PORT"]
-    last = int(base) + case.npus_here - 1
-    taken = [port for port in range(int(base), last + 1) if not machine.port_free(port)]
-    if taken:
-        yield Check("ports of HCCL", FAILED, f"{base} to {last}: {', '.join(map(str, taken))} taken",
+    base = int(machine.environment.get("HCCL_IF_BASE_PORT") or npu_environment()["HCCL_IF_BASE_PORT"])
+    last = base + case.npus_here - 1
+    if taken := [str(port) for port in range(base, last + 1) if not machine.port_free(port)]:
+        yield Check("ports of HCCL", FAILED, f"{base} to {last}: {', '.join(taken)} taken",
                     f"ss -ltnp '( sport >= :{base} and sport <= :{last} )'    # whose?\nor export "
                     "HCCL_IF_BASE_PORT=N, on every node")
     else:
         yield Check("ports of HCCL", PASSED, f"{base} to {last} are free")
     if case.own_ray or machine.processes("raylet"):
         yield Check("ports of Ray", PASSED, "the launcher chooses them" if case.own_ray else "a Ray is running")
-        return
-    taken = [f"{port} ({what})" for port, what in RAY_PORTS.items() if not machine.port_free(port)]
-    if taken:
+    elif taken := [f"{port} ({what})" for port, what in RAY_PORTS.items() if not machine.port_free(port)]:
         yield Check("ports of Ray", WARNING, f"{', '.join(taken)} taken, and no Ray is running",
                     "ray start --head --port=6380 --dashboard-port=8266    # the engine's own Ray takes free ones")
     else:
@@ -133,10 +127,8 @@ def panic_on_oom(machine: Machine, case: Case) -> Iterator[Check]:
                     "sysctl -w vm.panic_on_oom=0")
 
 
+@needs("on_npus", "jemalloc", "for NPU workers only")
 def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
-    if not case.on_npus:
-        yield Check("jemalloc", SKIPPED, "for NPU workers only")
-        return
     preloaded = [path for path in re.split(r"[\s:]+", machine.environment.get("LD_PRELOAD", "")) if "jemalloc" in path]
     there = machine.glob("/usr/lib/*/libjemalloc.so.2") + machine.glob("/usr/lib*/libjemalloc.so.2")
     install = "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
@@ -149,17 +141,16 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("jemalloc", PASSED, preloaded[0])
 
 
+@needs("on_npus", "CANN's paths", "no NPU is used")
 def cann(machine: Machine, case: Case) -> Iterator[Check]:
     """CANN's environment: its root, and its Python packages on the path."""
-    home = machine.environment.get("ASCEND_HOME_PATH")
-    fix = "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
-    if not case.on_npus:
-        yield Check("CANN's paths", SKIPPED, "no NPU is used")
-    elif not home and not machine.importable("acl") and not case.seen.any:
+    home, acl = machine.environment.get("ASCEND_HOME_PATH"), machine.importable("acl")
+    if not (home or acl or case.seen.any):
         yield Check("CANN's paths", SKIPPED, "no NPU here, and no CANN")
     elif not home:
-        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced", fix)
-    elif not machine.importable("acl"):
+        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced",
+                    "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh")
+    elif not acl:
         yield Check("CANN's paths", FAILED, "the module acl is not on PYTHONPATH; was it replaced, not added to?",
                     f"export PYTHONPATH=$PYTHONPATH:{home}/python/site-packages")
     else:

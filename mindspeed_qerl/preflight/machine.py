@@ -1,5 +1,4 @@
-"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place
-(tests/ascend/test_preflight.py)."""
+"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place."""
 
 import importlib.metadata
 import importlib.util
@@ -13,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+
+import psutil
 
 from mindspeed_qerl.ascend.contract import Report, check, installed
 
@@ -25,16 +25,11 @@ class ProbeError(RuntimeError):
     complaint."""
 
 
-@dataclass(frozen=True)
-class Process:
-    """A running process; `environment` is empty where it may not be read."""
-
-    pid: int
-    environment: Mapping[str, str]
-
-
 class Machine:
     """The machine that this process runs on. Sizes are bytes."""
+
+    environment: Mapping[str, str] = os.environ
+    python_version = sys.version_info[:2]
 
     def run(self, command: Sequence[str], timeout: float = 20, environment: Mapping[str, str] | None = None) -> str:
         """What `command` prints on stdout. After `timeout` seconds it is killed together with all that it started.
@@ -44,8 +39,8 @@ class Machine:
         """
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True,
-                                       errors="replace", env=environment, start_new_session=True)
+                                       stderr=subprocess.PIPE, text=True, errors="replace", env=environment,
+                                       start_new_session=True)
         except FileNotFoundError:
             raise ProbeError(f"{command[0]} is not installed here") from None
         except OSError as error:
@@ -60,17 +55,9 @@ class Machine:
             raise ProbeError(f"{command[0]}: no answer within {timeout:g} s") from None
         if process.returncode:
             lines = [line for line in (complaint or output).splitlines() if line.strip()]
-            raise ProbeError(f"{command[0]}: exit {process.returncode}" + (
-                f": {lines[-1].strip()[:200]}" if lines else ""))
+            why = f": {lines[-1].strip()[:200]}" if lines else ""
+            raise ProbeError(f"{command[0]}: exit {process.returncode}{why}")
         return output
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return os.environ
-
-    @property
-    def python_version(self) -> tuple[int, int]:
-        return sys.version_info[:2]
 
     def glob(self, pattern: str) -> list[str]:
         return sorted(glob(pattern))
@@ -104,8 +91,7 @@ class Machine:
         return shutil.disk_usage(place).free
 
     def cpus(self) -> int:
-        """Logical CPUs as Ray counts them: those of the cgroup if it has a quota
-        (ray/_private/utils.py:get_num_cpus)."""
+        """Logical CPUs as Ray counts them: the cgroup's if it has a quota (ray/_private/utils.py:get_num_cpus)."""
         count = multiprocessing.cpu_count()
         quota, _, period = (self.read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
         if quota.strip() == "max":
@@ -129,16 +115,14 @@ class Machine:
                 return False
         return True
 
-    def processes(self, name: str) -> list[Process]:
-        """The running processes of that name; one that has ended and was not waited for is none."""
-        import psutil
-
-        found = []
+    def processes(self, name: str) -> dict[int, dict[str, str]]:
+        """pid -> environment, {} where it may not be read, of the running processes of that name; one that has ended
+        and was not waited for is none."""
+        found = {}
         for process in psutil.process_iter(["name", "status"]):
             if process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE:
                 try:
-                    environment = process.environ()
+                    found[process.pid] = process.environ()
                 except (psutil.Error, OSError):  # another user's, or gone by now
-                    environment = {}
-                found.append(Process(process.pid, environment))
+                    found[process.pid] = {}
         return found

@@ -5,55 +5,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, Die, Seen
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
-
-@dataclass(frozen=True)
-class Die:
-    """One NPU as `npu-smi info` shows it; memory in MB."""
-
-    card: int
-    chip: int
-    health: str
-    used: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """How many NPUs each part of the machine sees: a number, or a sentence why it could not be asked."""
-
-    smi: list[Die] | str = "not asked"  # at least one
-    davinci: int = 0
-    cann: int | str = "not asked"
-    visible: str | None = None  # ASCEND_RT_VISIBLE_DEVICES
-    ray: Mapping[str, Any] | str | None = None  # resources and nodes of the running cluster; None if there is none
-    stale: list[str] = field(default_factory=list)  # how the environment of the running Ray differs from the shell's
-
-    @property
-    def any(self) -> bool:
-        return bool(self.davinci or isinstance(self.smi, list) or isinstance(self.cann, int) and self.cann)
-
-    @property
-    def listed(self) -> int | None:
-        """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set
-        (ray/_private/accelerators/npu.py)."""
-        if self.visible is None:
-            return None
-        return len(self.visible.split(",")) if self.visible not in ("", "NoDevFiles") else 0
-
-    @property
-    def ray_would_count(self) -> int:
-        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no more than the list
-        has."""
-        count = self.cann if isinstance(self.cann, int) else self.davinci
-        return count if self.listed is None else min(count, self.listed)
-
-
+NO_NPU = ", this machine has none"
+LIST = "ASCEND_RT_VISIBLE_DEVICES"
 # The count of a process whose list of visible devices is not cut: the list is compared by itself.
 CANN_PROBE = """
 try:
@@ -75,24 +33,19 @@ print("cluster", json.dumps({"resources": ray.cluster_resources(), "nodes": aliv
 
 def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
     """Ask npu-smi, /dev, CANN, the environment and, unless one is started for the run, Ray, each with a time limit."""
-    without_list = {name: value for name, value in machine.environment.items() if name != "ASCEND_RT_VISIBLE_DEVICES"}
-    visible = machine.environment.get("ASCEND_RT_VISIBLE_DEVICES")
-    raylets = [] if own_ray else machine.processes("raylet")
-    ray = None
+    visible = machine.environment.get(LIST)
+    raylets = {} if own_ray else machine.processes("raylet")
+    ray, cann = None, "acl and torch_npu are not importable"
     if raylets or machine.environment.get("RAY_ADDRESS") and not own_ray:
         ray = _ask(machine, [sys.executable, "-c", RAY_PROBE], r"^cluster (.*)$", json.loads)
-    cann = "acl and torch_npu are not importable"
     if machine.importable("acl") or machine.importable("torch_npu"):
+        without_list = {name: value for name, value in machine.environment.items() if name != LIST}
         cann = _ask(machine, [sys.executable, "-c", CANN_PROBE], r"^devices (\d+)$", int, without_list)
-    theirs = {raylet.pid: raylet.environment.get("ASCEND_RT_VISIBLE_DEVICES") for raylet in raylets
-              if raylet.environment}
     smi = _ask(machine, ["npu-smi", "info"], r"(?s)(.*)", dies)
-    return Seen(
-        smi=smi or "npu-smi info shows no NPU, or in a form that is not known here",
-        davinci=len(machine.glob("/dev/davinci[0-9]*")), cann=cann, visible=visible, ray=ray,
-        stale=[f"its raylet (process {pid}) was started with "
-               f"ASCEND_RT_VISIBLE_DEVICES={'unset' if list_ is None else list_}"
-               for pid, list_ in theirs.items() if list_ != visible])
+    stale = [f"its raylet (process {pid}) was started with {LIST}={environment.get(LIST, 'unset')}"
+             for pid, environment in raylets.items() if environment and environment.get(LIST) != visible]
+    return Seen(smi or "npu-smi info shows no NPU, or in a form that is not known here",
+                len(machine.glob("/dev/davinci[0-9]*")), cann, visible, ray, stale)
 
 
 def _ask(machine: Machine, command: list[str], pattern: str, read: Callable,
@@ -126,146 +79,125 @@ def dies(table: str) -> list[Die]:
     return found
 
 
-NO_NPU = ", this machine has none"
-
-
-class Part(NamedTuple):
-    """A part of the machine, and how many NPUs it sees; None if it was not asked or did not say."""
-
-    check: Check
-    count: int | None
-
-
 def npus(machine: Machine, case: Case) -> Iterator[Check]:
     """The number that each part sees, from the hardware up to Ray; what loses some is named with its fix."""
+    seen, asked = case.seen, case.npus_here
     if not case.on_npus:
         why = "emulate_npu=true" if case.upstream else f"engine={case.recipe.engine}"
         yield Check("ranks", SKIPPED, f"{why} needs none")
         return
-    if not case.seen.any:
-        yield from _no_npu(case)
+    if not seen.any:
+        yield Check("ranks", FAILED, f"{case.npus} NPUs are asked for{NO_NPU}", "Rehearse it here: python "
+                    f"cli/train_grpo.py --config-name {case.name} engine=local rehearsal.enabled=true")
+        cann = seen.cann if isinstance(seen.cann, str) else "it counts 0"
+        for name, found in (("npu-smi", seen.smi), ("/dev/davinci*", "none"), ("CANN", cann),
+                            (LIST, "not set" if seen.visible is None else seen.visible), ("Ray", _words(seen, case))):
+            yield Check(name, SKIPPED, found)
         return
-    seen, asked = case.seen, case.npus_here
-    parts = [_smi(seen, asked), _davinci(seen, asked), _cann(seen, asked, case), _visible(seen, asked, case),
-             _ray(seen, case)]
-    counts = {part.check.name: part.count for part in parts if part.count is not None}
-    least = min(counts.values(), default=0)
-    lost = [part.check.name for part in parts if part.check.state == FAILED]
-    summary = ", ".join(f"{name} {count}" for name, count in counts.items())
+    checks = [_smi(seen, asked), _davinci(seen, asked), _cann(seen, asked, case), _visible(seen, asked, case),
+              _ray(seen, case)]
+    said = {"npu-smi": sum(die.health == "OK" for die in seen.smi) if isinstance(seen.smi, list) else None,
+            "/dev/davinci*": seen.davinci, "CANN": seen.cann, LIST: seen.listed,
+            "Ray": _of_ray(seen) if isinstance(seen.ray, Mapping) else None}
+    counts = {name: count for name, count in said.items() if isinstance(count, int)}
+    lost = [check.name for check in checks if check.state == FAILED]
     wanted = f"{asked} asked for" + (f" here ({case.npus} on {case.nodes} nodes)" if case.nodes > 1 else "")
-    if lost:
-        few = f"{least} of " if least < asked else ""
-        yield Check("ranks", FAILED, f"{few}{wanted}; {summary}. Lost at {', '.join(lost)}")
-    else:
-        yield Check("ranks", PASSED, f"{wanted}; {summary}")
-    yield from (part.check for part in parts)
+    found = f"{wanted}; {', '.join(f'{name} {count}' for name, count in counts.items())}"
+    least = min(counts.values())
+    few = f"{least} of " if lost and least < asked else ""
+    yield Check("ranks", FAILED if lost else PASSED, few + found + (f". Lost at {', '.join(lost)}" if lost else ""))
+    yield from checks
 
 
-def _no_npu(case: Case) -> Iterator[Check]:
-    seen = case.seen
-    rehearse = f"python cli/train_grpo.py --config-name {case.name} engine=local rehearsal.enabled=true"
-    yield Check("ranks", FAILED, f"{case.npus} NPUs are asked for{NO_NPU}", f"Rehearse it here: {rehearse}")
-    yield Check("npu-smi", SKIPPED, seen.smi)
-    yield Check("/dev/davinci*", SKIPPED, "none")
-    yield Check("CANN", SKIPPED, seen.cann if isinstance(seen.cann, str) else "it counts 0")
-    yield Check("ASCEND_RT_VISIBLE_DEVICES", SKIPPED, "not set" if seen.visible is None else seen.visible)
-    yield Check("Ray", SKIPPED, _ray_words(seen, case))
-
-
-def _smi(seen: Seen, asked: int) -> Part:
+def _smi(seen: Seen, asked: int) -> Check:
     if isinstance(seen.smi, str):
-        return Part(Check("npu-smi", WARNING, f"{seen.smi}; health and memory of the dies are not known",
-                          "Map /usr/local/bin/npu-smi and /usr/local/dcmi into the container"), None)
-    sick = [die for die in seen.smi if die.health != "OK"]
-    if sick:
+        return Check("npu-smi", WARNING, f"{seen.smi}; health and memory of the dies are not known",
+                     "Map /usr/local/bin/npu-smi and /usr/local/dcmi into the container")
+    count = f"{len(seen.smi)} dies"
+    if sick := [die for die in seen.smi if die.health != "OK"]:
         names = ", ".join(f"NPU {die.card} chip {die.chip}: {die.health}" for die in sick)
-        commands = [f"npu-smi info -t health -i {die.card} -c {die.chip}" for die in sick]
-        return Part(Check("npu-smi", FAILED, f"{len(seen.smi)} dies, {len(sick)} not healthy: {names}", "\n".join(
-            [*commands, "A faulty die is a case for the vendor. Until then ask for fewer NPUs"])),
-                    len(seen.smi) - len(sick))
-    return Part(_healthy(seen.smi, asked), len(seen.smi))
-
-
-def _healthy(smi: list[Die], asked: int) -> Check:
-    """Enough dies, and free? All of them are healthy."""
-    if len(smi) < asked:
-        cards = Counter(die.card for die in smi)
+        commands = "".join(f"npu-smi info -t health -i {die.card} -c {die.chip}\n" for die in sick)
+        return Check("npu-smi", FAILED, f"{count}, {len(sick)} not healthy: {names}",
+                     f"{commands}A faulty die is a case for the vendor. Until then ask for fewer NPUs")
+    if len(seen.smi) < asked:
+        cards = Counter(die.card for die in seen.smi)
         odd = ", ".join(str(card) for card, chips in cards.items() if chips < max(cards.values()))
-        return Check("npu-smi", FAILED, f"{len(smi)} dies" + (f"; one chip of NPU {odd} is missing" if odd else ""),
+        return Check("npu-smi", FAILED, count + (f"; one chip of NPU {odd} is missing" if odd else ""),
                      f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the "
                      "container; if not, it is a case for the vendor")
-    busy = [die for die in smi if die.used > die.total // 8]
-    if busy:
+    if busy := [die for die in seen.smi if die.used > die.total // 8]:
         names = [f"NPU {die.card} chip {die.chip} ({die.used:,} MB)" for die in busy]
         shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
-        return Check("npu-smi", WARNING, f"{len(smi)} dies, all healthy; memory in use on {len(busy)}: {shown}",
+        return Check("npu-smi", WARNING, f"{count}, all healthy; memory in use on {len(busy)}: {shown}",
                      "npu-smi info    # the processes at the end; stop those that are yours and left over")
-    return Check("npu-smi", PASSED, f"{len(smi)} dies, all healthy")
+    return Check("npu-smi", PASSED, f"{count}, all healthy")
 
 
-def _davinci(seen: Seen, asked: int) -> Part:
-    name, more = "/dev/davinci*", len(seen.smi) if isinstance(seen.smi, list) else asked
-    if seen.davinci < asked and seen.davinci < more:
-        return Part(Check(name, FAILED, f"{seen.davinci} device nodes: the container maps fewer than the machine has",
-                          f"Start the container with --device=/dev/davinci0 ... --device=/dev/davinci{asked - 1} (and "
-                          "davinci_manager, devmm_svm, hisi_hdc)"), seen.davinci)
-    return Part(_enough(name, seen.davinci, asked, f"{seen.davinci} device nodes"), seen.davinci)
+def _davinci(seen: Seen, asked: int) -> Check:
+    found, more = f"{seen.davinci} device nodes", len(seen.smi) if isinstance(seen.smi, list) else asked
+    if seen.davinci < min(asked, more):
+        return Check("/dev/davinci*", FAILED, f"{found}: the container maps fewer than the machine has",
+                     f"Start the container with --device=/dev/davinci0 ... --device=/dev/davinci{asked - 1} (and "
+                     "davinci_manager, devmm_svm, hisi_hdc)")
+    return _enough("/dev/davinci*", seen.davinci, asked, found)
 
 
-def _cann(seen: Seen, asked: int, case: Case) -> Part:
+def _cann(seen: Seen, asked: int, case: Case) -> Check:
     if isinstance(seen.cann, str):
-        return Part(Check("CANN", FAILED, seen.cann, "source /usr/local/Ascend/cann/set_env.sh"), None)
-    if seen.cann < asked and seen.cann < seen.davinci:
-        return Part(Check(
-            "CANN", FAILED, f"{seen.cann} of the {seen.davinci} devices come up: a faulty die, or one that another "
-            "container holds", "npu-smi info    # the die whose health is not OK, or that has processes of others\n"
-            f"Until it is back ask for fewer NPUs: {_layouts(seen.cann, case)}"), seen.cann)
-    return Part(_enough("CANN", seen.cann, asked, f"acl counts {seen.cann}"), seen.cann)
+        return Check("CANN", FAILED, seen.cann, "source /usr/local/Ascend/cann/set_env.sh")
+    if seen.cann < min(asked, seen.davinci):
+        return Check("CANN", FAILED, f"{seen.cann} of the {seen.davinci} devices come up: a faulty die, or one that "
+                     "another container holds", "npu-smi info    # the die whose health is not OK, or that has "
+                     f"processes of others\nUntil it is back ask for fewer NPUs: {_layouts(seen.cann, case)}")
+    return _enough("CANN", seen.cann, asked, f"acl counts {seen.cann}")
 
 
-def _visible(seen: Seen, asked: int, case: Case) -> Part:
-    name = "ASCEND_RT_VISIBLE_DEVICES"
+def _visible(seen: Seen, asked: int, case: Case) -> Check:
     if seen.visible is None:
-        return Part(Check(name, PASSED, "not set: all are visible"), None)
+        return Check(LIST, PASSED, "not set: all are visible")
     if seen.listed < asked:
-        return Part(Check(name, FAILED, f"{seen.listed} entries: {seen.visible or repr('')}",
-                          f"unset {name}    # in the shell, and where the container sets it\nor ask for fewer NPUs: "
-                          f"{_layouts(seen.listed, case)}"), seen.listed)
-    if seen.visible.split(",")[:asked] != [str(i) for i in range(asked)]:
-        why = "a worker gives Ray's number straight to set_device (base_worker.py:89)"
-        return Part(Check(name, FAILED, f"{seen.visible}: {why}", f"export {name}={','.join(map(str, range(asked)))}"),
-                    seen.listed)
-    return Part(Check(name, PASSED, f"{seen.listed} entries"), seen.listed)
+        return Check(LIST, FAILED, f"{seen.listed} entries: {seen.visible or repr('')}",
+                     f"unset {LIST}    # in the shell, and where the container sets it\nor ask for fewer NPUs: "
+                     f"{_layouts(seen.listed, case)}")
+    first = [str(number) for number in range(asked)]
+    if seen.visible.split(",")[:asked] != first:
+        return Check(LIST, FAILED, f"{seen.visible}: a worker gives Ray's number straight to set_device "
+                     "(base_worker.py:89)", f"export {LIST}={','.join(first)}")
+    return Check(LIST, PASSED, f"{seen.listed} entries")
 
 
-def _ray(seen: Seen, case: Case) -> Part:
-    words, asked = _ray_words(seen, case), case.npus
-    start = f"ray start --head --resources='{{\"NPU\": {case.npus_here}}}'"
-    restart = f"ray stop    # it stops every Ray of this user\n{start}"
+def _ray(seen: Seen, case: Case) -> Check:
+    words = _words(seen, case)
+    restart = (f"ray stop    # it stops every Ray of this user\nray start --head --resources='{{\"NPU\": "
+               f"{case.npus_here}}}'")
     if seen.ray is None:
-        return Part(_enough("Ray", seen.ray_would_count * case.nodes, asked, words), None)
+        return _enough("Ray", seen.ray_would_count * case.nodes, case.npus, words)
     if isinstance(seen.ray, str):
-        return Part(Check("Ray", FAILED, words, restart), None)
-    count = int(seen.ray["resources"].get("NPU", 0))
-    if count >= asked:
-        return Part(Check("Ray", PASSED, words), count)
-    if count < seen.ray_would_count * seen.ray["nodes"]:
+        return Check("Ray", FAILED, words, restart)
+    count, nodes = _of_ray(seen), seen.ray["nodes"]
+    if count >= case.npus:
+        return Check("Ray", PASSED, words)
+    if count < seen.ray_would_count * nodes:
         why = "; ".join(seen.stale) or "it was started with other --resources, or before the other NPUs were there"
-        return Part(Check("Ray", FAILED, f"{words}. It is stale: {why}", restart), count)
-    if seen.ray["nodes"] < case.nodes:
-        return Part(Check("Ray", FAILED, f"{words}: {case.nodes - seen.ray['nodes']} nodes are missing",
-                          "ray start --address=HEAD:PORT    # on each of them"), count)
-    return Part(Check("Ray", WARNING, words, f"After the fix above, start it once more:\n{restart}"), count)
+        return Check("Ray", FAILED, f"{words}. It is stale: {why}", restart)
+    if nodes < case.nodes:
+        return Check("Ray", FAILED, f"{words}: {case.nodes - nodes} nodes are missing",
+                     "ray start --address=HEAD:PORT    # on each of them")
+    return Check("Ray", WARNING, words, f"After the fix above, start it once more:\n{restart}")
 
 
-def _ray_words(seen: Seen, case: Case) -> str:
+def _of_ray(seen: Seen) -> int:
+    return int(seen.ray["resources"].get("NPU", 0))
+
+
+def _words(seen: Seen, case: Case) -> str:
     if seen.ray is None:
         which = "one of its own" if case.own_ray else "none is running; one"
         return f"{which} that is started now counts {seen.ray_would_count}"
     if isinstance(seen.ray, str):
         return f"one is running and cannot be joined: {seen.ray}"
     nodes = f" on {seen.ray['nodes']} nodes" if seen.ray["nodes"] > 1 or case.nodes > 1 else ""
-    return f"one is running with {int(seen.ray['resources'].get('NPU', 0))} NPUs{nodes}"
+    return f"one is running with {_of_ray(seen)} NPUs{nodes}"
 
 
 def _enough(name: str, count: int, asked: int, found: str) -> Check:
@@ -276,4 +208,4 @@ def _enough(name: str, count: int, asked: int, found: str) -> Check:
 
 
 def _layouts(npus: int, case: Case) -> str:
-    return f"python tools/plan_layout.py --ranks {npus} --model {case.model_dir}"
+    return f"python tools/plan_layout.py --ranks {npus} --model {case.recipe.model.path}"

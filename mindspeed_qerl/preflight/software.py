@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.settings import npu_environment
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
+from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check, needs
 from mindspeed_qerl.preflight.machine import Machine
 
 # Variables that stop a run, or spoil it, with a value other than the engine's; the others are somebody's choice.
@@ -16,11 +16,9 @@ HARMFUL = {
 }
 
 
+@needs("upstream", "variables", "the engine of NPUs sets them")
 def environment(machine: Machine, case: Case) -> Iterator[Check]:
     """What the shell says otherwise than the engine: a variable that is set is left as it is (engine.train)."""
-    if not case.upstream:
-        yield Check("variables", SKIPPED, "the engine of NPUs sets them")
-        return
     ours, shell = npu_environment(), machine.environment
     others = {name: shell[name] for name, value in ours.items() if shell.get(name, value) != value}
     yield Check("variables", PASSED, f"{len(ours) - len(others)} of {len(ours)} are as the engine sets them")
@@ -28,21 +26,19 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
         why = HARMFUL.get(name)
         if name == "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES" and not value:
             why = "Ray would hide all but one die from a worker, and set_device(Ray's number) fails"
-        yield Check(name, FAILED if why else WARNING, f"{value!r} in the shell, the engine would set {ours[name]!r}" +
-                    (f": {why}" if why else ""), f"unset {name}")
+        yield Check(name, FAILED if why else WARNING, f"{value!r} in the shell, the engine would set {ours[name]!r}"
+                    + (f": {why}" if why else ""), f"unset {name}")
     for name in ("VLLM_DP_SIZE", "HCCL_BUFFSIZE"):
         if name in shell:
             yield Check(name, WARNING, f"{shell[name]!r} in the shell is not used: the engine takes it from the "
                         "config", f"unset {name}")
-    if shell.get("ASCEND_LAUNCH_BLOCKING", "0") != "0":
-        yield Check("ASCEND_LAUNCH_BLOCKING", WARNING,
-                    f"{shell['ASCEND_LAUNCH_BLOCKING']!r}: every kernel is waited for, for debugging only",
+    if (blocking := shell.get("ASCEND_LAUNCH_BLOCKING", "0")) != "0":
+        yield Check("ASCEND_LAUNCH_BLOCKING", WARNING, f"{blocking!r}: every kernel is waited for, for debugging only",
                     "unset ASCEND_LAUNCH_BLOCKING")
     if case.nodes > 1 and not shell.get("HCCL_SOCKET_IFNAME"):
-        yield Check("HCCL_SOCKET_IFNAME", WARNING,
-                    f"not set, with {case.nodes} nodes: HCCL picks an interface by itself",
-                    "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between the nodes, "
-                    "on each")
+        yield Check("HCCL_SOCKET_IFNAME", WARNING, f"not set, with {case.nodes} nodes: HCCL picks an interface by "
+                    "itself", "export HCCL_SOCKET_IFNAME=INTERFACE GLOO_SOCKET_IFNAME=INTERFACE    # the one between "
+                    "the nodes, on each")
     if case.recipe.run.wandb_project and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
         yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY",
                     "export WANDB_MODE=offline")
@@ -50,28 +46,20 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
 
 # distribution -> version, whether another is a failure: what the pinned vllm-ascend is built against (docs/ascend.md)
 VERSIONS = {
-    "torch": ("2.7.1", True),
-    "torch_npu": ("2.7.1", True),
-    "vllm": ("0.11.0", True),
-    "ray": ("2.54.0", False),
-    "transformers": ("4.57.1", False),
-    "peft": ("0.7.1", False),
-    "tensordict": ("0.8.1", False),
-    "hydra-core": ("1.3.2", False),
-}
+    "torch": ("2.7.1", True), "torch_npu": ("2.7.1", True), "vllm": ("0.11.0", True), "ray": ("2.54.0", False),
+    "transformers": ("4.57.1", False), "peft": ("0.7.1", False), "tensordict": ("0.8.1", False),
+    "hydra-core": ("1.3.2", False)}
 
 
+@needs("upstream", "packages",
+       "the pins are those of the MindSpeed-RL engine; requirements/local.txt has this engine's")
 def versions(machine: Machine, case: Case) -> Iterator[Check]:
     """Installed packages against the one set of versions that the engine was written for."""
-    if not case.upstream:
-        yield Check("packages", SKIPPED,
-                    "the pins are those of the MindSpeed-RL engine; requirements/local.txt has this engine's")
-        return
-    python = machine.python_version
-    if python == (3, 11):
-        yield Check("Python", PASSED, "3.11")
+    python = "{}.{}".format(*machine.python_version)
+    if python == "3.11":
+        yield Check("Python", PASSED, python)
     else:
-        yield Check("Python", FAILED, f"{python[0]}.{python[1]}; this project needs 3.11",
+        yield Check("Python", FAILED, f"{python}; this project needs 3.11",
                     "A container or environment with CPython 3.11")
     right = []
     for name, (pin, needed) in VERSIONS.items():
@@ -93,12 +81,10 @@ def versions(machine: Machine, case: Case) -> Iterator[Check]:
                     "pip uninstall --yes triton-ascend")
 
 
+@needs("upstream", "upstream's sources", "not used by this engine")
 def sources(machine: Machine, case: Case) -> Iterator[Check]:
     """Which versions of upstream are here, and whether all that the engine relies on is unchanged in them
     (contract.py)."""
-    if not case.upstream:
-        yield Check("upstream's sources", SKIPPED, "not used by this engine")
-        return
     needed = [pin for package, pin in PINS.items() if case.on_npus or package != "vllm_ascend"]  # emulated: a stand-in
     reports = [report for report in machine.upstream() if report.pin in needed]
     if missing := sorted({pin.title for pin in needed} - {report.pin.title for report in reports}):

@@ -22,14 +22,6 @@ def config_files(config_dir: str | None = None) -> dict[str, Path]:
     return {file.stem: file for folder in reversed(_folders(config_dir)) for file in sorted(folder.glob("*.yaml"))}
 
 
-def check_config_name(name: str, config_dir: str | None = None) -> Path:
-    """The file of a config; ConfigError with the nearest names if there is none (Hydra only shows where it looked)."""
-    known = config_files(config_dir)
-    if name.removesuffix(".yaml") not in known:
-        raise ConfigError(unknown("config name", name, known, "`python cli/train_grpo.py` lists them"))
-    return known[name.removesuffix(".yaml")]
-
-
 def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> dict[str, Any]:
     """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it.
 
@@ -121,9 +113,33 @@ def config_parts(name: str, overrides: Iterable[str] = (), config_dir: str | Non
     return found
 
 
+def self_before_base(config: Path) -> str | None:
+    """A warning if a file of a config lists `_self_` before a config that it builds on: that one then overrides its
+    own values. None if all is well. Groups (`aqn: qerl`) count if the file has values of the same section."""
+    import yaml
+
+    values = yaml.safe_load(config.read_text(encoding="utf-8"))
+    defaults = values.pop("defaults", None) if isinstance(values, dict) else None
+    if not isinstance(defaults, list) or "_self_" not in defaults:
+        return None
+    later = []
+    for entry in defaults[defaults.index("_self_") + 1:]:
+        group = next(iter(entry), "") if isinstance(entry, dict) else ""
+        if values and (isinstance(entry, str) or group in values):
+            later.append(entry if isinstance(entry, str) else f"{group}: {entry[group]}")
+    if not later:
+        return None
+    return (f"{config}: `_self_` stands before {', '.join(later)} in `defaults`, so what these say overrides this "
+            "file's own values. Move `_self_` behind them")
+
+
 def config_folders(name: str, config_dir: str | None = None) -> list[Path]:
-    """Where the parts of a config are looked for: beside its file first; ConfigError if there is no such config."""
-    own = check_config_name(name, config_dir).parent
+    """Where the parts of a config are looked for: beside its file first; ConfigError with the nearest names if there
+    is no such config (Hydra only shows where it looked)."""
+    known = config_files(config_dir)
+    if name.removesuffix(".yaml") not in known:
+        raise ConfigError(unknown("config name", name, known, "`python cli/train_grpo.py` lists them"))
+    own = known[name.removesuffix(".yaml")].parent
     return [own, *(folder for folder in _folders(config_dir) if folder != own)]
 
 

@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError, unknown
@@ -15,8 +14,8 @@ def list_of_configs(config_dir: str | None = None) -> str:
     """Each config in a line with the comment that it begins with."""
     files = config_files(config_dir)
     width = max(map(len, files), default=0)
-    lines = [f"  {name:{width}}  {_first_line(file).lstrip('# ')}" for name, file in sorted(files.items())]
-    return "\n".join(["configs:", *lines])
+    first = {name: file.read_text(encoding="utf-8").partition("\n")[0] for name, file in sorted(files.items())}
+    return "\n".join(["configs:", *(f"  {name:{width}}  {line.lstrip('# ')}" for name, line in first.items())])
 
 
 def text_of_config(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> str:
@@ -93,7 +92,3 @@ def _line(path: str, value: Any, remark: str | None) -> str:
 
     shown = yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
     return f"{f'{path}={shown}':60}  # {remark}" if remark else f"{path}={shown}"
-
-
-def _first_line(file: Path) -> str:
-    return file.read_text(encoding="utf-8").partition("\n")[0]

@@ -12,10 +12,6 @@ import yaml
 
 ENGINES = ("local", "mindspeed_rl")
 UPSTREAM = "mindspeed_rl"  # where a key that is left out is upstream's to choose
-# A config's section -> the table's, where they differ; `model.NAME` is megatron, too.
-SECTIONS = {"megatron_training": "megatron", "actor_config": "megatron",
-            "generate_config.sampling_config": "sampling_config"}
-OFF = (None, False, 0, "", [])  # an `if` does not hold for these
 
 
 @dataclass(frozen=True)
@@ -36,64 +32,76 @@ class Decision:
     default: tuple[Any, ...] = ()
     conditions: tuple[str, ...] = ()
 
-    @property
-    def wanted(self) -> str:
-        """The allowed values in words.
 
-        >>> Decision("only", allowed=(None, "block")).wanted
-        "left out or 'block'"
-        """
-        words = ["left out" if value is None else repr(value) for value in self.allowed]
-        return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def decisions(section: str, key: str) -> dict[str, Decision]:
-    """Engine -> what it does with `key`; `section` is the table's or a config's. KeyError for an unknown name.
-
-    >>> decisions("rl_config", "clip_higher_enable")["mindspeed_rl"].allowed
-    (False,)
-    """
-    return _ALL[_table_section(section)][key]
-
-
-def known(section: str) -> list[str]:
-    """The keys of a section, the table's or a config's."""
-    return sorted(_ALL[_table_section(section)])
-
-
-def check(raw: Mapping[str, Any], engine: str) -> tuple[list[str], list[str]]:
-    """What `engine` makes of upstream's keys in a resolved config.
+class Values:
+    """The values of a config by dotted key. `megatron.X` is X of actor_config, megatron_training or the named model,
+    merged as upstream does (base_config.py:14); `megatron` are all of these.
 
     Args:
-        raw: plain dicts and lists; anything may stand in them. Unknown keys are passed over.
+        sections: a config with all of upstream's sections, each a mapping.
+    """
+
+    def __init__(self, sections: Mapping[str, Any]):
+        self.sections = sections
+        training, actor, models = sections["megatron_training"], sections["actor_config"], sections["model"]
+        name = actor.get("model", training.get("model"))
+        model = models.get(name) if isinstance(name, str) else None
+        merged = {f"model.{name}": model if isinstance(model, Mapping) else {}, "megatron_training": training,
+                  "actor_config": actor}
+        self.megatron = {key: value for values in merged.values() for key, value in values.items()}
+        self._places = {key: place for place, values in merged.items() for key in values}
+
+    def get(self, key: str) -> tuple[str, Any]:
+        """(the key as it stands in the config, its value or None)."""
+        section, name = key.split(".", 1)
+        if section == "megatron":
+            return f"{self._places.get(name, 'megatron_training')}.{name}", self.megatron.get(name)
+        key = f"generate_config.{key}" if section == "sampling_config" else key
+        value: Any = self.sections
+        for step in key.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
+        return key, value
+
+
+def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str]]:
+    """What `engine` makes of upstream's keys in a config, `sections` as `Values` takes them.
 
     Returns:
         (a sentence for each value that is refused, "section.key" of each key that is set and neutral);
-        `decisions(section, key)[engine].why` is the reason.
+        `TABLE[section][key][engine].why` is the reason.
     """
-    given = _given(raw)
-    megatron = {key: value for key, (_, value) in given["megatron_training"].items()}
+    values = Values(sections)
     faults, neutral = [], []
-    for section, values in given.items():
-        for key in known(section):
-            decision = decisions(section, key)[engine]
-            place, value = values.get(key, (section, None))
+    for section, table in TABLE.items():
+        for key in sorted(table):
+            decision, (place, value) = table[key][engine], values.get(f"{section}.{key}")
             if decision.kind == "neutral" and value is not None:
-                neutral.append(f"{place}.{key}")
-            elif decision.kind == "only" and all(_is_on(megatron.get(name)) for name in decision.conditions):
-                faults += _faults(decision, f"{place}.{key}", value, engine)
+                neutral.append(place)
+            elif decision.kind == "only" and all(map(values.megatron.get, decision.conditions)):
+                faults += _faults(decision, place, value, engine)
     return faults, neutral
 
 
-def markdown() -> str:
-    """docs/keys.md."""
-    lines = _HEAD.splitlines()
-    for section, groups in _GROUPS.items():
-        lines += ["", f"## {_TITLES[section]}"]
-        for group, keys in groups.items():
-            lines += ["", f"### {group}", "", "| key | " + " | ".join(ENGINES) + " | why |", "|---|---|---|---|"]
-            lines += [_row(key, per_engine) for key, per_engine in keys.items()]
-    return "\n".join(lines) + "\n"
+def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]:
+    """The sentence for a value that is refused, or nothing."""
+    state = f"{name} = {value!r}"
+    if value is None:
+        if not decision.default or engine != UPSTREAM:
+            return []
+        value = decision.default[0]
+        state = f"{name} is left out{f', and upstream would take {value!r}' if value is not None else ''}; it"
+    if any(_same(value, allowed) for allowed in decision.allowed):
+        return []
+    *words, last = ["left out" if allowed is None else repr(allowed) for allowed in decision.allowed]
+    wanted = f"{', '.join(words)} or {last}" if words else last
+    condition = f" with {' and '.join(decision.conditions)}" if decision.conditions else ""
+    return [f"{state} must be {wanted}{condition}: {decision.why}"]
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal and of one kind: 1 is 1.0, and True is not 1."""
+    kinds = {type(value), type(other)}
+    return (len(kinds) == 1 or kinds == {int, float}) and value == other
 
 
 # ---- the table ----
@@ -108,90 +116,22 @@ def _decision(given: Any) -> Decision:
                     (conditions,) if isinstance(conditions, str) else tuple(conditions))
 
 
-def _per_engine(given: Any) -> dict[str, Decision]:
-    if isinstance(given, dict) and given.keys() == set(ENGINES):
-        return {engine: _decision(given[engine]) for engine in ENGINES}
-    return dict.fromkeys(ENGINES, _decision(given))
-
-
 def _by_key(group: Mapping[str, Any]) -> dict[str, dict[str, Decision]]:
-    return {key: _per_engine(given) for keys, given in group.items() for key in keys.split(", ")}
+    """{key: {engine: decision}} of {keys with commas between them: what is given there}."""
+    found = {}
+    for keys, given in group.items():
+        each = given if isinstance(given, dict) and given.keys() == set(ENGINES) else dict.fromkeys(ENGINES, given)
+        decisions = {engine: _decision(each[engine]) for engine in ENGINES}
+        found |= {key: decisions for key in keys.split(", ")}
+    return found
 
 
-def _table_section(section: str) -> str:
-    return "megatron" if section.startswith("model.") else SECTIONS.get(section, section)
-
-
-# section -> group -> keys, with commas between them -> what is given there
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former takes a tenth of the time, and may not be there
-_TABLE = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _LOADER)
-_GROUPS = {section: {group: _by_key(given) for group, given in groups.items()} for section, groups in _TABLE.items()}
-_ALL = {section: {key: found for group in groups.values() for key, found in group.items()}
-        for section, groups in _GROUPS.items()}
-MEGATRON_KEYS, RL_KEYS, GENERATE_KEYS, SAMPLING_KEYS = map(frozenset, _ALL.values())
-
-
-# ---- a config ----
-
-def _given(raw: Mapping[str, Any]) -> dict[str, dict[Any, tuple[str, Any]]]:
-    """Section -> key -> (the section where it stands, its value), merged as upstream does (base_config.py:14)."""
-    training, actor, models = (_mapping(raw, section) for section in ("megatron_training", "actor_config", "model"))
-    name = actor.get("model", training.get("model"))
-    name = name if isinstance(name, str) else ""
-    generate = _mapping(raw, "generate_config")
-    single = {"rl_config": _mapping(raw, "rl_config"), "generate_config": generate,
-              "generate_config.sampling_config": _mapping(generate, "sampling_config")}
-    merged = {f"model.{name}": _mapping(models, name), "megatron_training": training, "actor_config": actor}
-    megatron = {key: (section, value) for section, values in merged.items() for key, value in values.items()}
-    return {"megatron_training": megatron} | {section: _placed(section, values) for section, values in single.items()}
-
-
-def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
-    value = raw.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _placed(section: str, values: Mapping[Any, Any]) -> dict[Any, tuple[str, Any]]:
-    return {key: (section, value) for key, value in values.items()}
-
-
-def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]:
-    """The sentence for a value that is refused, or nothing."""
-    if value is not None:
-        state = f"{name} = {_shown(value)}"
-    elif decision.default and engine == UPSTREAM:
-        value = decision.default[0]
-        state = f"{name} is left out{f', and upstream would take {value!r}' if value is not None else ''}; it"
-    else:
-        return []
-    if any(_same(value, allowed) for allowed in decision.allowed):
-        return []
-    condition = f" with {' and '.join(decision.conditions)}" if decision.conditions else ""
-    return [f"{state} must be {decision.wanted}{condition}: {decision.why}"]
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal and of one kind: 1 is 1.0, and True is not 1. `other` is plain YAML, `value` may be anything."""
-    if isinstance(value, (list, tuple)) and isinstance(other, list):
-        return len(value) == len(other) and all(map(_same, value, other))
-    if _is_number(value) and _is_number(other):
-        return bool(value == other)
-    return type(value) is type(other) and value == other
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_on(value: Any) -> bool:
-    return not any(_same(value, off) for off in OFF)
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):  # integers of more than 4,300 digits, lists in lists without end
-        return f"a {type(value).__name__} that cannot be shown"
+_GROUPS = {section: {group: _by_key(given) for group, given in groups.items()} for section, groups in yaml.load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _LOADER).items()}
+# {section: {key: {engine: its decision}}}; "megatron" are megatron_training, actor_config and the named model
+TABLE = {section: {key: found for group in groups.values() for key, found in group.items()}
+         for section, groups in _GROUPS.items()}
 
 
 # ---- the docs ----
@@ -210,6 +150,17 @@ Every key that MindSpeed-RL's sections allow, and what each engine does with it:
 The code applies this table, `mindspeed_qerl/recipe/keys.yaml`; `python -m mindspeed_qerl.recipe.keys` prints it, and
 `tests/upstream/test_keys.py` compares its keys with MindSpeed-RL's own.
 """
+
+
+def markdown() -> str:
+    """docs/keys.md."""
+    lines = _HEAD.splitlines()
+    for section, groups in _GROUPS.items():
+        lines += ["", f"## {_TITLES[section]}"]
+        for group, keys in groups.items():
+            lines += ["", f"### {group}", "", "| key | " + " | ".join(ENGINES) + " | why |", "|---|---|---|---|"]
+            lines += [_row(key, per_engine) for key, per_engine in keys.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _row(key: str, per_engine: Mapping[str, Decision]) -> str:

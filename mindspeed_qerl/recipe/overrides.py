@@ -65,8 +65,10 @@ def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
     >>> nearest("rl_config.learning_rate", {"actor_config": {"lr": 1e-6}, "rl_config": {"epochs": 1}}, {})
     ['actor_config.lr']
     """
-    if (repaired := _with_known_section(key, config, known)) is not None:
-        return [repaired]
+    top, _, rest = key.partition(".")
+    for near in difflib.get_close_matches(top, _names_at("", config, known), n=1) if rest else ():
+        if near != top and _is_known(f"{near}.{rest}", config, known):  # its section alone is misspelt
+            return [f"{near}.{rest}"]
     section, _, typed = key.rpartition(".")
     wanted = SYNONYMS.get(typed, typed)
     are_set = _paths(config)
@@ -74,33 +76,18 @@ def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
     places: dict[str, list[str]] = {}
     for path in [*are_set, *are_known]:
         places.setdefault(path.rpartition(".")[2], []).append(path)
-
-    def best_place(name: str) -> str:
-        return min(places[name], key=lambda path: (path not in are_set, path.rpartition(".")[0] != section))
-
     anywhere = difflib.get_close_matches(wanted, places, n=1)
     here = difflib.get_close_matches(wanted, _names_at(section, config, known), n=1)
-    return [best_place(name) for name in dict.fromkeys([*anywhere, *here])]
-
-
-def _with_known_section(key: str, config: Mapping[str, Any], known: Known) -> str | None:
-    """`key` with its section spelt as a known one, if that makes it a known key."""
-    section, _, rest = key.partition(".")
-    near = difflib.get_close_matches(section, _names_at("", config, known), n=1) if rest else []
-    repaired = f"{near[0]}.{rest}" if near else key
-    return repaired if repaired != key and _is_known(repaired, config, known) else None
+    return [min(places[name], key=lambda path: (path not in are_set, path.rpartition(".")[0] != section))
+            for name in dict.fromkeys([*anywhere, *here])]
 
 
 def _is_known(key: str, config: Mapping[str, Any], known: Known) -> bool:
-    steps = key.split(".")
-    for depth, step in enumerate(steps):
-        above = ".".join(steps[:depth])
-        names = _names_at(above, config, known)
-        if not names:
-            return depth > 0 and not isinstance(at(above, config), (str, int, float))
-        if step not in names:
-            return False
-    return True
+    above, _, last = key.rpartition(".")
+    names = _names_at(above, config, known)
+    if names or not above:
+        return last in names and (not above or _is_known(above, config, known))
+    return _is_known(above, config, known) and not isinstance(at(above, config), (str, int, float))
 
 
 def _names_at(section: str, config: Mapping[str, Any], known: Known) -> set[str]:

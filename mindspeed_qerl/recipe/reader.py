@@ -1,11 +1,5 @@
-"""The one reader: a resolved config, as YAML gives it, to a Recipe. Every fault at once; nothing but YAML values is
-looked at.
+"""The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
-    recipe, found = read(raw)        # found.faults, found.warnings: one sentence each
-    recipe = read_recipe(raw)        # raises ConfigError with all faults
-"""
-
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,22 +8,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mindspeed_qerl.aqn.schedule import KINDS, skipped_strongest_noise
+from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.recipe import keys
-from mindspeed_qerl.recipe.overrides import nearest
+from mindspeed_qerl.recipe.keys import TABLE, Values
+from mindspeed_qerl.recipe.overrides import at, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-RENAMED = {"gsm8k": "task"}
-NOT_KEYS = {"noise": {"factors"}, "layout": {"ranks_per_node"}, "model": {"arguments"}, "batch": {"dispatch"},
-            "task": {"verifiers"}}
 TYPES = {"int_type": "int", "float_type": "float", "bool_type": "bool", "string_type": "str", "tuple_type": "list",
-         "dict_type": "dict",
-         "mapping_type": "dict"}
+         "dict_type": "dict", "mapping_type": "dict"}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Below it bfloat16 keeps less than half of the noise on weights of 1 (tests/aqn/test_aqn_injector.py).
 BF16_LEAST_SIGMA = 9e-4
@@ -41,8 +31,7 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    # keys that are set and change nothing on the engine (keys.yaml says why)
-    unused: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing (keys.yaml says why)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
@@ -63,19 +52,20 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     found = Found()
     sections = _sections(raw, found)
     values = Values(sections)
-    parts = {name: _part(name, kind, values, found) for name, kind in PARTS.items()}
+    parts = {name: _part(kind, values, found) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
     _check_models(sections, found)
     parts["batch"] = _derived_batch(parts, values, found)
-    parts["task"] = replace(parts["task"], verifiers=_verifiers(values, found))
+    if values.get("rl_config.verifier_weight")[1] is None:
+        names = parts["task"].verifier_function
+        parts["task"] = replace(parts["task"], verifier_weight=(1.0,) * len(names))
     parts["noise"] = _checked_noise(parts["noise"], parts["run"].train_iters, parts["model"].dtype, found)
     _check_across(parts, found)
     emulate = sections.get("emulate_npu", False)
     if not isinstance(emulate, bool):
         found.faults.append(f"emulate_npu = {emulate!r} must be true or false")
-    engine = sections.get("engine")
-    return Recipe(engine=engine if isinstance(engine, str) else str(engine), emulate_npu=emulate is True, **parts,
-                  sections=sections), found
+    engine = str(sections.get("engine"))
+    return Recipe(engine=engine, emulate_npu=emulate is True, **parts, sections=sections), found
 
 
 # ---- names ----
@@ -85,14 +75,13 @@ def known_keys() -> dict[str, list[str]]:
     """Every key of every section, as a config may set them."""
     own = {section: [name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"]
            for section, part in OWN_SECTIONS.items()}
-    megatron = keys.known("megatron")
-    return {"megatron_training": megatron, "actor_config": megatron, "rl_config": keys.known("rl_config"),
-            "generate_config": keys.known("generate_config"),
-            "generate_config.sampling_config": keys.known("sampling_config"),
+    upstream = {section: sorted(table) for section, table in TABLE.items()}
+    return {"megatron_training": upstream["megatron"], "actor_config": upstream["megatron"],
+            "rl_config": upstream["rl_config"], "generate_config": upstream["generate_config"],
+            "generate_config.sampling_config": upstream["sampling_config"],
             "rl_config.actor_resource": ["num_npus"], **own}
 
 
-@cache
 def key_of(part: type, name: str) -> str | None:
     """The YAML key that a part's field is read from; None for a field that follows from others.
 
@@ -100,11 +89,10 @@ def key_of(part: type, name: str) -> str | None:
     >>> key_of(Layout, "tp"), key_of(Noise, "sigma_start")
     ('megatron.tensor_model_parallel_size', 'aqn.sigma_start')
     """
-    part_name = next(key for key, kind in PARTS.items() if kind is part)
-    if name in NOT_KEYS.get(part_name, ()):
-        return None
     extra = part.__pydantic_fields__[name].json_schema_extra
-    return extra["key"] if extra else f"{part.section}.{name}"
+    if extra:
+        return extra["key"]
+    return f"{part.section}.{name}" if hasattr(part, "section") else None
 
 
 def _unknown_key(key: Any, section: str) -> str:
@@ -118,26 +106,20 @@ def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
     """`raw` with an empty mapping for every section that is missing or none; faults for unknown sections and keys."""
     sections = {str(name): value for name, value in raw.items()}
     for name in sorted(sections.keys() - set(TOP_LEVEL)):
-        found.faults.append(f"section {name!r} is called {RENAMED[name]!r} now" if name in RENAMED
+        found.faults.append("section 'gsm8k' is called 'task' now" if name == "gsm8k"
                             else unknown("section", name, TOP_LEVEL))
-        if name in RENAMED:  # the config of an earlier run can still be read
-            sections.setdefault(RENAMED[name], sections.pop(name))
+    sections.setdefault("task", sections.pop("gsm8k", None))  # the config of an earlier run can still be read
     for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
         value = sections.get(name)
         if value is not None and not isinstance(value, Mapping):
             found.faults.append(f"section {name} must be a mapping, not {value!r}")
         sections[name] = dict(value) if isinstance(value, Mapping) else {}
-    nested = {"rl_config.actor_resource": sections["rl_config"].get("actor_resource"),
-              "generate_config.sampling_config": sections["generate_config"].get("sampling_config")}
-    for name, value in nested.items():
-        if value is not None and not isinstance(value, Mapping):
-            found.faults.append(f"{name} = {value!r} must be dict")
-    known = known_keys()
-    for name in known:
-        given = nested[name] if name in nested else sections[name]
-        for key in given if isinstance(given, Mapping) else ():
-            if key not in known[name]:
-                found.faults.append(_unknown_key(key, name))
+    for name, known in known_keys().items():
+        given = at(name, sections)
+        if isinstance(given, Mapping):
+            found.faults += [_unknown_key(key, name) for key in given if key not in known]
+        elif given is not None:
+            found.faults.append(f"{name} = {given!r} must be dict")
     return sections
 
 
@@ -154,46 +136,18 @@ def _check_models(sections: Mapping[str, Any], found: Found) -> None:
 
 # ---- values ----
 
-class Values:
-    """The values of a config by dotted key; `megatron` are Megatron's arguments as upstream merges them."""
-
-    def __init__(self, sections: Mapping[str, Any]):
-        self.sections = sections
-        training, actor, models = sections["megatron_training"], sections["actor_config"], sections["model"]
-        name = actor.get("model", training.get("model"))
-        model = models.get(name) if isinstance(name, str) else None
-        self.merged = {"model": model if isinstance(model, Mapping) else {}, "megatron_training": training,
-                       "actor_config": actor}
-        self.megatron = {key: value for part in self.merged.values() for key, value in part.items()}
-
-    def get(self, key: str) -> tuple[str, Any]:
-        """(the key as it stands in the config, its value or None)."""
-        section, name = key.split(".", 1)
-        if section == "megatron":
-            place = next((place for place in reversed(self.merged) if self.merged[place].get(name) is not None),
-                         "megatron_training")
-            return f"{place}.{name}", self.merged[place].get(name)
-        if section == "sampling_config":
-            section, name = "generate_config", key
-        value: Any = self.sections[section]
-        for step in name.split("."):
-            value = value.get(step) if isinstance(value, Mapping) else None
-        return f"{section}.{name}", value
-
-
-def _part(name: str, kind: type, values: Values, found: Found) -> Any:
+def _part(kind: type, values: Values, found: Found) -> Any:
     """The part `kind`; a fault for each value that is of the wrong type or out of range, and its default instead."""
     given, places = {}, {}
     for field_name, info in kind.__pydantic_fields__.items():
         if (key := key_of(kind, field_name)) is None:
             continue
         places[field_name], value = values.get(key)
-        extra = info.json_schema_extra or {}
-        explicit = (key.startswith(f"{getattr(kind, 'section', None)}.")
-                    and key.split(".", 1)[1] in values.sections[kind.section])
-        if value is not None or (explicit and info.default is not None):
+        extra = info.json_schema_extra
+        null = not extra and field_name in values.sections[kind.section]  # in a section of ours it is a value
+        if value is not None or null and info.default is not None:
             given[field_name] = value
-        elif extra.get("required"):
+        elif extra and extra["required"]:
             found.faults.append(f"{places[field_name]} is missing")
     try:
         return kind(**given)
@@ -212,6 +166,8 @@ def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> st
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
         return f"{place}: {unknown(name, item, choices)}"
+    for index in error["loc"][1:]:
+        place, value = f"{place}[{index}]", item
     if kind == "finite_number":
         return f"{place} = {value} must be finite"
     if bound := next((word for word in BOUNDS if word in limits), None):
@@ -232,35 +188,11 @@ def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> An
     derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
     dispatch = {}
     for name in DISPATCH:
-        place, size = values.get(f"rl_config.{name}_dispatch_size")
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            found.faults.append(f"{place} = {size!r} must be a whole number of at least 1")
-            size = None
-        dispatch[f"{name}_dispatch_size"] = size
+        place, dispatch[name] = values.get(f"rl_config.{name}")
+        if dispatch[name] is not None and (type(dispatch[name]) is not int or dispatch[name] < 1):
+            found.faults.append(f"{place} = {dispatch[name]!r} must be a whole number of at least 1")
+            dispatch[name] = None
     return replace(batch, **derived, dispatch=dispatch)
-
-
-def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
-    """(name, weight) of each reward; whether there is such a reward is the task's to say (tasks/rewards.py)."""
-    names = values.get("rl_config.verifier_function")[1]
-    names = ["gsm8k"] if names is None else names
-    weights = values.get("rl_config.verifier_weight")[1]
-    weights = [1.0] * len(names) if weights is None and isinstance(names, list) else weights
-    if not isinstance(names, list) or not isinstance(weights, list) or len(names) != len(weights) or not names:
-        counts = " and ".join(f"{len(given) if isinstance(given, list) else repr(given)} {key}"
-                              for given, key in ((names, "verifier_function"), (weights, "verifier_weight")))
-        found.faults.append(f"rl_config: {counts} must be lists, as long as each other, of at least one")
-    checked = []
-    for i, name in enumerate(names if isinstance(names, list) else ()):
-        weight = weights[i] if isinstance(weights, list) and i < len(weights) else 1.0
-        if not isinstance(name, str):
-            found.faults.append(
-                f"rl_config.verifier_function[{i}]: unknown verifier {name!r}: give a name, or module:function")
-        elif isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            found.faults.append(f"rl_config.verifier_weight[{i}] = {weight!r} must be float")
-        else:
-            checked.append((name, float(weight)))
-    return tuple(checked) or (("gsm8k", 1.0),)
 
 
 # ---- across fields ----
@@ -268,6 +200,10 @@ def _verifiers(values: Values, found: Found) -> tuple[tuple[str, float], ...]:
 def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     """Faults of values that do not go together."""
     batch, sampling, evaluation, optimizer = parts["batch"], parts["sampling"], parts["evaluation"], parts["optimizer"]
+    names, weights = len(parts["task"].verifier_function), len(parts["task"].verifier_weight)
+    if names != weights or not names:
+        found.faults.append(f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
+                            "long as each other, of at least one")
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
         found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = "
                             f"{sampling.max_tokens} exceeds generate_config.max_model_len = {batch.max_model_len}")
@@ -293,8 +229,7 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError, OSError) as error:
-        found.faults.append(
-            f"aqn: {unknown('noise schedule', noise.schedule, KINDS) if noise.schedule not in KINDS else error}")
+        found.faults.append(f"aqn: {error}")
         return noise
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")

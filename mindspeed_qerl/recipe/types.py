@@ -8,56 +8,20 @@ MindSpeed-RL merges them (config_cls/base_config.py:14). Files, shapes and layou
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass
+from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
+from mindspeed_qerl.recipe.fields import AS_KINDS, AS_NAMES, Float, LayerList, Names, Size, key, part
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
-DISPATCH = ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")  # rl_config.{name}_dispatch_size
+DISPATCH = tuple(f"{name}_dispatch_size" for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv",
+                                                      "actor_update"))
+Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
 MAX_RANKS, MAX_STEPS = 100_000, 1_000_000  # more are a typing error, and take minutes and gigabytes
-part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
-
-
-def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
-    """A field that is read from the YAML key `name`; `limits` are pydantic's (ge, le, ...)."""
-    return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 5e-6 as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _names(value: Any) -> Any:
-    """One name is a list of it, none is an empty one."""
-    items = () if value is None else (value,) if isinstance(value, str) else value
-    return tuple(items) if isinstance(items, (list, tuple)) else value
-
-
-def _kinds(value: Any) -> Any:
-    return () if value in ("none", None) else _names(value)
-
-
-def _layer_list(value: Any) -> Any:
-    """num_layer_list, "14,14", as numbers."""
-    text = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-    parts = str(value).split(",") if text else value or ()
-    if isinstance(parts, (list, tuple)) and all(str(item).strip().isdecimal() for item in parts):
-        return tuple(map(int, parts))
-    raise ValueError("must be whole numbers with commas between them, such as 14,14")
-
-
-Float = Annotated[float, BeforeValidator(_number)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], BeforeValidator(_kinds)]
-Size = Annotated[int, Field(ge=1)]
 
 
 @part
@@ -84,7 +48,7 @@ class Layout:
     infer_pp: Size = key("generate_config.infer_pipeline_parallel_size", 1)
     infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
     ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
-    num_layer_list: Annotated[tuple[int, ...], BeforeValidator(_layer_list)] = key("megatron.num_layer_list", ())
+    num_layer_list: LayerList = key("megatron.num_layer_list", ())
     layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")
     cp_algorithm: str = key("megatron.context_parallel_algo", "ulysses_cp_algo")
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
@@ -244,7 +208,7 @@ class LoRA:
 
     r: Size = key("megatron.lora_r", 8)
     alpha: Float = key("megatron.lora_alpha", 16, gt=0)
-    targets: Annotated[tuple[Literal[LORA_TARGETS], ...], BeforeValidator(_names)] = key(
+    targets: Annotated[tuple[Literal[LORA_TARGETS], ...], AS_NAMES] = key(
         "megatron.lora_target_modules", ())
 
 
@@ -254,7 +218,7 @@ class Noise:
 
     section: ClassVar[str] = "aqn"
     enabled: bool = False
-    schedule: str = "exponential"
+    schedule: Literal[KINDS] = "exponential"
     sigma_start: Float = 0.05
     sigma_end: Float = 0.0005
     num_stages: int = Field(10, le=MAX_STEPS)
@@ -264,7 +228,7 @@ class Noise:
     multipliers: Mapping[Any, Any] | None = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
     seed: int | None = None  # None: the run's
-    factors: tuple[tuple[str, float], ...] = ()  # the multipliers of both, as `NoiseInjector` takes them
+    factors: tuple[tuple[str, float], ...] = key(None, ())  # the multipliers of both, as `NoiseInjector` takes them
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range.
@@ -307,7 +271,7 @@ class HardwareError:
 
 @part
 class Task:
-    """Rows with prompts and gold answers; `verifiers`: (name or module:function, weight) of each reward."""
+    """Rows with prompts and gold answers; whether there is such a reward is the task's to say (tasks/rewards.py)."""
 
     section: ClassVar[str] = "task"
     train_file: str = ""
@@ -315,7 +279,14 @@ class Task:
     prompt: Literal["chat", "plain"] = "chat"
     allow_overlap: bool = False  # test questions among the training questions
     data_path: str = key("megatron.data_path", "")  # the packed training rows that upstream's trainer reads
-    verifiers: tuple[tuple[str, float], ...] = (("gsm8k", 1.0),)
+    verifier_function: Names = key("rl_config.verifier_function", ("gsm8k",))
+    verifier_weight: Annotated[tuple[Float, ...], AS_NAMES] = key("rl_config.verifier_weight", (1.0,))
+
+    @property
+    def verifiers(self) -> tuple[tuple[str, float], ...]:
+        """(name or module:function, weight) of each reward."""
+        weights = self.verifier_weight[:len(self.verifier_function)]
+        return tuple(zip_longest(self.verifier_function, weights, fillvalue=1.0))
 
 
 @part
@@ -407,9 +378,12 @@ class Recipe:
     rehearsal: Rehearsal
     sections: Mapping[Any, Any] = Field(default_factory=dict, repr=False)
 
-    @property
-    def noise_seed(self) -> int:
-        return self.run.seed if self.noise.seed is None else self.noise.seed
+    def noise_arguments(self, epoch: int) -> dict[str, Any] | None:
+        """For `NoiseInjector`, besides the model; None without noise. epoch: see `Noise.noise_schedule`."""
+        noise = self.noise
+        return dict(schedule=noise.noise_schedule(self.run.train_iters, epoch), targets=noise.targets,
+                    exclude=noise.exclude, multipliers=noise.factors,
+                    seed=self.run.seed if noise.seed is None else noise.seed) if noise.enabled else None
 
     @property
     def data_files(self) -> dict[str, str]:

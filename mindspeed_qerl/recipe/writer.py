@@ -5,10 +5,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_qerl.recipe.reader import Values, key_of
+from mindspeed_qerl.recipe.keys import Values
+from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS, Recipe
-
-LORA_ONLY = ("lora",)  # parts that a recipe without adapters leaves out
 
 
 def to_config(recipe: Recipe) -> dict[str, Any]:
@@ -17,31 +16,26 @@ def to_config(recipe: Recipe) -> dict[str, Any]:
     sections = copy.deepcopy(dict(recipe.sections))
     values = Values(sections)
     for name, kind in PARTS.items():
-        part = getattr(recipe, name)
-        if name in LORA_ONLY and not recipe.lora.targets:
+        if name == "lora" and not recipe.lora.targets:
             continue
         for field in kind.__pydantic_fields__:
             if key := key_of(kind, field):
-                _put(values, key, getattr(part, field))
+                _put(values, key, getattr(getattr(recipe, name), field))
     for name, size in recipe.batch.dispatch.items():
         _put(values, f"rl_config.{name}", size)
-    names, weights = map(list, zip(*recipe.task.verifiers))
-    _put(values, "rl_config.verifier_function", names)
-    _put(values, "rl_config.verifier_weight", weights)
     return {**sections, "engine": recipe.engine, "emulate_npu": recipe.emulate_npu}
 
 
 def _put(values: Values, key: str, value: Any) -> None:
     """Set a dotted key where it stands, or where it belongs; what is none and was left out stays left out."""
     place, before = values.get(key)
-    section, *steps, last = place.split(".")
-    section = "megatron_training" if section == "model" else section
+    section, _, last = place.rpartition(".")
     value = list(value) if isinstance(value, tuple) else value
     if last == "num_layer_list":
         value = ",".join(map(str, value)) or None
     if value is None and before is None or value == before:
         return
-    target = values.sections[section]
-    for step in steps:
+    target = values.sections
+    for step in ("megatron_training",) if section.startswith("model.") else section.split("."):
         target = target.setdefault(step, {})
     target[last] = dict(value) if isinstance(value, Mapping) else value

@@ -8,14 +8,14 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.recipe.types import Layout
+from mindspeed_qerl.tasks.rows import Row
 
 VERSION = 4  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
@@ -27,11 +27,8 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
 
 
 def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> ModelShape:
-    """`shape` with small widths and vocabulary; layers, heads, KV groups, experts and their top-k stay.
-
-    Args:
-        layers: fewer layers, or None for all of them.
-    """
+    """`shape` with small widths and vocabulary; layers (all, unless fewer `layers` are asked for), heads, KV groups,
+    experts and their top-k stay."""
     widths = math.lcm(layout.tp, layout.infer_tp)
     shared, expert = shape.shared_expert_intermediate_size, shape.moe_intermediate_size
     return replace(
@@ -43,22 +40,18 @@ def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> Mode
         vocab_size=math.lcm(VOCABULARY, widths), max_position_embeddings=4096)
 
 
-def make_model(shape: ModelShape, rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
-    """The directory of the model of `shape`, made below `root` unless it is there already.
-
-    Args:
-        rows: converted GSM8K rows ("messages", "answer"): the tokenizer learns from the messages.
-    """
+def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
+    """The directory of the model of `shape`, made below `root` unless it is there already; the tokenizer learns from
+    the messages of `rows`."""
     recipe = json.dumps({"version": VERSION, **asdict(shape)}, sort_keys=True)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
-    rows = list(rows)
     with new_directory(directory) as making:
         print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights",
               flush=True)
-        tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row["messages"]], shape.vocab_size)
-        _random_model(shape, tokenizer, [row["answer"] for row in rows]).save_pretrained(making)
+        tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row.messages], shape.vocab_size)
+        _random_model(shape, tokenizer, [row.answer for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
     return directory
 
@@ -100,8 +93,7 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
         direction = torch.nn.functional.normalize(torch.randn(shape.hidden_size), dim=0)
         embedding = model.get_input_embeddings().weight
         embedding[last] += 4 * direction
-        # Where output and embedding are one: more than the last token, which is likest to itself.
-        embedding[numbers] += 8 * direction
+        embedding[numbers] += 8 * direction  # tied: more than the last token, which is likest to itself
         for name, weight in model.named_parameters():  # many layers of random additions would drown it
             if "o_proj" in name or "down_proj" in name:
                 weight /= shape.num_hidden_layers

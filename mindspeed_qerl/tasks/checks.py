@@ -91,9 +91,8 @@ def _duplicates(rows: Sequence[Row]) -> list[str]:
     repeated = {question: count for question, count in counts.items() if count > 1}
     if not repeated:
         return []
-    times = Counter(repeated.values())
     kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times"
-             for count, questions in sorted(times.items())]
+             for count, questions in sorted(Counter(repeated.values()).items())]
     shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
     found = f"{len(rows):,} training rows hold {len(counts):,} different questions"
     return [f"{found}: {', '.join(shown)}, the first {_cut(next(iter(repeated)))}"]
@@ -155,30 +154,3 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
 
 def _last_asked(row: Row) -> str:
     return next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user")
-
-
-def self_before_base(config: str | Path) -> str | None:
-    """A warning if a YAML file for Hydra lists `_self_` before a config that it builds on: that one then overrides its
-    own values.
-
-    Groups (`aqn: qerl`) count if the file has values of the same section. None if all is well, or the file cannot be
-    read as such.
-    """
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    defaults = values.pop("defaults", None) if isinstance(values, dict) else None
-    if not isinstance(defaults, list) or "_self_" not in defaults or not values:
-        return None
-    later = []
-    for entry in defaults[defaults.index("_self_") + 1:]:
-        group = next(iter(entry), "") if isinstance(entry, dict) else ""
-        if isinstance(entry, str) or group in values:
-            later.append(entry if isinstance(entry, str) else f"{group}: {entry[group]}")
-    if not later:
-        return None
-    return (f"{config}: `_self_` stands before {', '.join(later)} in `defaults`, so what these say overrides this "
-            "file's own values. Move `_self_` behind them")

@@ -48,15 +48,9 @@ def evaluate_answers(rows: Sequence[Row], texts: Sequence[str], truncated: Seque
                for row, part, of_row in zip(rows, parts, scores)]
     per_problem = scores.mean(1)
     low, high = interval(scores)
-    result = {
-        "accuracy": per_problem.mean(),
-        "standard_error": _standard_error(per_problem),
-        "interval_low": low,
-        "interval_high": high,
-        "n_problems": len(rows),
-        "samples_per_problem": n,
-        "truncated_fraction": np.mean(truncated),
-    }
+    result = {"accuracy": per_problem.mean(), "standard_error": _standard_error(per_problem), "interval_low": low,
+              "interval_high": high, "n_problems": len(rows), "samples_per_problem": n,
+              "truncated_fraction": np.mean(truncated)}
     if n > 1:
         result[f"pass@{n}"] = scores.max(1).mean()
     if verifier in METHOD_OF_VERIFIER:

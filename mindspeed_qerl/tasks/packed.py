@@ -26,14 +26,14 @@ problem, in the order of the source:
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.tasks.gsm8k.convert import WrittenFile, describe, output_folder, read_splits, write_together
+from mindspeed_qerl.tasks.gsm8k.convert import described, read_splits, write_together
 from mindspeed_qerl.tasks.prompts import chat_ids
 from mindspeed_qerl.tasks.rows import Row, read_rows, row_of
 
@@ -45,7 +45,7 @@ class PackedSplit:
     """What was written for one `data_path`, which is absolute and goes into MindSpeed-RL's config as it is."""
 
     data_path: Path
-    files: list[WrittenFile]
+    files: list[str]  # a line on each, for the terminal
     prompt_lengths: list[int]  # in tokens
     prompts_with_unknown: int  # prompts that hold the tokenizer's unknown token: the model cannot read a part of them
 
@@ -57,7 +57,7 @@ class PackedSplit:
     def report(self, max_prompt_length: int | None) -> str:
         """Lines for the terminal; with the `max_prompt_length` of a config, how many rows it leaves out."""
         rows, lengths = len(self.prompt_lengths), self.prompt_lengths
-        lines = [*map(str, self.files), f"  prompts of {min(lengths)} to {max(lengths)} tokens"]
+        lines = [*self.files, f"  prompts of {min(lengths)} to {max(lengths)} tokens"]
         if max_prompt_length is not None:
             lines.append(f"  {self.dropped(max_prompt_length):,} of {rows:,} have {max_prompt_length} tokens or more: "
                          f"with max_prompt_length: {max_prompt_length} MindSpeed-RL leaves them out")
@@ -79,15 +79,11 @@ def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path
     FileNotFoundError if the tokenizer or a split is missing. ValueError for a bad row, for a tokenizer without a chat
     template or one that does not give an answer back, and for an `output` that MindSpeed-RL would not read as written.
     """
-    output = output_folder(output).absolute()
-    check_data_path(output)
-    tokenizer = load_tokenizer(tokenizer)
-    encoded = {}
+    splits, tokenizer = {}, load_tokenizer(tokenizer)
     for split, columns in read_splits(source, progress).items():
         rows = [row_of(row, f"{split} row {number}") for number, row in enumerate(columns, 1)]
-        encoded[f"gsm8k_{split}"] = _encode(tokenizer, rows, [row.answer for row in rows], progress)
-    contents = {name: _contents(name, fields) for name, fields in encoded.items()}
-    return _write(output, tokenizer, encoded, contents)
+        splits[f"gsm8k_{split}"] = rows, [row.answer for row in rows]
+    return _pack(Path(output).absolute(), splits, {}, tokenizer, progress)
 
 
 def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path,
@@ -96,14 +92,28 @@ def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path,
     {data_path}_rows.jsonl, the columns of each row, which the labels count. Earlier ones are replaced; errors, and
     what happens then, as `convert_packed`.
     """
-    data_path = Path(data_path).absolute()
-    check_data_path(data_path)
-    tokenizer = load_tokenizer(tokenizer)
-    fields = _encode(tokenizer, rows, [str(number) for number in range(len(rows))], progress)
-    counted = "".join(map(_json_line, rows)).encode()
-    contents = _contents(data_path.name, fields) | {f"{data_path.name}_rows.jsonl": counted}
-    [packed] = _write(output_folder(data_path.parent), tokenizer, {data_path.name: fields}, {data_path.name: contents})
+    path = Path(data_path).absolute()
+    counted = {f"{path.name}_rows.jsonl": "".join(map(_json_line, rows)).encode()}
+    splits = {path.name: (rows, list(map(str, range(len(rows)))))}
+    [packed] = _pack(path.parent, splits, counted, load_tokenizer(tokenizer), progress)
     return packed
+
+
+def _pack(output: Path, splits: Mapping[str, tuple[Sequence[Row], Sequence[str]]], others: Mapping[str, bytes],
+          tokenizer: Any, progress: bool) -> list[PackedSplit]:
+    """Write {name: (rows, label of each)} with the files {name: content} of `others`, all of them or none."""
+    for name in splits:
+        check_data_path(output / name)
+    encoded = {name: _encode(tokenizer, *split, progress) for name, split in splits.items()}
+    contents = {name: _contents(name, fields) | others for name, fields in encoded.items()}
+    _refuse_other_files(output, contents)
+    write_together(output, {name: partial(Path.write_bytes, data=data)
+                            for files in contents.values() for name, data in files.items()})
+    return [PackedSplit(
+        output / name, [described(output / file, len(fields["labels"])) for file in contents[name]],
+        prompt_lengths=list(map(len, fields["input_ids"])),
+        prompts_with_unknown=sum(tokenizer.unk_token_id in prompt for prompt in fields["input_ids"]))
+        for name, fields in encoded.items()]
 
 
 def read_packed_rows(data_path: str | Path) -> list[Row] | None:
@@ -132,22 +142,6 @@ def rows_of_labels(labels: Sequence[str], packed: Sequence[Row] | None) -> list[
                               f"({packed[0].where}): the files were not written together. Pack the data again with "
                               "tools/pack_task.py")
     return [packed[int(label)] for label in labels]
-
-
-def _write(output: Path, tokenizer: Any, encoded: dict[str, dict[str, list]],
-           contents: dict[str, dict[str, bytes]]) -> list[PackedSplit]:
-    _refuse_other_files(output, contents)
-    files = {name: data for part in contents.values() for name, data in part.items()}
-    write_together(output, {name: partial(Path.write_bytes, data=data) for name, data in files.items()})
-    return [
-        PackedSplit(
-            data_path=output / name,
-            files=[describe(output / file, len(fields["labels"])) for file in contents[name]],
-            prompt_lengths=list(map(len, fields["input_ids"])),
-            prompts_with_unknown=sum(tokenizer.unk_token_id in prompt for prompt in fields["input_ids"]),
-        )
-        for name, fields in encoded.items()
-    ]
 
 
 def _json_line(row: Row) -> str:
@@ -207,40 +201,31 @@ def load_tokenizer(directory: str | Path):
     return tokenizer
 
 
-def encode_answer(tokenizer, answer: str) -> list[int]:
-    """Token ids of a gold answer. ValueError if they are not decoded to the same text.
-
-    Encoded as in mindspeed_rl/datasets/data_handler.py:437 and decoded as in models/rule_verifier.py:102.
-    """
-    ids = tokenizer.encode(answer, add_special_tokens=False)
-    decoded = tokenizer.decode(ids, skip_special_tokens=True)
-    if decoded != answer:
-        raise ValueError(f"the tokenizer turns the answer {answer!r} into {ids} and that back into {decoded!r}: the "
-                         "verifier would compare with the wrong number; use the tokenizer of the model to be trained, "
-                         "unmodified")
-    return ids
-
-
-def check_data_path(folder: Path) -> None:
-    """ValueError if MindSpeed-RL, which uses `data_path` in a glob and in a regular expression, would not find files
-    in `folder`."""
-    special = [character for character in "*?[(){|+^$\\" if character in str(folder)]
+def check_data_path(path: Path) -> None:
+    """ValueError if MindSpeed-RL, which uses `data_path` in a glob and in a regular expression, would not find it."""
+    special = [character for character in "*?[(){|+^$\\" if character in str(path)]
     if special:
-        raise ValueError(f"MindSpeed-RL reads the path {folder} as a pattern and would not find it, because of "
+        raise ValueError(f"MindSpeed-RL reads the path {path} as a pattern and would not find it, because of "
                          f"{' '.join(special)}: choose another output folder")
 
 
 def _encode(tokenizer: Any, rows: Sequence[Row], labels: Sequence[str], progress: bool) -> dict[str, list[list[int]]]:
-    """{field: token ids of each row}."""
+    """{field: token ids of each row}. ValueError if those of a label are not decoded to the same text.
+
+    Labels are encoded as in mindspeed_rl/datasets/data_handler.py:437 and decoded as in models/rule_verifier.py:102.
+    """
     from tqdm import tqdm
 
     fields = {"input_ids": [], "labels": []}
     for row, label in zip(tqdm(rows, desc="tokenising", unit=" rows", disable=not progress), labels):
         fields["input_ids"].append(chat_ids(tokenizer, row))
-        try:
-            fields["labels"].append(encode_answer(tokenizer, label))
-        except ValueError as error:
-            raise ValueError(f"{row.where}: {error}") from error
+        ids = tokenizer.encode(label, add_special_tokens=False)
+        decoded = tokenizer.decode(ids, skip_special_tokens=True)
+        if decoded != label:
+            raise ValueError(f"{row.where}: the tokenizer turns the answer {label!r} into {ids} and that back into "
+                             f"{decoded!r}: the verifier would compare with the wrong number; use the tokenizer of "
+                             "the model to be trained, unmodified")
+        fields["labels"].append(ids)
     return fields
 
 

@@ -28,13 +28,18 @@ class RewardError(ConfigError):
     row."""
 
 
-def is_reward(name: object) -> bool:
+def is_reward(name: str) -> bool:
     """Whether `name` is the name of a reward here, or has the form of an import path.
 
     >>> is_reward("gsm8k"), is_reward("my_module:my_reward"), is_reward("base_acc")
     (True, True, False)
     """
-    return isinstance(name, str) and (name in VERIFIERS or ":" in name)
+    return name in VERIFIERS or ":" in name
+
+
+def first_reward(verifiers: Iterable[tuple[str, float]]) -> str:
+    """The first of a config's verifiers that is a reward here, by which it is evaluated; "gsm8k" if none is."""
+    return next(filter(is_reward, (name for name, _ in verifiers)), "gsm8k")
 
 
 def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
@@ -43,22 +48,21 @@ def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
     `others` are names that the engine has itself: for the advice only. ConfigError says what is wrong with the name,
     the module or the function, and what is nearest to it.
     """
-    if isinstance(name, str) and name in VERIFIERS:
+    if name in VERIFIERS:
         return VERIFIERS[name]
     if not is_reward(name):
-        dotted = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-        hint = f" Your own is written {dotted[0]}:{dotted[2]}" if dotted[0] else " Your own is written module:function"
-        raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, {*VERIFIERS, *others}) + "."
-                          + hint)
+        path, _, function = name.rpartition(".")
+        known = unknown("verifier", name, {*VERIFIERS, *others})
+        raise ConfigError(f"rl_config.verifier_function: {known}. Your own is written "
+                          f"{f'{path}:{function}' if path else 'module:function'}")
     path, _, function = name.partition(":")
     module = _import(name, path)
-    found = getattr(module, function, None)
+    found, file = getattr(module, function, None), getattr(module, "__file__", None) or path
     if found is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"verifier {name!r}: {unknown(f'function in {_file(module)}:', function, functions)}")
+        raise ConfigError(f"verifier {name!r}: {unknown(f'function in {file}:', function, functions)}")
     if not callable(found):
-        raise ConfigError(f"verifier {name!r}: {function} in {_file(module)} is no function but of type "
-                          f"{type(found).__name__}")
+        raise ConfigError(f"verifier {name!r}: {function} in {file} is no function but of type {type(found).__name__}")
     return found
 
 
@@ -77,10 +81,6 @@ def _import(name: str, path: str) -> Any:
         raise ConfigError(f"verifier {name!r}: its module needs one that is missing: {error}") from error
     except (Exception, SystemExit) as error:  # whatever a user's module does
         raise ConfigError(f"verifier {name!r}: importing {path} failed: {_describe(error)}") from error
-
-
-def _file(module: Any) -> str:
-    return getattr(module, "__file__", None) or module.__name__
 
 
 def score(verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows: Sequence[Row],
@@ -122,7 +122,8 @@ def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Seque
     one."""
     try:
         given = _call(reward, responses, rows)
-        values = list(given) if _is_list(given) else None
+        no_list = not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping, AbstractSet))
+        values = None if no_list else list(given)
     except Exception as error:
         raise RewardError(f"verifier {name!r} raised {_describe(error)}, {_blame(reward, responses, rows)}") from error
     if values is None:
@@ -142,10 +143,6 @@ def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Seque
 
 def _call(reward: Reward, responses: Sequence[str], rows: Sequence[Row]) -> Any:
     return reward(list(responses), [row.answer for row in rows], [dict(row.columns) for row in rows])
-
-
-def _is_list(given: object) -> bool:
-    return isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, AbstractSet))
 
 
 def _number(value: Any) -> float | None:

@@ -43,12 +43,8 @@ class Row:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a .jsonl or .parquet file; at least one.
-
-    Raises:
-        FileNotFoundError: there is no such file. ConfigError: names the file, the line (or row) and the column that is
-        wrong.
-    """
+    """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such file; ConfigError
+    names the file, the line (or row) and the column that is wrong."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no data file {path}: docs/own_task.md says what it holds; for GSM8K, make it with "
@@ -115,13 +111,10 @@ def check_text(row: dict[str, Any], column: str) -> None:
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where the row stands, its columns) for each row of a .jsonl or .parquet file; ValueError if it cannot be
-    read."""
-    if path.suffix == ".jsonl":
-        return _jsonl_rows(path)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    raise ConfigError(f"{path}: expected a .jsonl or .parquet file")
+    """(where it stands, its columns) for each row of a .jsonl or .parquet file; ConfigError if it cannot be read."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{path}: expected a .jsonl or .parquet file")
+    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

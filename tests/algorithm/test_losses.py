@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
-from mindspeed_qerl.algorithm.metrics import EffectiveSampleSize, kl_estimate, merge, mismatch
+from mindspeed_qerl.algorithm.metrics import EffectiveSampleSize, kl_estimate, merge, mismatch, reward_metrics
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
@@ -42,6 +42,11 @@ def test_kl_estimate_is_unbiased():
     policy, reference = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
     exact = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference)).sum(), exact)
+
+
+def test_metrics_of_rewards():
+    assert reward_metrics(np.array([1.0, 0.0, 2.0, 2.0]), 2) == {
+        "reward/mean": 1.25, "reward/std": pytest.approx(np.std([1, 0, 2, 2])), "reward/groups_with_signal": 0.5}
 
 
 def options(low, high, kl_coefficient=0.0, cap=None):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule, skipped_strongest_noise, steps_of_epoch
+from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule, skipped_strongest_noise
 
 
 def qerl_sigmas(num_stages, start, end):
@@ -122,15 +122,3 @@ def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, e
             if restart_every is None and kind != "constant" and num_stages > 2:
                 reached = 2 * total_steps > num_stages if start > end else total_steps >= num_stages
                 assert (warned is None) == (reached and total_steps > 1)
-
-
-@pytest.mark.parametrize("rows, batch", [(1, 1), (100, 32), (96, 32), (97, 32), (5, 32), (7473, 32)])
-def test_an_epoch_ends_with_the_step_that_asks_its_last_row(rows, batch):
-    asked = range(steps_of_epoch(rows, batch) * batch)
-    assert rows - 1 in asked and rows - 1 not in asked[:-batch]
-
-
-@pytest.mark.parametrize("rows, batch", [(0, 32), (3, 0)])
-def test_no_rows_no_epoch(rows, batch):
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        steps_of_epoch(rows, batch)

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
-from mindspeed_qerl.ascend.settings import extra_arguments, npu_environment, vllm_dp_size
+from mindspeed_qerl.ascend.settings import npu_environment, vllm_dp_size
 from mindspeed_qerl.engines import checked
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
@@ -81,14 +81,13 @@ def raw(request, tmp_path, monkeypatch):
 
 
 def test_accepted_with_everything_on(raw):
-    name, config = raw
+    _, config = raw
     recipe, _ = checked(config)
     assert recipe.lora.targets == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     assert recipe.noise.noise_schedule(recipe.run.train_iters).sigma(recipe.run.train_iters - 1) == pytest.approx(5e-4)
     assert recipe.task.verifiers == (("gsm8k", 1.0),)
     assert vllm_dp_size(recipe) == config["generate_config"]["infer_expert_parallel_size"]
     assert recipe.evaluation.n_problems is None and not recipe.emulate_npu
-    assert extra_arguments(recipe) == ({"shared_expert_gate": True} if "qwen15" in name else {})
     assert not config["generate_config"]["trust_remote_code"]
 
 

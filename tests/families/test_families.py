@@ -11,7 +11,7 @@ import pytest
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import FAMILIES, NAMED_SHAPES, family_of, shape_of, shape_of_arguments
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS, NEUTRAL, compare_with_model
+from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS, compare_with_model
 from mindspeed_qerl.layout.memory import model_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
@@ -153,14 +153,14 @@ def test_a_whole_number_written_as_a_float_does_not_reach_megatron():
 def test_no_value_raises_and_each_other_value_is_a_fault(family):
     config, arguments = rehearsed(family)
     expected = FAMILIES[family].megatron_arguments(shape_of(config, "rehearsed"))
-    for key in {**expected, **NEUTRAL}:
+    for key in expected:
         for value in GARBAGE:
             faults = compare_with_model({**arguments, key: value}, config)
             told = MEGATRON_DEFAULTS.get(key) if value is None else value
-            allowed = (expected[key],) if key in expected else NEUTRAL[key]
-            fine = value is None and (key == "kv_channels" or key in NEUTRAL)  # derived, or left out
-            expects_none = fine or any(
-                told == one and type(told) in (type(one), int if isinstance(one, float) else None) for one in allowed)
+            one = expected[key]
+            derived = value is None and key == "kv_channels"
+            expects_none = derived or (
+                told == one and type(told) in (type(one), int if isinstance(one, float) else None))
             assert (faults == []) == expects_none, (key, value)
     for key in (*config, "head_dim", "rms_norm_eps", "rope_scaling", "rope_parameters", "quantization_config"):
         for value in GARBAGE:

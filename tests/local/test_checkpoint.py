@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_qerl.families import NAMED_SHAPES
+from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
+from mindspeed_qerl.recipe.types import LoRA
 
 SHAPE = NAMED_SHAPES["qwen3_30b_a3b"]
-ADAPTERS = checkpoint.describe(SHAPE, 32, 64.0, ("linear_qkv", "linear_fc1"))
+ADAPTERS = checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv", "linear_fc1")))
 
 
 def write(folder):
@@ -39,7 +41,7 @@ def test_what_was_saved_is_read(tmp_path):
 
 def test_the_last_ones_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 20, keep=2)
-    assert checkpoint.iterations(tmp_path) == [3, 20]
+    assert checkpoint_iterations(tmp_path) == [3, 20]
 
 
 def truncate(file):
@@ -76,13 +78,13 @@ def test_there_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("other, message", [
-    (checkpoint.describe(SHAPE, 16, 64.0, ("linear_qkv", "linear_fc1")),
+    (checkpoint.describe(SHAPE, LoRA(16, 64.0, ("linear_qkv", "linear_fc1"))),
      r"lora\.r is 32 in the checkpoint and 16 here$"),
-    (checkpoint.describe(SHAPE, 32, 64.0, ("linear_qkv",)),
+    (checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv",))),
      r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]"),
-    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], 32, 64.0, ("linear_qkv", "linear_fc1")),
+    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))),
      r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here"),
-    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], 32, 64.0, ("linear_qkv", "linear_fc1")),
+    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))),
      r"model\.num_hidden_layers is 48 .* and 24 here"),
 ])
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, other, message):
@@ -112,7 +114,7 @@ def test_a_file_that_cannot_grow_is_an_error(tmp_path):
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False,
                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)))
     assert child.returncode == 1 and "File too large" in child.stderr
-    assert checkpoint.iterations(tmp_path) == [5] and not list(tmp_path.glob("*.making"))
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
@@ -121,7 +123,6 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
               f"checkpoint.save(Path({str(tmp_path)!r}), 10, {{}}, lambda folder: (write(folder), "
               "os.kill(os.getpid(), signal.SIGKILL)), 2)")
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    assert [path.name
-            for path in tmp_path.iterdir()] == ["iter_0000010.making"] and checkpoint.iterations(tmp_path) == []
-    save(tmp_path, 5)
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]
+    assert len(list(tmp_path.iterdir())) == 1 and checkpoint_iterations(tmp_path) == []
+    save(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]

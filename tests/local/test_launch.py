@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.local import launch
-from mindspeed_qerl.local.workers import Team, WorkerError
+from mindspeed_qerl.local import processes as module
+from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.runs.directory import RunDirectory
 
 from .conftest import raw_config, recipe_of
@@ -17,26 +17,26 @@ def no_port():
     raise OSError("no port is free")
 
 
-def start_another_class(start):
+def of_another_class(worker):
     """Workers of a class that is not there: they raise where they are built."""
-    return lambda team, name, module, cls, *places, **arguments: start(team, name, "json", "NoSuchClass", *places)
+    return lambda name, module, cls, *places, **arguments: worker(name, "json", "NoSuchClass", *places)
 
 
-@pytest.mark.parametrize("place, name, broken, error, message", [
-    (Team, "start", start_another_class(Team.start), WorkerError, "has no attribute 'NoSuchClass'"),
-    (launch, "free_port", no_port, OSError, "no port is free"),
+@pytest.mark.parametrize("name, broken, error, message", [
+    ("Worker", of_another_class(module.Worker), WorkerError, "has no attribute 'NoSuchClass'"),
+    ("free_port", no_port, OSError, "no port is free"),
 ], ids=["in a worker that is built", "between two workers"])
-def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir, tmp_path, place, name, broken, error,
+def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir, tmp_path, name, broken, error,
                                                   message):
     raw = raw_config(moe_dir, data_dir)
     run = RunDirectory.create(tmp_path, "run", config=raw, command=["test"], seed=1, data_files={})
     directories, start = [], private_ray.start
     monkeypatch.setattr(private_ray, "start", lambda **options: directories.append(start(**options)) or directories[0])
-    monkeypatch.setattr(place, name, broken)
+    monkeypatch.setattr(module, name, broken)
     children, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(error, match=message), launch.launch(recipe_of(moe_dir, data_dir), run, 1) as processes:
+    with pytest.raises(error, match=message), module.launch(recipe_of(moe_dir, data_dir), run, 1) as processes:
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-        processes.team.wait_until_ready()
+        processes.wait_until_ready()
     assert len(directories) == 1 and not directories[0].exists()
     assert set(psutil.Process().children(recursive=True)) <= children
     assert signal.getsignal(signal.SIGTERM) is handler

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.local.processes import free_port
 from mindspeed_qerl.local.rollout import RolloutEngine, join_movement
-from mindspeed_qerl.local.weights import Checkpoint
-from mindspeed_qerl.local.workers import free_port
 
 from .conftest import FAMILIES, make_model
 

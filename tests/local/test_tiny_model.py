@@ -8,7 +8,7 @@ from mindspeed_qerl.local import tiny_model
 from mindspeed_qerl.local.tiny_model import Recipe
 from mindspeed_qerl.tasks.gsm8k import word_problems
 from mindspeed_qerl.tasks.gsm8k.verifier import score
-from mindspeed_qerl.tasks.gsm8k.word_problems import Mixture, Problem
+from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.rows import read_rows
 
 pytest.importorskip("torch")
@@ -37,7 +37,7 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
     for _ in range(1000):
         problem = word_problems.random_problem(training_pairs + held_out_pairs, rng)
         texts.append(problem.question + "\n"
-                     + word_problems.mixed_answer(problem, set(training_pairs), Mixture(), rng))
+                     + word_problems.mixed_answer(problem, set(training_pairs), MIXTURE, rng))
     for text in texts:
         token_ids = saved_tokenizer.encode(text)
         assert saved_tokenizer.decode(token_ids) == text
@@ -207,8 +207,3 @@ def test_greedy_sampling_is_the_argmax_of_single_unpadded_prompts():
 def test_large_variant_has_about_ten_million_parameters():
     tokenizer = tiny_model.build_tokenizer()
     assert 9e6 < tiny_model.build_model(tokenizer, "large").num_parameters() < 11e6
-
-
-def test_unknown_shape_is_refused():
-    with pytest.raises(ValueError, match="tiny, large"):
-        Recipe(shape="huge")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from mindspeed_qerl.local.workers import Team, WorkerError
+from mindspeed_qerl.local.processes import Processes, WorkerError
 
 
 class Named:
@@ -21,9 +21,8 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     """In a sync the rollout engine's call fails because a rank, whose weights it waits for, is gone."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    team = Team()
-    team.workers = [Named("rank 0"), Named("rollout engine")]
-    team.pids = {"rank 0": os.getpid() if rank_lives else gone.pid, "rollout engine": os.getpid()}
+    processes = Processes([Named("rank 0")], [Named("rollout engine")])
+    processes.pids = {"rank 0": os.getpid() if rank_lives else gone.pid, "rollout engine": os.getpid()}
 
     def fail(reference):
         raise ray.exceptions.RayActorError
@@ -31,13 +30,13 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[:1], pending[1:]))
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(WorkerError, match=rf"^{blamed} \(pid \d+\) died"):
-        team.gather({team.workers[1]: "a call that takes the rank's weights"})
+        processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
 
 
 def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
-    team, fetched = Team(), []
+    processes, fetched = Processes([], []), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
     monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[-1:], pending[:-1]))
     monkeypatch.setattr(ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}")
-    assert team.gather(calls) == ["result of a", "result of b", "result of c"]
+    assert processes.gather(calls) == ["result of a", "result of b", "result of c"]
     assert fetched == ["c", "b", "a"]

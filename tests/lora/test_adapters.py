@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.lora import LoRALinear, adapters_disabled, apply_lora, lora_layers
+from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 
 
 class TupleLinear(nn.Linear):
@@ -50,11 +50,9 @@ def test_forward_merge_and_gradients_are_pefts():
     torch.testing.assert_close(ours.merged_weight(), theirs.base_layer.weight)
 
 
-def test_only_adapters_train_and_are_counted():
+def test_only_adapters_train():
     m = model()
-    found = apply_lora(m, ["linear_qkv", "linear_fc1"], r=2, alpha=4, seed=0)
-    assert found == {"linear_qkv": {"modules": 3, "parameters": 3 * 2 * (6 + 10)},
-                     "linear_fc1": {"modules": 6, "parameters": 6 * 2 * (6 + 8)}}
+    apply_lora(m, ["linear_qkv", "linear_fc1"], r=2, alpha=4, seed=0)
     trained = {name for name, parameter in m.named_parameters() if parameter.requires_grad}
     assert len(trained) == 18 and all("lora_" in name for name in trained)
     assert all(layer.lora_A.allreduce is ("local_experts" not in name) for name, layer in lora_layers(m))
@@ -84,12 +82,7 @@ def test_an_expert_starts_the_same_on_whichever_rank_it_lives():
     assert len({layer.lora_A.sum().item() for _, layer in lora_layers(whole)}) == 6  # and no two the same
 
 
-@pytest.mark.parametrize("targets, message", [
-    (["linear_qvk"], "unknown LoRA target 'linear_qvk', did you mean 'linear_qkv'"),
-    ([], "no LoRA target"),
-    (["linear_qkv", "linear_fc2"],
-     "linear_fc2 matches no layer of this model; its layers with weights are: .*linear_fc1"),
-])
-def test_targets_that_cannot_be_are_refused(targets, message):
+def test_a_target_that_matches_no_layer_is_refused():
+    message = "linear_fc2 matches no layer of this model; its layers with weights are: .*linear_fc1"
     with pytest.raises(ConfigError, match=message):
-        apply_lora(model(), targets, r=2, alpha=4, seed=0)
+        apply_lora(model(), ["linear_qkv", "linear_fc2"], r=2, alpha=4, seed=0)

@@ -134,7 +134,7 @@ def trained(request, batch, tmp_path_factory):
     """(logprobs before, logprobs after, adapters) of Megatron ranks; 3 share the 3 KV heads."""
     folder, recipe = tmp_path_factory.mktemp("ranks"), small_recipe(request.param)
     run_ranks(train_rank, request.param, recipe, batch, str(folder))
-    describe = checkpoint.describe(read_shape(MODEL), recipe.lora.r, recipe.lora.alpha, recipe.lora.targets)
+    describe = checkpoint.describe(read_shape(MODEL), recipe.lora)
     checkpoint.save(folder / "checkpoints", 2, describe,
                     lambda making: shutil.copytree(folder / "parts", making, dirs_exist_ok=True), keep=1)
     before, after = torch.load(folder / "0.pt", weights_only=False)

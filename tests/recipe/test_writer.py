@@ -34,7 +34,7 @@ def test_what_was_changed_in_the_recipe_is_what_is_written():
     recipe = read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu"))
     layout = replace(recipe.layout, pp=2, num_layer_list=(20, 28), ep=8)
     changed = replace(recipe, layout=layout, run=replace(recipe.run, seed=7),
-                      task=replace(recipe.task, verifiers=(("a:b", 2.0),)))
+                      task=replace(recipe.task, verifier_function=("a:b",), verifier_weight=(2.0,)))
     config = to_config(changed)
     assert config["actor_config"]["pipeline_model_parallel_size"] == 2 and config["actor_config"][
         "expert_model_parallel_size"] == 8

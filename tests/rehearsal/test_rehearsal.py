@@ -1,6 +1,7 @@
 """A rehearsal keeps what a layout divides, catches what is wrong with a config, and runs from the command line."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,7 +55,7 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     recipe, found = read(composed(name))
     before = plan_to_rehearse(recipe, found)
     small = read_recipe(to_config(prepare(recipe, found)[0]))  # as train.py runs it
-    assert local.validate(small).faults == []
+    assert [*local.validate(small)] == []
     shape = read_shape(small.model.path)
     kept = ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob",
             "tie_word_embeddings", "model_type", "rope_theta")
@@ -92,11 +93,11 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
     shape = narrow(NAMED_SHAPES[name], Layout(world=1))
     if shape.moe:
         shape = replace(shape, num_experts=4, num_experts_per_tok=2)
-    rows = [row.columns for row in read_rows(data / "gsm8k" / "train_chat.parquet")]
+    rows = read_rows(data / "gsm8k" / "train_chat.parquet")
     directory = make_model(shape, rows, tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     assert model.config.num_hidden_layers == shape.num_hidden_layers >= 28
-    prompts = tokenizer.apply_chat_template([row["messages"] for row in rows[:8]], add_generation_prompt=True,
+    prompts = tokenizer.apply_chat_template([row.messages for row in rows[:8]], add_generation_prompt=True,
                                             padding=True, padding_side="left", return_tensors="pt", return_dict=True)
     torch.manual_seed(0)
     tokens = model.generate(**prompts, do_sample=True, max_new_tokens=4, num_return_sequences=4)[:,
@@ -117,6 +118,26 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
                   "rehearsal.steps = 0", "nowhere.parquet"):
         assert fault in message, message
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("override, message", [
+    ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
+    ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
+    ("task.prompt=plain", "task.prompt = 'plain' must be 'chat'"),
+    ("rollout_correction.method=token_tis", "rollout_correction.method = 'token_tis' must be 'none'"),
+])
+def test_what_the_engine_of_npus_refuses(composed, override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        prepare(*read(composed("grpo_qwen25_7b_gsm8k_8npu", override, "++actor_config.lr_decay_style=cosine")))
+
+
+def test_a_verifier_of_upstreams_is_left_to_upstream(composed):
+    """On the local engine, which lacks it, the others score; the report says so."""
+    for names, left in (("[acc]", (("gsm8k", 1.0),)), ("[gsm8k_strict,acc]", (("gsm8k_strict", 0.5),))):
+        weights = "[1.0]" if names == "[acc]" else "[0.5,0.5]"
+        small, _ = prepare(*read(composed("grpo_qwen25_7b_gsm8k_8npu", f"rl_config.verifier_function={names}",
+                                          f"rl_config.verifier_weight={weights}")))
+        assert small.task.verifiers == left and [*local.validate(small)] == []
 
 
 def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):

@@ -143,8 +143,6 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
     ("gsm8k_strikt", "unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, gsm8k_strict."),
     ("code", "unknown verifier 'code'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
     ("package.inner.my_reward", "Known: gsm8k, gsm8k_strict. Your own is written package.inner:my_reward"),
-    (7, "unknown verifier 7"),
-    (None, "unknown verifier None"),
     ("own_rewards.py:my_reward",
      "'own_rewards.py' is not a module. Write it as in an import, my_package.my_module:my_reward"),
     ("./own_rewards:my_reward", "'./own_rewards' is not a module. Write it as in an import"),

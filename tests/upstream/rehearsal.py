@@ -101,7 +101,7 @@ def make_config(family: str, model: Path, data: Path, runs: Path, *, npus: int =
     mixture = "moe" in family
     answers, train_dp = 4 * samples, npus // (tp * pp)
     config = dict(
-        engine="mindspeed_rl", emulate_npu=True, model={"tiny": FAMILIES[family][2]},
+        engine="mindspeed_rl", emulate_npu=True, model={"tiny": dict(FAMILIES[family][2])},
         megatron_training=dict(
             model="tiny", use_mcore_models=True, sequence_parallel=tp > 1, no_masked_softmax_fusion=True, bf16=True,
             use_distributed_optimizer=True, tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(model),

@@ -47,14 +47,14 @@ def every_default(upstream):
 
 def test_every_key_of_upstream_is_decided_and_no_other(upstream):
     for section, found in every_default(upstream).items():
-        assert len(found) >= 8 and set(found) == set(keys.known(section))
+        assert len(found) >= 8 and set(found) == set(keys.TABLE[section])
 
 
 def test_a_key_that_may_be_left_out_is_harmless_in_upstream(upstream):
     unread = set()
     for section, found in every_default(upstream).items():
         for key, default in found.items():
-            decision = keys.decisions(section, key)["mindspeed_rl"]
+            decision = keys.TABLE[section][key]["mindspeed_rl"]
             if key == "moe_token_dispatcher_type":
                 assert default is None  # then Megatron's own is taken, below
             elif decision.default:
@@ -64,7 +64,7 @@ def test_a_key_that_may_be_left_out_is_harmless_in_upstream(upstream):
     assert unread == UNREAD
     arguments = (upstream / "Megatron-LM" / "megatron" / "training" / "arguments.py").read_text()
     taken = re.search(r"'--moe-token-dispatcher-type'.*?default='(\w+)'", arguments, re.DOTALL)[1]
-    assert keys.decisions("megatron", "moe_token_dispatcher_type")["mindspeed_rl"].default == (taken,)
+    assert keys.TABLE["megatron"]["moe_token_dispatcher_type"]["mindspeed_rl"].default == (taken,)
 
 
 @pytest.mark.parametrize("key", ["advantage_whiten", "num_samples_per_step", "tp_split_expert", "verifier_parallel",
@@ -95,5 +95,5 @@ def test_what_the_grpo_path_does_read(upstream):
     assert all(f'meta_info["{key}"]' in loss for key in ("clip_ratio", "kl_ctrl", "entropy_coeff", "kl_penalty"))
     overlong = ("overlong_buffer_enable", "overlong_buffer", "overlong_buffer_penalty_factor", "rollout_max_tokens")
     assert all(f"rl_config.{key}" in reward for key in overlong)
-    for name in keys.decisions("rl_config", "kl_penalty")["mindspeed_rl"].allowed:
+    for name in keys.TABLE["rl_config"]["kl_penalty"]["mindspeed_rl"].allowed:
         assert f'kl_penalty == "{name}"' in (root / "utils" / "compute.py").read_text()

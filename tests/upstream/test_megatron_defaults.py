@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS, NEUTRAL
+from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
 
 CONFIG = "MindSpeed-RL/mindspeed_rl/config_cls/megatron_config.py"
 ARGUMENTS = ("Megatron-LM/megatron/training/arguments.py", "MindSpeed-LLM/mindspeed_llm/training/arguments.py",
              *(f"MindSpeed-LLM/mindspeed_llm/features_manager/{name}.py" for name in (
                  "common/rotary", "moe/moe_router", "tokenizer/build_tokenizer", "transformer/transformer_block")))
-ALLOWED = {**{key: (value,) for key, value in MEGATRON_DEFAULTS.items()}, **NEUTRAL}
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +41,10 @@ def declared(upstream: Path) -> dict[str, list[tuple[str, object]]]:
     return found
 
 
-@pytest.mark.parametrize("key", ALLOWED)
-def test_each_default_is_upstreams(key, handed_on, declared):
+@pytest.mark.parametrize("key, default", MEGATRON_DEFAULTS.items())
+def test_each_default_is_upstreams(key, default, handed_on, declared):
     assert key in declared, "Megatron knows the argument"
-    value = handed_on[key]
-    assert value in ALLOWED[key] and type(value) is type(ALLOWED[key][0])
+    assert handed_on[key] == default and type(handed_on[key]) is type(default)
     # which count where the value above is None or false, and for a null in the config
-    for file, default in declared[key]:
-        assert default in ALLOWED[key], (file, default)
+    for file, other in declared[key]:
+        assert other == default, (file, other)

@@ -99,8 +99,7 @@ def score_batch(responses: Sequence[str], golds: Sequence[str], rows: Sequence[d
     ValueError if responses and gold answers are not equally many.
     """
     if len(responses) != len(golds):
-        raise ValueError(
-            f"{len(responses)} responses but {len(golds)} gold answers: give one gold answer for each response")
+        raise ValueError(f"{len(responses)} responses but {len(golds)} gold answers: give one for each response")
     return [score(response, gold, method) for response, gold in zip(responses, golds)]
 
 

@@ -14,8 +14,9 @@ those.
 
 import json
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 MAX_OPERAND = 20
@@ -34,6 +35,12 @@ TEMPLATES = {
         "{name} has {a} and {other} has {b}. How many more {objects} does {name} have than {other}?",
         "There are {a} in a box. {name} takes out {b}. How many {objects} are in the box now?",
     ),
+}
+# Shares of the answers that the starting model is shown; the others are right and in the right form.
+MIXTURE = {
+    "bare": 0.48,  # "The answer is 7": right, but without the `####` that the strict verifier wants
+    "wrong_operation": 0.11,  # 3+4 answered as 4-3
+    "slipped_number": 0.08,  # 3+4 answered as 3+5
 }
 
 Pair = tuple[int, int]  # unordered operand pair, smaller operand first
@@ -54,17 +61,12 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        return worked_answer(self.a, self.op, self.b)
+        """In GSM8K form: the equation, and the result after `####`."""
+        return f"{self.a}{self.op}{self.b}={self.result}\n#### {self.result}"
 
     @property
     def pair(self) -> Pair:
         return min(self.a, self.b), max(self.a, self.b)
-
-
-def worked_answer(a: int, op: str, b: int) -> str:
-    """The answer in GSM8K form: the equation, and the result after `####`."""
-    result = a + b if op == "+" else a - b
-    return f"{a}{op}{b}={result}\n#### {result}"
 
 
 def split_pairs(held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -103,34 +105,21 @@ def make_problems(pairs: list[Pair], count: int, seed: int | str) -> list[Proble
                      "for: ask for fewer or hold out more pairs")
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Shares of the kinds of answer the starting model is shown; the rest of 1 is right and in the right form."""
-
-    bare: float = 0.48  # "The answer is 7": right, but without the `####` that the strict verifier wants
-    wrong_operation: float = 0.11  # 3+4 answered as 4-3
-    slipped_number: float = 0.08  # 3+4 answered as 3+5
-
-    def __post_init__(self) -> None:
-        shares = (self.bare, self.wrong_operation, self.slipped_number)
-        if min(shares) < 0 or sum(shares) > 1:
-            raise ValueError(f"mixture shares must be at least 0 and sum to at most 1, got {shares}")
-
-
-def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mixture, rng: random.Random) -> str:
-    """One answer to `problem`, of a kind drawn from `mixture`. Whatever equation it states has a pair in
-    `training_pairs`."""
-    kinds = {"bare": mixture.bare, "wrong_operation": mixture.wrong_operation,
-             "slipped_number": mixture.slipped_number}
-    kind = rng.choices([*kinds, "right"], [*kinds.values(), 1 - sum(kinds.values())])[0]
+def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mapping[str, float],
+                 rng: random.Random) -> str:
+    """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever equation it states has a
+    pair in `training_pairs`."""
+    kind = rng.choices([*mixture, "right"], [*mixture.values(), 1 - sum(mixture.values())])[0]
     if kind == "bare":
         return f"The answer is {problem.result}"
     if kind == "wrong_operation":
         low, high = problem.pair
-        return worked_answer(high, "-", low) if problem.op == "+" else worked_answer(high, "+", low)
-    if kind == "slipped_number":
-        slips = _slips(problem, training_pairs)
-        return worked_answer(*rng.choice(slips)) if slips else problem.answer
+        return replace(problem, a=high, op="-" if problem.op == "+" else "+", b=low).answer
+    if kind == "slipped_number":  # one operand is off by one or two
+        near = [slip for offset in (-2, -1, 1, 2) for slip in (replace(problem, a=problem.a + offset),
+                                                               replace(problem, b=problem.b + offset))]
+        slips = [slip for slip in near if slip.pair in training_pairs and slip.result >= 0]
+        return rng.choice(slips).answer if slips else problem.answer
     return problem.answer
 
 
@@ -141,8 +130,10 @@ def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[
     Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of 3+4=7 is 7-3=4 or
     7-4=3, that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not keep it out of training.
     """
-    trained, held_out = equations(training_pairs), equations(held_out_pairs)
-    inverse_trained = sum(any(inverse in trained for inverse in _inverses(*equation)) for equation in held_out)
+    trained, held_out = ({equation for low, high in pairs
+                          for equation in ((low, "+", high), (high, "+", low), (high, "-", low))}
+                         for pairs in (training_pairs, held_out_pairs))
+    inverses = [{(a + b, "-", a), (a + b, "-", b)} if op == "+" else {(a - b, "+", b)} for a, op, b in held_out]
     return {
         "training_pairs": len(set(training_pairs)),
         "held_out_pairs": len(set(held_out_pairs)),
@@ -150,55 +141,26 @@ def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[
         "training_equations": len(trained),
         "held_out_equations": len(held_out),
         "shared_equations": len(trained & held_out),
-        "held_out_equations_with_inverse_trained": inverse_trained,
+        "held_out_equations_with_inverse_trained": sum(not trained.isdisjoint(each) for each in inverses),
     }
-
-
-def equations(pairs: Iterable[Pair]) -> set[tuple[int, str, int]]:
-    """All equations `a op b` whose unordered operand pair is in `pairs`: both orders of +, and the larger minus the
-    smaller."""
-    return {equation for low, high in pairs for equation in ((low, "+", high), (high, "+", low), (high, "-", low))}
 
 
 def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:
     """Write raw GSM8K jsonl: one `{"question", "answer"}` a line."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n"
-                        for problem in problems)
+    rows = ({"question": problem.question, "answer": problem.answer} for problem in problems)
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def all_wordings() -> Iterator[str]:
     """Texts that hold every word a question or an answer can hold (the tokenizer's vocabulary is read from them)."""
-    for op, templates in TEMPLATES.items():
-        for template in templates:
-            for name in NAMES:
-                for objects in OBJECTS:
-                    other = NAMES[NAMES.index(name) - 1]
-                    for a, b in ((1, 1), (20, 20)):
-                        yield _word(template, name, other, objects, a, b) + "\n" + worked_answer(a, op, b)
-    yield "The answer is 1"
-    yield "0123456789"
+    for op, name, objects, number in product(TEMPLATES, NAMES, OBJECTS, (1, MAX_OPERAND)):
+        for template in TEMPLATES[op]:
+            question = _word(template, name, name, objects, number, number)
+            yield f"{question}\n{Problem(question, number, op, number).answer}"
+    yield "The answer is 0123456789"
 
 
 def _word(template: str, name: str, other: str, objects: str, a: int, b: int) -> str:
     # The first number carries the noun ("1 apple", "3 apples"), the second stands alone ("and Ben has 4").
     noun = objects.removesuffix("s") if a == 1 else objects
     return template.format(name=name, other=other, objects=objects, a=f"{a} {noun}", b=b)
-
-
-def _slips(problem: Problem, training_pairs: set[Pair]) -> list[tuple[int, str, int]]:
-    """The same operation with one operand off by one or two, where the pair so made is a training pair (never a
-    held-out one)."""
-    slips = []
-    for offset in (-2, -1, 1, 2):
-        for a, b in ((problem.a + offset, problem.b), (problem.a, problem.b + offset)):
-            legal = problem.op == "+" or a >= b
-            if legal and (min(a, b), max(a, b)) in training_pairs:
-                slips.append((a, problem.op, b))
-    return slips
-
-
-def _inverses(a: int, op: str, b: int) -> list[tuple[int, str, int]]:
-    if op == "+":
-        return [(a + b, "-", a), (a + b, "-", b)]
-    return [(a - b, "+", b), (b, "+", a - b)]

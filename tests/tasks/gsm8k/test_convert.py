@@ -33,6 +33,10 @@ def snapshot(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def name_of(line):
+    return Path(line.split("  ")[0]).name
+
+
 def run_tool(*arguments):
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     command = [sys.executable, TOOL, *map(str, arguments)]
@@ -43,7 +47,7 @@ def test_files_and_summary(tmp_path):
     big = {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}
     written = convert(write_raw(tmp_path / "raw", train=[ROW, big]), tmp_path / "new" / "out")
     out = tmp_path / "new" / "out"
-    assert sorted(path.name for path in out.iterdir()) == sorted(file.path.name for file in written) == NAMES
+    assert sorted(path.name for path in out.iterdir()) == sorted(map(name_of, written)) == NAMES
     assert [row.columns for row in read_rows(out / "train_chat.parquet")] == [
         {"messages": chat_messages(ROW["question"]), "question": ROW["question"], "answer": "7",
          "solution": ROW["answer"]},
@@ -53,12 +57,10 @@ def test_files_and_summary(tmp_path):
     assert list(map(json.loads, lines)) == [
         {"problem": ROW["question"], "answer": "7"}, {"problem": "500*2?", "answer": "1000"}
     ]
-    assert {file.path.name: file.rows for file in written} == {
-        "train.jsonl": 2, "train_chat.parquet": 2, "test.jsonl": 1, "test_chat.parquet": 1
-    }
-    for file in written:
-        content = file.path.read_bytes()
-        assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    for line in written:
+        content = (out / name_of(line)).read_bytes()
+        assert line == (f"{out / name_of(line)}  {2 if 'train' in line else 1} rows  {len(content):,} bytes  sha256 "
+                        f"{hashlib.sha256(content).hexdigest()}")
 
 
 def test_same_input_same_bytes(tmp_path):

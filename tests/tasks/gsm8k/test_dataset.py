@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k.dataset import check_raw, gold_answer, load_raw
+from mindspeed_qerl.tasks.gsm8k.convert import converted, gold_answer, load_raw
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
 
 RAW = [{"question": "3+4?", "answer": "3+4=7\n#### 7"}, {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}]
@@ -92,4 +92,4 @@ def test_raw_rows_from_the_hub(monkeypatch):
 ])
 def test_raw_row_errors(row, words):
     with pytest.raises(ValueError, match=words):
-        check_raw(row)
+        converted(row)

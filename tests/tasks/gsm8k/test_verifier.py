@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mindspeed_qerl.tasks.gsm8k.dataset import gold_answer
+from mindspeed_qerl.tasks.gsm8k.convert import gold_answer
 from mindspeed_qerl.tasks.gsm8k.verifier import (
     METHODS,
     VERIFIERS,
@@ -327,8 +327,8 @@ def test_any_text_gives_a_canonical_number_or_nothing(text):
 
 
 def test_imports_without_any_installed_package():
-    program = ("import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import convert, dataset, "
-               "prompts, verifier")
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import convert, prompts, "
+               "verifier")
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program, str(REPO)], check=False, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr

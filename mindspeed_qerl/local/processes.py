@@ -1,0 +1,177 @@
+"""The processes of a run and what they need of this machine: started together, gone together, whatever fails.
+
+Each hosts one object, writes to a log file of its own, and is missed when it dies.
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from mindspeed_qerl import private_ray
+from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.directory import RunDirectory
+
+
+class WorkerError(EngineError):
+    """A process of the engine failed or died; the message says which, why, and where its log is."""
+
+
+@ray.remote
+class _Host:
+    """An object in a process of its own, and calls forwarded to it."""
+
+    def build(self, module: str, name: str, log_file: str, arguments: dict) -> int:
+        """Make the object; returns the process id."""
+        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        self.target = getattr(importlib.import_module(module), name)(**arguments)
+        return os.getpid()
+
+    def call(self, method: str, *arguments):
+        return getattr(self.target, method)(*arguments)
+
+
+class Worker:
+    """A handle on one process, in which the class `cls` of `module` is built, after `environment` is set; only names
+    travel, so imports happen there. name: what messages call it."""
+
+    def __init__(self, name: str, module: str, cls: str, log_file: Path, environment: dict[str, str], **arguments):
+        self.name, self.log_file = name, log_file
+        self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
+        self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
+
+    def call(self, method: str, *arguments) -> ray.ObjectRef:
+        """Start `method` in the process. References among the arguments are resolved there, not here."""
+        return self.actor.call.remote(method, *arguments)
+
+
+class Processes:
+    """Those of one run: the ranks that train, and the vLLM engines that share the rollout model. Waits for several at
+    once, and names the one that died, not the one that noticed."""
+
+    def __init__(self, ranks: Sequence[Worker], rollouts: Sequence[Worker]):
+        self.ranks, self.rollouts = ranks, rollouts
+        self.pids: dict[str, int] = {}
+
+    def wait_until_ready(self) -> None:
+        """Returns once every object is built."""
+        workers = [*self.ranks, *self.rollouts]
+        pids = self.gather({worker: worker.built for worker in workers})
+        self.pids = {worker.name: pid for worker, pid in zip(workers, pids)}
+
+    def on_ranks(self, method: str, *arguments: Any) -> list:
+        """Call `method` on all ranks; the results in their order. Raises WorkerError."""
+        return self.gather({rank: rank.call(method, *arguments) for rank in self.ranks})
+
+    def on_rollouts(self, method: str, *arguments: Any) -> list:
+        """The same on all rollout engines. They share the work: where each returns all of it, take the first one's."""
+        return self.gather(self.start_on_rollouts(method, *arguments))
+
+    def start_on_rollouts(self, method: str, *arguments: Any) -> dict[Worker, ray.ObjectRef]:
+        """Start `method` on all rollout engines, for `gather`."""
+        return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
+
+    def gather(self, calls: dict[Worker, ray.ObjectRef]) -> list:
+        """Results in the order of `calls`; WorkerError as soon as one failed: the rest may hang without the dead."""
+        owner = {reference: worker for worker, reference in calls.items()}
+        pending, results = list(owner), {}
+        while pending:
+            [done], pending = ray.wait(pending, num_returns=1)
+            caller = owner[done]
+            try:
+                results[done] = ray.get(done)
+            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                for worker in (*self.ranks, *self.rollouts):  # the caller may only have waited for another's result
+                    if worker.name in self.pids and not _is_running(self.pids[worker.name]):
+                        raise self._dead(worker) from error
+                if isinstance(error, ray.exceptions.RayActorError):
+                    raise self._dead(caller) from error
+                raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
+            except ray.exceptions.OutOfMemoryError as error:
+                raise WorkerError(f"this machine's memory is full, and Ray stopped {caller.name}. Ask for fewer "
+                                  "ranks, a smaller actor_config.micro_batch_size, or recompute_granularity=full. Ray "
+                                  f"says: {error}") from error
+        return [results[reference] for reference in calls.values()]
+
+    def _dead(self, worker: Worker) -> WorkerError:
+        pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
+        lines = worker.log_file.read_text(errors="replace").strip().splitlines() if worker.log_file.exists() else []
+        words = f". Its last words: {lines[-1][:300]}" if lines else ""
+        return WorkerError(f"{worker.name}{pid} died: killed, or out of memory{words}\nIts log: {worker.log_file}")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def memory_in_use(pids: Iterable[int]) -> int:
+    """Bytes that the processes hold together, shared pages counted once among them (PSS)."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            total += psutil.Process(pid).memory_full_info().pss
+    return total
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]:
+    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main thread only. epoch:
+    iterations of one pass over the training rows.
+
+    SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary
+    files are gone.
+    """
+    logs = run.path / "logs"
+    logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
+    rendezvous = logs.resolve() / "rendezvous"
+    rendezvous.unlink(missing_ok=True)  # of a run that was killed
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns of what its next version will do
+    world, size = recipe.layout.world, recipe.layout.infer_tp
+    with contextlib.ExitStack() as undo:
+        undo.callback(rendezvous.unlink, missing_ok=True)
+        undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        undo.callback(private_ray.stop)  # before the start, which may fail when half of Ray is there
+        scratch = private_ray.start(num_cpus=world + size)
+        # A scheduler's stop is an interrupt; Ray's own handler would abort.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        ranks = [Worker(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
+                        _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
+                 for rank in range(world)]
+        shared = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len,
+                      max_num_seqs=recipe.rollout.max_num_seqs, kv_cache_gib=recipe.local.kv_cache_gib,
+                      aqn=recipe.noise_arguments(epoch), tp_size=size, port=free_port())
+        numbers = [str(rank) for rank in range(size)] if size > 1 else [""]
+        yield Processes(ranks, [
+            Worker(f"rollout engine {number}".strip(), "mindspeed_qerl.local.rollout", "RolloutEngine",
+                   logs / f"rollout{number}.log", _environment(scratch, size), tp_rank=rank, **shared)
+            for rank, number in enumerate(numbers)])
+
+
+def _environment(scratch: Path, processes: int) -> dict[str, str]:
+    """Of one of `processes` that compute at the same time. Ranks and rollout engines take turns: threads that wait by
+    spinning would hold the cores of those whose turn it is. What torch has compiled stays where it always is."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)), "OMP_WAIT_POLICY": "PASSIVE",
+            "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
