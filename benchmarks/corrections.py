@@ -2,9 +2,9 @@
 
     python benchmarks/corrections.py    # seconds
 
-Answers of two tokens out of five, so that every answer is enumerated and nothing is sampled: the gradient of the policy
-loss in the policy's logits, expected over the sampler's answers, against the one expected over the policy's own. The
-sampler is the policy with Gaussian noise on its logits; means over 200 policies. The bias is the norm of the
+Answers of two tokens out of five, so that every answer is enumerated and nothing is sampled: the gradient of the
+policy loss in the policy's logits, expected over the sampler's answers, against the one expected over the policy's
+own. The sampler is the policy with Gaussian noise on its logits; means over 200 policies. The bias is the norm of the
 difference, relative to the exact gradient's norm; the variance is that of one answer's gradient, relative to the
 variance without noise; the effective sample sizes are of tokens and of answers.
 """
@@ -35,8 +35,8 @@ def gradients(logits: torch.Tensor, sampler: torch.Tensor, rewards: torch.Tensor
     """Of every answer of two tokens out of V the gradient of its policy loss, and its probability.
 
     Args:
-        logits, sampler: [V + 1, V], of the policy and of the one that samples; row 0: the first token's, row 1 + t: the
-            second's after t. rewards: [V, V], the advantages of the answers.
+        logits, sampler: [V + 1, V], of the policy and of the one that samples; row 0: the first token's, row 1 + t:
+            the second's after t. rewards: [V, V], the advantages of the answers.
 
     Returns:
         (gradients in `logits` [V * V, (V + 1) * V], probabilities by `sampler` [V * V]).

@@ -98,7 +98,7 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     total = policy = total_of(per_token)
     metrics["loss/policy"] = Mean(policy.item(), count)
     metrics["loss/kl"] = Mean(0.0, count)
-    if algorithm.kl_coefficient and not algorithm.use_kl_in_reward:
+    if algorithm.kl_coefficient:
         logprobs, reference = (_inside(mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
         kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
         total = total + algorithm.kl_coefficient * kl

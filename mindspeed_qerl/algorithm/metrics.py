@@ -92,8 +92,8 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: 
     d = policy - reference, by MindSpeed-RL's names (utils/compute.py `compute_kl_penalty`, without its bounds).
 
     kl (k1): d. abs: |d|. mse (k2): d^2 / 2. low_var_kl (k3): exp(-d) - 1 + d, never negative.
-    As a loss on the policy's own samples k2 has the gradient of KL, k3 that of the KL the other way round, and k1 none:
-    its expected gradient is 0.
+    As a loss on the policy's own samples k2 has the gradient of KL, k3 that of the KL the other way round, k1 none in
+    expectation.
 
     >>> policy, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
     >>> kl_estimate(policy, reference), kl_estimate(policy, reference, "kl")

@@ -23,7 +23,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.keys import Values
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.recipe.types import Algorithm, Recipe
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.packed import pack_rows, read_packed
@@ -98,6 +98,12 @@ def faults_of_values(recipe: Recipe) -> Iterator[str]:
     if recipe.correction.method != "none":
         yield (f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL keeps no "
                "log-probs of the policy that sampled")
+    for name in ("norm_adv_by_std_in_grpo", "loss_mode", "loss_agg_mode", "clip_ratio_c",
+                 "mask_truncated_completions"):
+        value, usual = getattr(recipe.algorithm, name), getattr(Algorithm(), name)
+        if value != usual:
+            yield (f"algorithm.{name} = {value!r} must be {usual!r}: upstream's ray_grpo loss knows no other; the "
+                   "local engine does")
     for side in ("rollout", "training", "evaluation"):
         if kinds := getattr(recipe.hardware_error, side):
             yield (f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local engine "
@@ -120,11 +126,6 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[str]:
     if alpha is not None and not isinstance(alpha, int):
         yield (f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's --lora-alpha "
                "takes no other (training/arguments.py:351)")
-    rewards = recipe.sections["rl_config"]
-    if rewards.get("overlong_buffer_enable") and not rewards.get("overlong_buffer"):
-        yield (f"rl_config.overlong_buffer = {rewards.get('overlong_buffer')} with overlong_buffer_enable: upstream "
-               "divides by it (rule_verifier.py:119). Set it to the tokens before rollout_max_tokens that are "
-               "punished, or rl_config.overlong_buffer_enable=false")
     if recipe.model.arguments.get("num_experts") and recipe.model.arguments.get("moe_aux_loss_coeff") is None:
         name = recipe.model.arguments.get("model")
         place = f"model.{name}" if name else "megatron_training"

@@ -52,6 +52,14 @@ class Batch:
         return Batch(**{name: part if part.ndim == 1 else part[:, : longest if name == "tokens" else longest - 1]
                         for name, part in parts.items()})
 
+    def padded(self, count: int) -> "Batch":
+        """With `count` more rows that have no token to train: copies of the first one, so that ranks share equally."""
+        if not count:
+            return self
+        batch = self.rows(np.concatenate([np.arange(len(self)), np.zeros(count, dtype=np.int64)]))
+        batch.mask[len(self):] = False
+        return batch
+
 
 def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
                 logprobs: Sequence[Sequence[float]], advantages: np.ndarray) -> Batch:

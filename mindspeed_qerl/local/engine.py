@@ -17,6 +17,7 @@ import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.metrics import reward_metrics
+from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
@@ -42,12 +43,51 @@ LOST_SHARE = 0.1  # of a tensor's move; in fp32 rounding loses under 1e-3 (tests
 VISIBLE_SHARE = 0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
 
 
-def select(prompts: Sequence[list[int]], answers: Sequence[Completion], rewards: np.ndarray, group_size: int) -> Batch:
-    """What is trained: all answers, those to one prompt side by side, each with its advantage within its group;
-    `prompts` has one for each answer."""
-    advantages = group_advantages(torch.from_numpy(rewards), group_size).numpy()
-    return build_batch(prompts, [answer.token_ids for answer in answers], [answer.logprobs for answer in answers],
-                       advantages)
+@dataclass(frozen=True)
+class Sampled:
+    """Answers to prompts, those to one prompt side by side; one of each for every answer."""
+
+    rows: list[Row]
+    prompts: list[list[int]]
+    answers: list[Completion]
+    texts: list[str]
+    rewards: np.ndarray  # float64 [N], of length, too
+    scores: dict[str, np.ndarray]  # of each verifier, float64 [N]
+
+    def __add__(self, other: "Sampled") -> "Sampled":
+        return Sampled(self.rows + other.rows, self.prompts + other.prompts, self.answers + other.answers,
+                       self.texts + other.texts, np.concatenate([self.rewards, other.rewards]),
+                       {name: np.concatenate([scores, other.scores[name]]) for name, scores in self.scores.items()})
+
+
+def check_logprobs(sampled: Sampled) -> None:
+    """WorkerError that names the answer, where a log probability of the policy that sampled is no number, or above
+    0."""
+    for row, answer, text in zip(sampled.rows, sampled.answers, sampled.texts):
+        wrong = [value for value in answer.logprobs if not value <= 1e-3 or value == -math.inf]  # NaN is not <= either
+        if wrong or len(answer.logprobs) != len(answer.token_ids):
+            given = f"{wrong[0]} as a log probability" if wrong else f"{len(answer.logprobs)} log probabilities"
+            raise WorkerError(f"vLLM gave {given} for the {len(answer.token_ids)} tokens of the answer {text[:200]!r} "
+                              f"to {row.question[:200]!r}: nothing can be trained on it")
+
+
+def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe) -> Batch:
+    """What is trained: the answers of the groups `kept`, each with its advantage within its group; to a multiple of
+    the mini-batch with answers that have no token to train.
+
+    Args:
+        kept: numbers of groups, at most as many as are trained in a step.
+    """
+    n, algorithm = recipe.batch.samples_per_prompt, recipe.algorithm
+    rows = (kept[:, None] * n + np.arange(n)).reshape(-1)
+    advantages = group_advantages(torch.from_numpy(sampled.rewards[rows]), n, algorithm.adv_estimator,
+                                  algorithm.norm_adv_by_std_in_grpo).numpy()
+    answers = [sampled.answers[row] for row in rows]
+    batch = build_batch([sampled.prompts[row] for row in rows], [answer.token_ids for answer in answers],
+                        [answer.logprobs for answer in answers], advantages)
+    if algorithm.mask_truncated_completions:
+        batch.mask[[answer.truncated for answer in answers]] = False
+    return batch.padded(-len(batch) % recipe.batch.mini_answers)
 
 
 def data_rank(rank: int, layout: Layout) -> int:
@@ -115,8 +155,9 @@ class LocalEngine:
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.processes, self.data = processes, data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
+        self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
-        self.proved = False
+        self.proved = self.warned = False
 
     def train(self) -> None:
         """All iterations."""
@@ -145,44 +186,90 @@ class LocalEngine:
         """Iteration `step`, counted from 1."""
         recipe, n, started = self.recipe, self.recipe.batch.samples_per_prompt, time.perf_counter()
         self.seconds = {}
-        with self._timed("rollout"):
-            rows, prompts, answers, noise = self.sample(step)
+        sampled, kept, noise = self.gather(step)
         with self._timed("reward"):
-            texts = self._decode(answers)
-            rewards, scores = score(recipe.task.verifiers, texts, rows)
-            batch = select(prompts, answers, rewards, n)
-        self.progress.phase("update")
-        trained = self.update(batch)
+            batch = select(sampled, kept, recipe) if len(kept) else None
+        if batch is not None and batch.mask.any():
+            self.progress.phase("update")
+            trained = self.update(batch)
+        else:
+            trained = {}
+            self.processes.on_ranks("skip")
+            why = "no group had answers of different rewards" if batch is None else "every answer was cut off"
+            self.progress.message(f"Warning: step {step} trains nothing: {why}, of {len(sampled.rewards) // n} groups")
         with self._timed("sync"):
             self.sync()
-        values = {**reward_metrics(rewards, n),
-                  **{f"verifier/{name}/mean": of_verifier.mean() for name, of_verifier in scores.items()},
-                  "response/length_mean": np.mean([len(answer.token_ids) for answer in answers]),
-                  "response/truncated_fraction": np.mean([answer.truncated for answer in answers]), **trained,
-                  **(noise.to_metrics() if noise else {}), **self.seconds, "time/step": time.perf_counter() - started}
+        values = {**reward_metrics(sampled.rewards, n),
+                  **{f"verifier/{name}/mean": of_verifier.mean() for name, of_verifier in sampled.scores.items()},
+                  "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
+                  "response/truncated_fraction": np.mean([answer.truncated for answer in sampled.answers]),
+                  "selection/sampled_groups": len(sampled.rewards) // n, "selection/trained_groups": len(kept),
+                  **trained, **(noise.to_metrics() if noise else {}), **self.seconds,
+                  "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
-        shown = zip(rows[: recipe.run.rollout_samples], texts, rewards)
+        self.warn_of_mismatch(values)
+        shown = zip(sampled.rows[: recipe.run.rollout_samples], sampled.texts, sampled.rewards)
         self.metrics.log_rollouts(step, [{"question": row.question, "response": text, "answer": row.answer,
                                           "reward": float(reward)} for row, text, reward in shown])
         self.progress.step(step, values)
 
-    def sample(self, step: int) -> tuple[list[Row], list[list[int]], list[Completion], NoiseReport | None]:
-        """Answers to the next prompts, by the synced weights with the noise of this step on: the row and the prompt of
-        each answer, the answers, and what the noise did."""
-        task, n = self.data.train, self.recipe.batch.samples_per_prompt
-        chosen = self.order.take(self.recipe.batch.global_batch_size)
-        answers, noise = self._generate([task.prompts[i] for i in chosen], n, "rollout", step, noise_step=step - 1)
-        if noise and step == 1:
+    def warn_of_mismatch(self, values: dict[str, float]) -> None:
+        """Once a run: with noise on and no correction, the importance weights that nobody applies are uneven."""
+        correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
+        sigma, is_corrected = values.get("aqn/sigma"), correction.method != "none"
+        if sigma and not is_corrected and not self.warned and size < correction.warn_below:
+            self.warned = True
+            self.progress.message(
+                f"Warning: with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the tokens "
+                f"(below rollout_correction.warn_below = {correction.warn_below:g}): the policy that samples is far "
+                "from the one that is trained. rollout_correction=token_tis weighs the tokens (docs/algorithms.md)")
+
+    def gather(self, step: int) -> tuple[Sampled, np.ndarray, NoiseReport | None]:
+        """Scored answers, the numbers of the groups that are trained, and what the noise did. With dynamic sampling
+        batches are asked until enough groups have answers of different rewards (upstream's
+        trainer/dapo_trainer_hybrid.py; what it ends the run for, too few groups, is trained here)."""
+        selection, n = self.recipe.selection, self.recipe.batch.samples_per_prompt
+        sampled, noise = self.sample(step)
+        if not selection.filter_groups_enable:
+            return sampled, np.arange(len(sampled.rewards) // n), noise
+        batches, limit = 1, selection.filter_groups_max_batches
+        while True:
+            scores = sampled.scores.get(selection.filter_groups_metric, sampled.rewards)
+            kept = np.flatnonzero(groups_with_signal(scores, n))[: selection.filter_groups_train_batch_size]
+            if len(kept) == selection.filter_groups_train_batch_size or batches == limit:
+                return sampled, kept, noise
+            sampled += self.sample(step, batches)[0]
+            batches += 1
+
+    def sample(self, step: int, batch: int = 0) -> tuple[Sampled, NoiseReport | None]:
+        """Answers to the next prompts, by the synced weights with the noise of this step on, and their rewards;
+        `batch` counts those that one step asks."""
+        recipe, task, n = self.recipe, self.data.train, self.recipe.batch.samples_per_prompt
+        with self._timed("rollout"):
+            chosen = self.order.take(recipe.batch.global_batch_size)
+            answers, noise = self._generate([task.prompts[i] for i in chosen], n, "rollout", step, noise_step=step - 1,
+                                            batch=batch)
+        if noise and step == 1 and not batch:
             self.run.record(aqn_layers=noise.names)
             self.progress.message(f"AQN targets {noise.layers} RMSNorm layers: {', '.join(noise.names)}")
-        asked = [i for i in chosen for _ in range(n)]
-        return [task.rows[i] for i in asked], [task.prompts[i] for i in asked], answers, noise
+        with self._timed("reward"):
+            asked = [i for i in chosen for _ in range(n)]
+            rows, texts, selection = [task.rows[i] for i in asked], self._decode(answers), recipe.selection
+            rewards, scores = score(recipe.task.verifiers, texts, rows)
+            if selection.overlong_buffer_enable:
+                lengths = np.array([len(answer.token_ids) for answer in answers])
+                rewards = rewards + overlong_penalty(lengths, selection.rollout_max_tokens, selection.overlong_buffer,
+                                                     selection.overlong_buffer_penalty_factor)
+            sampled = Sampled(rows, [task.prompts[i] for i in asked], answers, texts, rewards, scores)
+            check_logprobs(sampled)
+        return sampled, noise
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
         trained = self.processes.gather({rank: rank.call("train", shards, self.recipe.batch.epochs) for rank, shards
                                          in zip(self.processes.ranks, self._deal(batch))})[0]
         self.seconds |= {part: trained.pop(part) for part in ("time/logprobs", "time/update")}
+        self.updates += trained.pop("updates")
         return trained
 
     def sync(self) -> None:
@@ -242,9 +329,8 @@ class LocalEngine:
     def save(self, step: int) -> None:
         """The checkpoint after `step` iterations."""
         self.progress.phase("checkpoint")
-        batch, folder = self.recipe.batch, self.run.checkpoints_dir
-        updates = step * batch.epochs * batch.global_batch_size // batch.mini_batch_size
-        state = {"updates": updates, "prompts_asked": self.order.position,
+        folder = self.run.checkpoints_dir
+        state = {"updates": self.updates, "prompts_asked": self.order.position,
                  **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora)}
         try:
             checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)),
@@ -262,7 +348,8 @@ class LocalEngine:
         state = checkpoint.read_state(self.run.checkpoints_dir)
         iteration = state["iteration"]
         folder = checkpoint.folder(self.run.checkpoints_dir.resolve(), iteration)
-        self.processes.on_ranks("restore", str(folder), iteration, state["updates"])
+        self.updates = state["updates"]
+        self.processes.on_ranks("restore", str(folder), iteration, self.updates)
         # before it was written there, each iteration asked one batch
         self.order.position = state.get("prompts_asked", iteration * self.recipe.batch.global_batch_size)
         self.progress.message(f"Resumes after step {iteration}")
@@ -273,15 +360,17 @@ class LocalEngine:
         self.progress.phase(part)
         started = time.perf_counter()
         yield
-        self.seconds[f"time/{part}"] = time.perf_counter() - started
+        name = f"time/{part}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _generate(self, prompts: Sequence[list[int]], n: int, purpose: str, step: int, noise_step: int | None = None,
-                  temperature: float | None = None) -> tuple[list[Completion], NoiseReport | None]:
-        """`n` answers to each prompt, side by side, drawn with the seed of this purpose and step."""
+                  temperature: float | None = None, batch: int = 0) -> tuple[list[Completion], NoiseReport | None]:
+        """`n` answers to each prompt, side by side, drawn with the seed of this purpose, step and batch."""
         recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
         sampling = {"max_tokens": recipe.sampling.max_tokens, "stop_token_ids": [] if eos is None else [eos],
                     "temperature": recipe.sampling.temperature if temperature is None else temperature}
-        seed, hardware_error = derived_seed(recipe.run.seed, purpose, step), recipe.hardware_error.arguments(purpose)
+        drawn = f"{purpose} {batch}" if batch else purpose
+        seed, hardware_error = derived_seed(recipe.run.seed, drawn, step), recipe.hardware_error.arguments(purpose)
         groups, noise = self.processes.on_rollouts(
             "generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
         return [answer for group in groups for answer in group], noise

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss, token_entropy, token_logprobs
+from mindspeed_qerl.algorithm.metrics import Metric, merge
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local.batch import Batch
@@ -95,7 +95,8 @@ class TrainRank:
         """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, ...).
 
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
-        float32 [n, l-1]; it returns (loss, result), or with `forward_only` the result. Returns the results.
+        float32 [n, l-1], and returns the result; without `forward_only` it is called with its entropy, too, and
+        returns (loss, result). Returns the results.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -108,10 +109,13 @@ class TrainRank:
 
             def finish(logits, non_loss_data=False):
                 logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
-                logprobs = token_logprobs(logits, tokens[:, 1:length], self.recipe.sampling.temperature)
+                temperature = self.recipe.sampling.temperature
+                logprobs = token_logprobs(logits, tokens[:, 1:length], temperature)
                 if forward_only:
                     return outcome(rows, micro, logprobs)
-                loss, result = outcome(rows, micro, logprobs)
+                with torch.set_grad_enabled(self.recipe.algorithm.entropy_coefficient > 0):
+                    entropy = token_entropy(logits, temperature)
+                loss, result = outcome(rows, micro, logprobs, entropy)
                 return loss, torch.zeros((), dtype=torch.int, device=self.device), result
             return logits, finish
 
@@ -135,6 +139,10 @@ class TrainRank:
             self._run(shard, size, keep, forward_only=True)
         return result
 
+    def skip(self) -> None:
+        """An iteration without an update: the learning rate moves on."""
+        self.scheduler.step(1)
+
     def train(self, shards: list[Batch], epochs: int = 1) -> dict[str, float]:
         """One iteration: `epochs` passes over the mini-batches, one optimizer step for each. shards: this rank's part
         of each. Returns its metrics, the same on every rank but for time/logprobs and time/update, seconds."""
@@ -154,27 +162,31 @@ class TrainRank:
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
         parts, grad_norms = [], []
+        updates = 0
         for shard in shards:
-            tokens = torch.tensor(float(shard.mask.sum()), device=self.device)
-            dist.all_reduce(tokens, group=self.data_group)
+            divisor = torch.tensor(denominator(self._tensor(shard.mask), self.recipe.algorithm), device=self.device)
+            dist.all_reduce(divisor, group=self.data_group)
+            if not divisor:  # every answer of this mini-batch was cut off, and those are not trained
+                continue
+            updates += 1
             self.optimizer.zero_grad(set_to_none=False)
-            parts += self._run(shard, self.recipe.batch.micro_batch_size, partial(self._loss, float(tokens)))
+            parts += self._run(shard, self.recipe.batch.micro_batch_size, partial(self._loss, float(divisor)))
             grad_norms.append(self._reduce_and_clip())
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
         reduced = {name: metric.value() for name, metric in self._merge_over_ranks(parts).items()}
-        return {**reduced, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr}
+        return {**reduced, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr, "updates": updates}
 
-    def _loss(self, mini_batch_tokens: float, rows: np.ndarray, micro: Batch,
-              logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """What `backward` gets of one micro-batch, and its metrics."""
+    def _loss(self, divisor: float, rows: np.ndarray, micro: Batch, logprobs: torch.Tensor,
+              entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """What `backward` gets of one micro-batch, and its metrics. divisor: of the whole mini-batch."""
         old, reference = micro.old_logprobs, micro.reference_logprobs
         inputs = LossInputs(logprobs, logprobs.detach() if old is None else self._tensor(old),
                             *map(self._tensor, (micro.rollout_logprobs, micro.advantages, micro.mask)),
-                            None if reference is None else self._tensor(reference))
+                            None if reference is None else self._tensor(reference), entropy)
         total, metrics = loss(inputs, self.recipe.algorithm, self.recipe.correction)
-        return total / mini_batch_tokens, {**metrics, "loss/total": Mean(total.item(), int(inputs.mask.sum()))}
+        return total / divisor, metrics
 
     def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
         """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage has any."""

@@ -81,7 +81,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
     if recipe.layout.cp > 1:
         yield f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only"
     prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
-    if prompts % mini:
+    if prompts % mini and not recipe.selection.filter_groups_enable:
         yield (f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
                f"rl_config.mini_batch_size = {mini}")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)

@@ -1,6 +1,6 @@
 """The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -55,12 +55,17 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     parts = {name: _part(kind, values, found) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
     _check_models(sections, found)
+    parts["selection"] = _derived_selection(parts, values)
     parts["batch"] = _derived_batch(parts, values, found)
+    if parts["algorithm"].loss_scale_factor is None:
+        longest = float(parts["sampling"].max_tokens)
+        parts["algorithm"] = replace(parts["algorithm"], loss_scale_factor=longest)
     if values.get("rl_config.verifier_weight")[1] is None:
         names = parts["task"].verifier_function
         parts["task"] = replace(parts["task"], verifier_weight=(1.0,) * len(names))
     parts["noise"] = _checked_noise(parts["noise"], parts["run"].train_iters, parts["model"].dtype, found)
     _check_across(parts, found)
+    found.faults += _wrong_algorithm(parts, values)
     emulate = sections.get("emulate_npu", False)
     if not isinstance(emulate, bool):
         found.faults.append(f"emulate_npu = {emulate!r} must be true or false")
@@ -182,7 +187,9 @@ def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> An
     """The batch with what follows where a key is left out."""
     batch, sampling = parts["batch"], parts["sampling"]
     longest = sampling.max_prompt_length + sampling.max_tokens
-    follows = {"mini_batch_size": ("rl_config.mini_batch_size", batch.global_batch_size),
+    trained = parts["selection"].filter_groups_train_batch_size
+    prompts = trained if parts["selection"].filter_groups_enable else batch.global_batch_size
+    follows = {"mini_batch_size": ("rl_config.mini_batch_size", prompts),
                "seq_length": ("megatron.seq_length", longest),
                "max_model_len": ("generate_config.max_model_len", longest)}
     derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
@@ -193,6 +200,14 @@ def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> An
             found.faults.append(f"{place} = {dispatch[name]!r} must be a whole number of at least 1")
             dispatch[name] = None
     return replace(batch, **derived, dispatch=dispatch)
+
+
+def _derived_selection(parts: Mapping[str, Any], values: Values) -> Any:
+    """The selection with what follows where a key is left out."""
+    follows = {"filter_groups_train_batch_size": parts["batch"].global_batch_size,
+               "rollout_max_tokens": parts["sampling"].max_tokens}
+    return replace(parts["selection"], **{name: value for name, value in follows.items()
+                                          if values.get(f"rl_config.{name}")[1] is None})
 
 
 # ---- across fields ----
@@ -216,6 +231,39 @@ def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     if optimizer.min_lr > optimizer.lr:
         found.faults.append(
             f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = {optimizer.min_lr}")
+
+
+def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
+    """Faults of options of the algorithm that exclude each other."""
+    algorithm, correction, selection = parts["algorithm"], parts["correction"], parts["selection"]
+    batch, max_tokens = parts["batch"], parts["sampling"].max_tokens
+    if correction.method == "sequence_tis" and algorithm.loss_mode == "cispo":
+        yield ("rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO weighs each "
+               "token by a ratio of its own, and an answer's would undo its bound. Take token_tis, or "
+               "loss_mode=vanilla")
+    if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
+        yield (f"rl_config.token_level_loss = true with algorithm.loss_agg_mode = {algorithm.loss_agg_mode!r}: leave "
+               "one of them out; token_level_loss is token-mean")
+    if selection.overlong_buffer_enable and not 1 <= selection.overlong_buffer <= max_tokens:
+        yield (f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable must be between "
+               f"1 and sampling max_tokens = {max_tokens}: it is the tokens before the limit that cost reward")
+    if selection.overlong_buffer_enable and selection.rollout_max_tokens != max_tokens:
+        yield (f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with overlong_buffer_enable must be "
+               f"sampling max_tokens = {max_tokens}, or left out")
+    if not selection.filter_groups_enable:
+        return
+    wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
+    if 0 < batches * batch.global_batch_size < wanted:
+        yield (f"rl_config.filter_groups_train_batch_size = {wanted} prompts cannot come from "
+               f"filter_groups_max_batches = {batches} batches of megatron_training.global_batch_size = "
+               f"{batch.global_batch_size}")
+    if wanted % batch.mini_batch_size:
+        yield (f"rl_config.filter_groups_train_batch_size = {wanted} prompts must be a multiple of "
+               f"rl_config.mini_batch_size = {batch.mini_batch_size}")
+    metric = selection.filter_groups_metric
+    if metric is not None and metric not in parts["task"].verifier_function:
+        yield ("rl_config.filter_groups_metric: "
+               + unknown("verifier of verifier_function", metric, parts["task"].verifier_function))
 
 
 def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:

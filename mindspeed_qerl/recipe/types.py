@@ -123,7 +123,7 @@ class Batch:
 
 @part
 class Algorithm:
-    """GRPO and what varies it (docs/algorithms.md): MindSpeed-RL's names where it has one, verl's or TRL's where not."""
+    """GRPO and what varies it (docs/algorithms.md): MindSpeed-RL's names where it has them, else verl's or TRL's."""
 
     section: ClassVar[str] = "algorithm"
     adv_estimator: Literal["group_norm", "rloo"] = key("rl_config.adv_estimator", "group_norm")
@@ -140,7 +140,6 @@ class Algorithm:
     clip_ratio_c: Float | None = Field(None, gt=1)  # dual clip; None: off
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
     kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key("rl_config.kl_penalty", "low_var_kl")
-    use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)
     entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
 
     @property
@@ -157,11 +156,13 @@ class Selection:
     """Which groups are trained, and what length costs: DAPO's dynamic sampling and overlong shaping."""
 
     filter_groups_enable: bool = key("rl_config.filter_groups_enable", False)
-    filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)  # at most; 0 or less: no limit
-    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)  # prompts of an update
+    filter_groups_metric: str | None = key("rl_config.filter_groups_metric")  # a verifier; None: the whole reward
+    filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)  # 0 or less: no limit
+    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)  # prompts trained a step
     overlong_buffer_enable: bool = key("rl_config.overlong_buffer_enable", False)
-    overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)  # tokens before max_tokens that cost
+    overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)  # tokens before rollout_max_tokens that cost
     overlong_buffer_penalty_factor: Float = key("rl_config.overlong_buffer_penalty_factor", 1.0, ge=0)
+    rollout_max_tokens: Size = key("rl_config.rollout_max_tokens", 128)  # left out: sampling max_tokens
 
 
 @part

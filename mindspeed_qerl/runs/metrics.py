@@ -4,11 +4,17 @@
 
     reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose rewards differ
     response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length limit
-    loss/policy  loss/kl  loss/total  grad_norm  lr  clip_fraction
+    loss/policy  loss/kl  loss/entropy  loss/total          as the optimizer gets them, before their coefficients
+    grad_norm  lr
+    clip_fraction  clip_fraction_low  clip_fraction_high    of tokens whose ratio was clipped, below, above
+    entropy/mean  entropy/first_tokens                      of a token's distribution, nats; of an answer's first 8
+    selection/sampled_groups  selection/trained_groups      prompts asked, and those whose answers were trained
     mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats per token, estimated
     mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled tokens
     mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2 / (N sum r^2)
-    rollout_correction/truncated_fraction                   of tokens whose ratio is above the cap (absent: off)
+    mismatch/effective_sample_size_of_answers               of the products of r over an answer
+    rollout_correction/truncated_fraction                   of tokens or answers whose weight is the cap (absent: off)
+    rollout_correction/masked_fraction                      of those whose weight is 0
     aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers (absent: AQN off)
     aqn/expected_std                                        sigma, scaled by multipliers
     aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights

@@ -17,6 +17,7 @@ from tests.algorithm import verl
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CLIP = {"clip_higher_enable": True, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3}
 LONGEST = 11
+NONE = Correction()
 
 
 def batch(seed=0, rows=8, dtype=torch.float64):
@@ -28,10 +29,11 @@ def batch(seed=0, rows=8, dtype=torch.float64):
     lengths[rows // 2] = 0
     mask = torch.arange(LONGEST) < lengths[:, None]
     entropy = (0.5 + torch.rand(rows, LONGEST, dtype=dtype)).requires_grad_()
-    return LossInputs(logprobs.requires_grad_(), old, rollout, 2 * torch.randn(rows, dtype=dtype), mask, reference, entropy)
+    advantages = 2 * torch.randn(rows, dtype=dtype)
+    return LossInputs(logprobs.requires_grad_(), old, rollout, advantages, mask, reference, entropy)
 
 
-def ours(inputs, algorithm, correction=Correction(), parts=None):
+def ours(inputs, algorithm, correction=NONE, parts=None):
     """The loss of the mini-batch, cut into `parts`, and its gradients in the log probabilities and the entropy."""
     whole = denominator(inputs.mask, algorithm)
     total = 0.0
@@ -67,7 +69,8 @@ def verls(inputs, algorithm, weights=None):
 def _verls_gspo_asks_for_its_own_config(monkeypatch):
     """`isinstance(config, ActorConfig)` in verl's gspo and cispo."""
     for name in ("gspo", "cispo"):
-        monkeypatch.setitem(getattr(verl.core, f"compute_policy_loss_{name}").__globals__, "ActorConfig", SimpleNamespace)
+        function = getattr(verl.core, f"compute_policy_loss_{name}")
+        monkeypatch.setitem(function.__globals__, "ActorConfig", SimpleNamespace)
 
 
 PARTS = ([slice(None)], [slice(0, 1), slice(1, 4), slice(4, 8)], [slice(row, row + 1) for row in range(8)])
@@ -103,7 +106,9 @@ def test_the_weights_of_a_correction_are_verls(method, is_level, threshold):
     torch.testing.assert_close(weights * inputs.mask, expected, rtol=1e-12, atol=0)
     algorithm = Algorithm(kl_coefficient=0.0, **CLIP)
     value, gradients = ours(inputs, algorithm, correction, PARTS[1])
-    torch.testing.assert_close(value, verls(inputs, algorithm, expected)[0], rtol=1e-12, atol=1e-12)
+    wanted, wanted_gradients = verls(inputs, algorithm, expected)
+    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[0], wanted_gradients[0], rtol=1e-12, atol=1e-12)
     assert 0 < next(iter(metrics.values())).value() < 1
 
 
@@ -111,7 +116,8 @@ def test_the_geometric_mask_is_verls():
     """verl's bounds are of p_sampled / p_trained, ours of its inverse."""
     inputs, correction = batch(), Correction("geometric_mask", cap=1.1, floor=0.95)
     log_ratio, mask = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.mask.double()
-    expected, _ = verl.correction.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.95}")
+    bounds = f"{1 / 1.1}_{1 / 0.95}"
+    expected, _ = verl.correction.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", bounds)
     weights, metrics = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
     assert torch.equal(weights * inputs.mask, expected)
     kept = expected.any(1).sum() / inputs.mask.any(1).sum()
@@ -129,7 +135,8 @@ def test_advantages_are_verls(estimator, by_std):
     else:
         expected, _ = verl.core.compute_grpo_outcome_advantage(rewards[:, None].clone(), mask, index,
                                                                norm_adv_by_std_in_grpo=by_std)
-    torch.testing.assert_close(group_advantages(rewards, 4, estimator, by_std).double(), expected[:, 0], rtol=1e-6, atol=1e-6)
+    advantages = group_advantages(rewards, 4, estimator, by_std).double()
+    torch.testing.assert_close(advantages, expected[:, 0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "kl", "abs", "mse"])
@@ -140,6 +147,12 @@ def test_kl_estimates_are_verls(kind):
 
 
 # ---- TRL ----
+
+def trained_answers(inputs):
+    """Without the answer that is not trained: TRL counts it among the answers."""
+    rows = inputs.mask.any(1)
+    return LossInputs(*(value[rows].detach().requires_grad_(value.requires_grad) for value in vars(inputs).values()))
+
 
 def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", delta=None):
     """GRPOTrainer._compute_loss on our tensors."""
@@ -178,10 +191,7 @@ def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", 
     ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
     ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0}, {"loss_type": "dr_grpo"})], ids=str)
 def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
-    """Without the answer that is not trained: TRL counts it among the answers."""
-    whole = batch()
-    trained = whole.mask.any(1)
-    inputs = LossInputs(*(value[trained].detach().requires_grad_(value.requires_grad) for value in vars(whole).values()))
+    inputs = trained_answers(batch())
     algorithm = Algorithm(**{"kl_coefficient": 0.0, **CLIP, **more})
     expected, expected_gradient = trls(inputs, **trl)
     for parts in PARTS:
@@ -192,8 +202,7 @@ def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
 
 def test_token_tis_is_trls():
     """TRL hands its clamped ratio over as importance_sampling_ratio (vllm_importance_sampling_mode token_truncate)."""
-    whole = batch()
-    inputs = LossInputs(*(value[whole.mask.any(1)].detach().requires_grad_(value.requires_grad) for value in vars(whole).values()))
+    inputs = trained_answers(batch())
     ratio = (inputs.old_logprobs - inputs.rollout_logprobs).exp().clamp(max=1.3)
     value, gradients = ours(inputs, Algorithm(kl_coefficient=0.0, **CLIP), Correction("token_tis", cap=1.3))
     expected, expected_gradient = trls(inputs, "dapo", ratio)
@@ -205,8 +214,8 @@ def test_token_tis_is_trls():
 def test_in_float32_the_loss_is_that_of_float64_to_1e_6(mode):
     algorithm = Algorithm(loss_mode=mode, kl_coefficient=0.3, entropy_coefficient=0.1, **CLIP)
     exact, exact_gradients = ours(batch(), algorithm, Correction("token_tis", 1.3))
-    single = LossInputs(*(value.detach().float().requires_grad_(value.requires_grad) if value.is_floating_point() else value
-                          for value in vars(batch()).values()))
+    single = LossInputs(*(value.detach().float().requires_grad_(value.requires_grad) if value.is_floating_point()
+                          else value for value in vars(batch()).values()))
     value, gradients = ours(single, algorithm, Correction("token_tis", 1.3), PARTS[1])
     assert abs(value.double() - exact) < 1e-6
     for gradient, wanted in zip(gradients, exact_gradients):

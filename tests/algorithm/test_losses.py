@@ -156,8 +156,9 @@ def test_k1_and_k3_estimate_the_same_divergence():
     """KL(sampler || trained), by their expectation over every outcome."""
     sampled, trained = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
     exact = (sampled.exp() * (sampled - trained)).sum().item()
+    one = torch.ones(1, 1).bool()
     for name in ("mismatch/k1", "mismatch/k3"):
-        each = [mismatch(sampled[i : i + 1, None], trained[i : i + 1, None], torch.ones(1, 1).bool())[name].value() for i in range(7)]
+        each = [mismatch(sampled[i : i + 1, None], trained[i : i + 1, None], one)[name].value() for i in range(7)]
         assert sum(p * k for p, k in zip(sampled.exp().tolist(), each)) == pytest.approx(exact)
 
 

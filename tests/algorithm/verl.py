@@ -27,7 +27,7 @@ def functions(file: str, names: list[str], **globals_: Any) -> SimpleNamespace:
             for argument in [*node.args.args, *node.args.kwonlyargs]:
                 argument.annotation = None
             node.returns = None
-    exec(compile(ast.Module(found, []), file, "exec"), namespace)
+    exec(compile(ast.Module(found, []), file, "exec"), namespace)  # noqa: S102
     return SimpleNamespace(**{name: namespace[name] for name in names})
 
 
