@@ -17,7 +17,7 @@ from mindspeed_rl.workers import actor_hybrid_worker, base_worker
 class BoundZmqServer(ZmqServer):
     """Upstream's server; binding fails loudly, and a slow peer has `seconds` before the run is given up."""
 
-    seconds = 600  # upstream: 60, which also ends a run whose peer is merely slow
+    seconds = 60  # that a peer may take; upstream's, in which a slow one ends the run
 
     def init_socket(self) -> None:
         """The three sockets, their ports in `server_info`. zmq.ZMQError: the address cannot be bound."""

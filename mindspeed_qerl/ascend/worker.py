@@ -10,7 +10,7 @@ from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.ascend import weights
+from mindspeed_qerl.ascend import ports, weights
 from mindspeed_qerl.ascend.settings import epoch_steps
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.checkpoint import EXPERTS
@@ -69,6 +69,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def setup_distributed_rank(self) -> None:
         """Upstream's, which initialises Megatron; our expert class is put in place before the model is built."""
+        ports.install(self.rl_config.qerl.npu.peer_timeout)
         super().setup_distributed_rank()
         if self.megatron_config.lora_target_modules and self.megatron_config.num_experts:
             from mindspeed_qerl.ascend import expert_lora

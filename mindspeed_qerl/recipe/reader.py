@@ -246,7 +246,8 @@ def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
                "one of them out; token_level_loss is token-mean")
     if selection.overlong_buffer_enable and not 1 <= selection.overlong_buffer <= max_tokens:
         yield (f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable must be between "
-               f"1 and sampling max_tokens = {max_tokens}: it is the tokens before the limit that cost reward")
+               f"1 and sampling max_tokens = {max_tokens}: it is the tokens before the limit that cost reward. "
+               "rl_config.overlong_buffer_enable=false switches it off")
     if selection.overlong_buffer_enable and selection.rollout_max_tokens != max_tokens:
         yield (f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with overlong_buffer_enable must be "
                f"sampling max_tokens = {max_tokens}, or left out")

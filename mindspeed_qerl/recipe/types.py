@@ -329,8 +329,11 @@ class Local:
 
 @part
 class Npu:
-    """What the NPU engine asks of Ray and HCCL."""
+    """What the NPU engine asks of Ray and HCCL, and how long, in seconds, a rank waits for one that shares its
+    answers."""
 
+    section: ClassVar[str] = "npu"
+    peer_timeout: Size = 600
     cpus_per_npu: Size = key("rl_config.num_cpus_for_placement_group", 8)
     cpus_for_tasks: Size = key("rl_config.num_cpus_for_local_task", 1)
     hccl_buffer_mib: Size = key("rl_config.hccl_buffersize", 256)

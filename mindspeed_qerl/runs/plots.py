@@ -33,13 +33,13 @@ Panel = Callable[[Axes], None]
 
 
 def write_plots(columns: Columns, evals: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
-    """Write learning.png, noise.png, mismatch.png and time.png, as far as there is something to draw; returns the
-    files."""
+    """Write learning.png, exploration.png, noise.png, mismatch.png and time.png, as far as there is something to draw;
+    returns the files."""
     folder.mkdir(exist_ok=True)
     written = []
     with mpl.rc_context(STYLE):
-        figures = {"learning": learning(columns, evals), "noise": noise(columns), "mismatch": mismatch(columns),
-                   "time": time_per_part(columns, evals)}
+        figures = {"learning": learning(columns, evals), "exploration": exploration(columns), "noise": noise(columns),
+                   "mismatch": mismatch(columns), "time": time_per_part(columns, evals)}
         for name, figure in figures.items():
             file = folder / f"{name}.png"
             file.unlink(missing_ok=True)
@@ -78,6 +78,42 @@ def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
 
     panels = [*([draw_reward] if len(rewards[0]) else []), *([draw_accuracy] if scored else [])]
     return stack(panels, [*rewards[0], *(row["step"] for row in scored)])
+
+
+def exploration(columns: Columns) -> Figure | None:
+    """Noise, what it does to the entropy, and what comes of that: groups whose answers' rewards differ, the gradient
+    they give, and the length of the answers."""
+    on = _positive(columns, "aqn/sigma")
+
+    def draw_entropy(axes: Axes) -> None:
+        for name, label, color, style in (("entropy/mean", "all tokens", BLUE, "-"),
+                                          ("entropy/first_tokens", "first tokens of an answer", RED, "--")):
+            _draw_series(axes, *_finite(columns, name), color=color, linestyle=style, label=label)
+        axes.set(title="Entropy of the trained policy's tokens" + (" beside the noise" if len(on[0]) else ""),
+                 ylabel="nats")
+        handles, labels = axes.get_legend_handles_labels()
+        if len(on[0]):
+            beside = axes.twinx()
+            handles += beside.plot(*on, "_", color="#666666", markersize=7)
+            labels += ["sigma of the noise"]
+            beside.set(yscale="log", ylabel="sigma")
+            beside.grid(visible=False)
+        axes.legend(handles, labels)
+
+    def panel(name: str, title: str, ylabel: str, color: str) -> Panel:
+        def draw(axes: Axes) -> None:
+            _draw_series(axes, *_finite(columns, name), color=color)
+            axes.set(title=title, ylabel=ylabel)
+
+        return draw
+
+    others = (("reward/groups_with_signal", "Groups whose answers' rewards differ", "fraction", GREEN),
+              ("grad_norm", "Gradient norm, before clipping", "norm", ORANGE),
+              ("response/length_mean", "Length of an answer", "tokens", BLUE))
+    panels = [panel(*words) for words in others if len(_finite(columns, words[0])[0])]
+    if not len(_finite(columns, "entropy/mean")[0]):
+        return None
+    return stack([draw_entropy, *panels], columns["step"], panel_height=2.1)
 
 
 def noise(columns: Columns) -> Figure | None:

@@ -119,13 +119,17 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
      "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12"),
     ("rl_config.actor_resource.num_npus", 3,
      "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, docs/layouts.md)"),
-    ("rl_config.adv_estimator", "gae", "rl_config.adv_estimator = 'gae'"),
+    ("rl_config.adv_estimator", "gae", "unknown adv_estimator 'gae'. Known: group_norm, rloo"),
     ("rl_config.token_level_loss", False, "rl_config.token_level_loss = False"),
-    ("rl_config.filter_groups_enable", True, "rl_config.filter_groups_enable = True"),
-    ("rl_config.entropy_coeff", 0.01, "rl_config.entropy_coeff = 0.01"),
+    ("rl_config.kl_penalty", "full", "unknown kl_penalty 'full'. Known: abs, kl, low_var_kl, mse"),
+    ("algorithm.loss_mode", "gpso", "algorithm.loss_mode: unknown loss_mode 'gpso', did you mean 'gspo'"),
+    ("algorithm.clip_ratio_c", 1.0, "algorithm.clip_ratio_c = 1.0 must be above 1"),
+    ("rollout_correction.method", "toke_tis", "unknown method 'toke_tis', did you mean 'token_tis'"),
+    ("rl_config.filter_groups_train_batch_size", 0, "filter_groups_train_batch_size = 0 must be at least 1"),
     ("rl_config.use_kl_in_reward", True, "rl_config.use_kl_in_reward = True"),
     ("rl_config.advantage_whiten", True, "rl_config.advantage_whiten = True"),
-    ("rl_config.overlong_buffer_enable", True, "rl_config.overlong_buffer_enable = True"),
+    ("rl_config.overlong_buffer_enable", True,
+     "rl_config.overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens = 24"),
     ("megatron_training.optimizer", "muon", "megatron_training.optimizer = 'muon'"),
     ("generate_config.sampling_config.seed", 3, "generate_config.sampling_config.seed = 3"),
     ("rl_config.max_prompt_length", 120,
@@ -180,6 +184,37 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     with pytest.raises(ConfigError) as error:
         checked(raw)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"rollout_correction.method": "sequence_tis", "algorithm.loss_mode": "cispo"}, "CISPO weighs each token by a"),
+    ({"rl_config.token_level_loss": True, "algorithm.loss_agg_mode": "seq-mean-token-sum"}, "leave one of them out"),
+    ({"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 25},
+     "overlong_buffer = 25 with overlong_buffer_enable must be between 1 and sampling max_tokens = 24"),
+    ({"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 4, "rl_config.rollout_max_tokens": 30},
+     "rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens = 24, or left out"),
+    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 64},
+     "64 prompts cannot come from filter_groups_max_batches = 1 batches of megatron_training.global_batch_size = 32"),
+    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 24},
+     "filter_groups_train_batch_size = 24 prompts must be a multiple of rl_config.mini_batch_size = 32"),
+    ({"rl_config.filter_groups_enable": True, "rl_config.n_samples_per_prompt": 1}, "must be at least 2"),
+    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc"},
+     "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'. Known: gsm8k_strict")])
+def test_options_of_the_algorithm_that_exclude_each_other(raw, values, message):
+    for key, value in values.items():
+        put(raw, key, value)
+    with pytest.raises(ConfigError) as error:
+        checked(raw)
+    assert message in str(error.value)
+
+
+def test_what_the_algorithm_takes_where_a_key_is_left_out(raw):
+    recipe, _ = checked(raw)
+    assert recipe.algorithm.loss_scale_factor == recipe.selection.rollout_max_tokens == 24
+    put(raw, "rl_config.filter_groups_enable", True)
+    put(raw, "rl_config.filter_groups_train_batch_size", 16)
+    del raw["rl_config"]["mini_batch_size"]
+    assert checked(raw)[0].batch.mini_batch_size == 16
 
 
 def test_all_faults_are_named_at_once(raw):

@@ -12,7 +12,8 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 def metrics_of(step, total, aqn=True):
     """Made-up metrics of one step: learning, and QeRL's ten noise stages."""
     metrics = {
-        "reward/mean": 0.25 + 0.5 * step / total, "mismatch/k1": -1e-7 * step, "mismatch/k3": 1e-12 * step,
+        "reward/mean": 0.25 + 0.5 * step / total, "entropy/mean": 0.5 / step, "entropy/first_tokens": 0.6 / step,
+        "mismatch/k1": -1e-7 * step, "mismatch/k3": 1e-12 * step,
         "mismatch/mean_abs_prob_diff": 1e-7, "mismatch/max_abs_prob_diff": 2e-6,
         "time/rollout": 9.0 if step == 1 else 0.3, "time/update": 0.2, "time/sync": 0.01,
     }

@@ -15,7 +15,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter, read_columns, read_jsonl
 from mindspeed_qerl.runs.report import write_report
 
 pytest.importorskip("matplotlib")
-ALL_PLOTS = ["learning.png", "mismatch.png", "noise.png", "time.png"]
+ALL_PLOTS = ["exploration.png", "learning.png", "mismatch.png", "noise.png", "time.png"]
 
 
 def report(run):
@@ -89,7 +89,7 @@ def test_a_failed_run_says_why(made_run):
 
 @pytest.mark.parametrize(("steps", "aqn", "expected"), [
     (0, True, ["learning.png"]),
-    (30, False, ["learning.png", "mismatch.png", "time.png"]),
+    (30, False, ["exploration.png", "learning.png", "mismatch.png", "time.png"]),
     (130, True, ALL_PLOTS),
 ])
 def test_pictures_of_short_and_long_runs(made_run, steps, aqn, expected):
