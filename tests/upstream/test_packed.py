@@ -143,8 +143,8 @@ def test_upstreams_data_set_reads_our_rows(made, tmp_path):
     allowed = [tmp_path / name for name in ("a b", "a-b_c.d", "ä", "a]b}")]
     for copy in refused + allowed:
         copy.mkdir()
-        for file in packed.files:
-            (copy / file.path.name).symlink_to(file.path)
+        for file in packed.data_path.parent.glob(f"{packed.data_path.name}_*"):
+            (copy / file.name).symlink_to(file)
     limit = max(packed.prompt_lengths)
     out = run_upstream("-c", READ, json.dumps([str(packed.data_path), limit, list(map(str, refused + allowed))]))
     rows, unreadable = json.loads(next(line
