@@ -28,7 +28,7 @@ from mindspeed_qerl.preflight.machine import Machine, ProbeError
 from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.recipe.reader import Found, read, read_recipe
+from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import indexed_format
 
@@ -512,7 +512,7 @@ def test_a_broken_rule_is_one_line(ready, monkeypatch):
     ready["generate_config"]["infer_expert_parallel_size"] = 8
     message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
     monkeypatch.setattr(settings, "validate",
-                        lambda recipe: Found([f"layout: {message} (a source)", "run.name is wrong"]))
+                        lambda recipe: [f"layout: {message} (a source)", "run.name is wrong"])
     failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
     assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed
 
