@@ -151,7 +151,8 @@ def test_the_combinations_of_a_sweep():
     assert combinations(TINY, ["aqn=off,qerl", "seed=range(1,3)", "eval.every=5"]) == [
         [f"aqn={aqn}", f"seed={seed}", "eval.every=5"] for aqn in ("off", "qerl") for seed in (1, 2)]
     assert combinations(TINY, ["rollout_correction=glob(*)"]) == [
-        [f"rollout_correction={method}"] for method in ("geometric_mask", "icepop", "none", "sequence_tis", "token_tis")]
+        [f"rollout_correction={method}"]
+        for method in ("geometric_mask", "icepop", "none", "sequence_tis", "token_tis")]
     with pytest.raises(ConfigError, match="with seed="):
         combinations(TINY, ["seed=1,["])
     done = train("--multirun", "--config-name", TINY, "aqn=off,loud")
