@@ -2,6 +2,8 @@
 evaluation."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -12,10 +14,12 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
 from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.ascend import loss, ports, weights
+from mindspeed_qerl.ascend import loss, ports, proof, weights
 from mindspeed_qerl.ascend.settings import epoch_steps
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.checkpoint import EXPERTS
+from mindspeed_qerl.lora.proof import Movement, join
 from mindspeed_qerl.seeds import derived_seed
 
 
@@ -118,6 +122,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """Upstream's rollout of one batch, with this iteration's noise; its report goes with upstream's metrics."""
         rollout, batch = self.inference_model, self.batches_sampled[self.iteration]
         self.batches_sampled[self.iteration] += 1
+        if batch and self.generate_config.offload_train_param:  # the one before left them on the CPU
+            self.actor_offloader.onload_param()
         rollout.noise_step = self.iteration
         rollout.seed_of = (f"rollout {batch}" if batch else "rollout", self.iteration)
         super().generate_sequences()
@@ -168,16 +174,43 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         first, step_size = self._rank // tp, self._world_size // tp
         share = [min(index, len(prompts) - 1)
                  for index in range(first, first + -(-len(prompts) // step_size) * step_size, step_size)]
-        rollout.noise_step, rollout.seed_of = None, ("evaluation", step)
+        rollout.seed_of = "evaluation", step
+        with self._synced():
+            groups = rollout.sample([prompts[index] for index in share], n=n, temperature=temperature)
+        if self._rank % tp:
+            return None
+        return [(index, [list(answer.token_ids) for answer in group]) for index, group in zip(share, groups)]
+
+    @contextmanager
+    def _synced(self) -> Iterator[None]:
+        """vLLM with the current weights, noise off; afterwards the training weights are where they were."""
+        self.inference_model.noise_step = None
         self.sharding_manager.enter_infer_mode()
-        groups = rollout.sample([prompts[index] for index in share], n=n, temperature=temperature)
+        yield
         self.sharding_manager.exit_infer_mode()
         if self.generate_config.offload_train_param:
             self.actor_offloader.onload_param()
         torch.cuda.empty_cache()
-        if self._rank % tp:
-            return None
-        return [(index, [list(answer.token_ids) for answer in group]) for index, group in zip(share, groups)]
+
+    @torch.no_grad()
+    def prove(self) -> Movement:
+        """What the adapters did to this rank's weights in vLLM, beside (alpha / r) B A (proof.py); all ranks at
+        once."""
+        model, config, recipe = self.inference_model.model, self.actor_model_config, self.rl_config.qerl
+        state, tp_size = self.parallel_state, recipe.layout.infer_tp
+        place = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
+        adapters, shape = proof.adapters_by_layer(self.model), read_shape(recipe.model.path)
+        alpha, config.lora_alpha = config.lora_alpha, 0
+        with self._synced():
+            base = {name: weight.to("cpu", copy=True) for name, weight in proof.held_weights(model)}
+        config.lora_alpha = alpha
+        found = []
+        with self._synced():
+            for layer in range(shape.num_hidden_layers):
+                pairs = proof.gather_layer(adapters.get(layer, {}), place, self.megatron_config, shape, layer)
+                found.append(proof.movement_of_layer(proof.held_weights(model, layer), base, pairs,
+                                                     alpha / config.lora_r, self._rank % tp_size, tp_size))
+        return join(found)
 
     def describe(self) -> dict[str, Any]:
         """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of

@@ -25,7 +25,8 @@ from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, build_batch, deal
 from mindspeed_qerl.local.processes import Processes, WorkerError, launch, memory_in_use
-from mindspeed_qerl.local.rollout import Completion, join_movement
+from mindspeed_qerl.local.rollout import Completion
+from mindspeed_qerl.lora.proof import join
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -289,7 +290,7 @@ class LocalEngine:
     def prove(self) -> None:
         """Compare what the rollout engine holds with base + (alpha / r) B A; WorkerError where they differ."""
         factors = [rank.call("adapter_factors") for rank in self.processes.ranks]
-        movement = join_movement(self.processes.on_rollouts("movement", *factors))
+        movement = join(self.processes.on_rollouts("movement", *factors))
         for target, entry in movement.items():
             if entry["max_error"] > ROUNDINGS * entry["resolution"] or entry["lost"] > LOST_SHARE:
                 raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
