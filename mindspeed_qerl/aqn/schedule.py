@@ -4,6 +4,10 @@ import math
 from dataclasses import dataclass, replace
 
 KINDS = ("exponential", "linear", "cosine", "constant")
+# Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm of 128 weights at
+# one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since weights of 1 in bfloat16 show 0.85 to 1.10
+# of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or twice (1.41).
+LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 
 
 @dataclass(frozen=True, kw_only=True)

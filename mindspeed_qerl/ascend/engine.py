@@ -21,11 +21,13 @@ from typing import Any
 import ray
 
 from mindspeed_qerl import private_ray
+from mindspeed_qerl.algorithm.checks import is_sync_shown, sync_faults
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import family_of, read_shape
 from mindspeed_qerl.files import TRACKER, write_whole
+from mindspeed_qerl.lora.proof import Movement, in_words
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -232,6 +234,7 @@ class RunObserver:
 
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.step = 0  # the last one
+        self.is_proved = False  # that LoRA reaches vLLM
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
         self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
                             recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
@@ -275,6 +278,23 @@ class RunObserver:
             {"question": question, "response": response, "answer": row.answer, "reward": reward}
             for question, response, row, reward in shown])
         self.progress.step(step, values)
+
+    def wants_proof(self, step: int) -> bool:
+        """Whether to prove after `step` that LoRA reaches vLLM: until every target is seen to have moved, every
+        `run.prove_every` steps, and after the last."""
+        run = self.recipe.run
+        return bool(self.recipe.lora.targets) and (
+            not self.is_proved or step % run.prove_every == 0 or step == run.train_iters)
+
+    def proved(self, step: int, movement: Movement) -> None:
+        """What the adapters did to vLLM's weights; EngineError where that is not (alpha / r) B A."""
+        if faults := sync_faults(movement):
+            raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
+        if is_sync_shown(movement):
+            self.run.record(lora_movement=movement, lora_proved_after=step)
+            if not self.is_proved:
+                self.progress.message(f"LoRA reached the rollout engine: {in_words(movement)}")
+            self.is_proved = True
 
     def saved(self, step: int, batches: int) -> None:
         """Checkpoint `step` is on disk; beside it the batches of prompts that were asked so far."""

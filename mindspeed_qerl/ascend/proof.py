@@ -1,8 +1,8 @@
 """The proof that LoRA reached vLLM on NPUs, in each rank.
 
-The training weights are synced twice, without noise: with the adapters' scaling at 0, which gives the base, and as they
-are. What vLLM's kernels read then must be base + (alpha / r) B A. A and B are put together from all ranks by what reads
-checkpoints (lora/checkpoint.py), which knows nothing of how upstream moves weights to vLLM.
+The training weights are synced twice, without noise: with the adapters' scaling at 0, which gives the base, and as
+they are. What vLLM's kernels read then must be base + (alpha / r) B A. A and B are put together from all ranks by what
+reads checkpoints (lora/checkpoint.py), which knows nothing of how upstream moves weights to vLLM.
 """
 
 import re
@@ -61,8 +61,8 @@ def gather_layer(tensors: Tensors, place: tuple[int, int], args: Namespace, shap
 
 
 def held_weights(model: torch.nn.Module, layer: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF module name, tensor [out, in]) of the linear weights of `layer`, or of all, as vLLM holds them now; fused and
-    packed ones are taken apart. (Experts are [in, out] there, as NPUs multiply: vllm-ascend
+    """(HF module name, tensor [out, in]) of the linear weights of `layer`, or of all, as vLLM holds them now; fused
+    and packed ones are taken apart. (Experts are [in, out] there, as NPUs multiply: vllm-ascend
     ops/common_fused_moe.py `process_weights_after_loading`.)"""
     for name, module in model.named_modules():
         found = LAYER.match(name)

@@ -103,9 +103,8 @@ def faults_of_values(recipe: Recipe) -> Iterator[str]:
                f"megatron_training.global_batch_size = {asked}, or left out: the transfer dock has room for the "
                "answers of one batch")
     if selection.filter_groups_metric and len(recipe.task.verifiers) > 1:
-        yield (f"rl_config.filter_groups_metric = {selection.filter_groups_metric!r} with "
-               f"{len(recipe.task.verifiers)} verifiers must be left out: the transfer dock keeps their sum; the local "
-               "engine knows each")
+        yield (f"rl_config.filter_groups_metric = {selection.filter_groups_metric!r} with several verifiers must be "
+               "left out: the transfer dock keeps their sum; the local engine knows each")
     for side in ("rollout", "training", "evaluation"):
         if kinds := getattr(recipe.hardware_error, side):
             yield (f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local engine "

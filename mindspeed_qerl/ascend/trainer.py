@@ -17,6 +17,7 @@ from mindspeed_rl.utils.pad_process import padding_dict_to_tensor_dict, remove_p
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
+from mindspeed_qerl.lora.proof import join
 
 Answers = dict[str, list[torch.Tensor]]  # column of the transfer dock -> a tensor [length] for each answer
 
@@ -170,6 +171,8 @@ class QeRLTrainer(RayGRPOTrainer):
         trained = merge(self.actor_worker.execute_sync_command("take_metrics"))
         values = self.values | {name: metric.value() for name, metric in trained.items()}
         self.observer.stepped(iteration, metrics, values, self.data_strategy.experience)
+        if self.observer.wants_proof(iteration):
+            self.observer.proved(iteration, join(self.actor_worker.execute_sync_command("prove")))
         self._evaluate(iteration)
 
     def save_checkpoint(self, iteration: int) -> None:

@@ -10,85 +10,33 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
-from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm import checks
 from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.errors import ConfigError, EngineError
+from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import Batch, PromptOrder, build_batch, deal
+from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
 from mindspeed_qerl.local.processes import Processes, WorkerError, launch, memory_in_use
 from mindspeed_qerl.local.rollout import Completion
-from mindspeed_qerl.lora.proof import join
+from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select, tokens_to_train
+from mindspeed_qerl.lora.proof import in_words, join
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.checks import check_prompts
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import first_reward, score
-from mindspeed_qerl.tasks.rows import Row
-
-# What the proof of a sync (`RolloutEngine.movement`) allows.
-ROUNDINGS = 2  # resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
-LOST_SHARE = 0.1  # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
-VISIBLE_SHARE = 0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Answers to prompts, those to one prompt side by side; one of each for every answer."""
-
-    rows: list[Row]
-    prompts: list[list[int]]
-    answers: list[Completion]
-    texts: list[str]
-    rewards: np.ndarray  # float64 [N], of length, too
-    scores: dict[str, np.ndarray]  # of each verifier, float64 [N]
-
-    def __add__(self, other: "Sampled") -> "Sampled":
-        return Sampled(self.rows + other.rows, self.prompts + other.prompts, self.answers + other.answers,
-                       self.texts + other.texts, np.concatenate([self.rewards, other.rewards]),
-                       {name: np.concatenate([scores, other.scores[name]]) for name, scores in self.scores.items()})
-
-
-def check_logprobs(sampled: Sampled) -> None:
-    """WorkerError that names the answer, where a log probability of the policy that sampled is no number, or above
-    0."""
-    for row, answer, text in zip(sampled.rows, sampled.answers, sampled.texts):
-        wrong = [value for value in answer.logprobs if not value <= 1e-3 or value == -math.inf]  # NaN is not <= either
-        if wrong or len(answer.logprobs) != len(answer.token_ids):
-            given = f"{wrong[0]} as a log probability" if wrong else f"{len(answer.logprobs)} log probabilities"
-            raise WorkerError(f"vLLM gave {given} for the {len(answer.token_ids)} tokens of the answer {text[:200]!r} "
-                              f"to {row.question[:200]!r}: nothing can be trained on it")
-
-
-def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe) -> Batch:
-    """What is trained: the answers of the groups `kept`, each with its advantage within its group; to a multiple of
-    the mini-batch with answers that have no token to train.
-
-    Args:
-        kept: numbers of groups, at most as many as are trained in a step.
-    """
-    n, algorithm = recipe.batch.samples_per_prompt, recipe.algorithm
-    rows = (kept[:, None] * n + np.arange(n)).reshape(-1)
-    advantages = group_advantages(torch.from_numpy(sampled.rewards[rows]), n, algorithm.adv_estimator,
-                                  algorithm.norm_adv_by_std_in_grpo).numpy()
-    answers = [sampled.answers[row] for row in rows]
-    batch = build_batch([sampled.prompts[row] for row in rows], [answer.token_ids for answer in answers],
-                        [answer.logprobs for answer in answers], advantages)
-    if algorithm.mask_truncated_completions:
-        batch.mask[[answer.truncated for answer in answers]] = False
-    return batch.padded(-len(batch) % recipe.batch.mini_answers)
 
 
 def data_rank(rank: int, layout: Layout) -> int:
@@ -158,7 +106,14 @@ class LocalEngine:
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
-        self.proved = self.warned = False
+        self.noise: list[tuple[float, float]] = []  # std of each step with noise so far, expected and measured
+        self.proved = False
+        self.warned: set[str] = set()  # what it was warned of
+
+    @cached_property
+    def ends(self) -> set[int]:
+        """Ids of the tokens that end an answer."""
+        return {self.data.tokenizer.eos_token_id} - {None} | end_tokens(self.recipe.model.path)
 
     def train(self) -> None:
         """All iterations."""
@@ -190,7 +145,8 @@ class LocalEngine:
         sampled, kept, noise = self.gather(step)
         with self._timed("reward"):
             batch = select(sampled, kept, recipe) if len(kept) else None
-        if batch is not None and batch.mask.any():
+            tokens = tokens_to_train(sampled, kept, recipe, batch, self.ends) if len(kept) else 0
+        if tokens:
             self.progress.phase("update")
             trained = self.update(batch)
         else:
@@ -199,7 +155,7 @@ class LocalEngine:
             why = "no group had answers of different rewards" if batch is None else "every answer was cut off"
             self.progress.message(f"Warning: step {step} trains nothing: {why}, of {len(sampled.rewards) // n} groups")
         with self._timed("sync"):
-            self.sync()
+            self.sync(step)
         values = {**reward_metrics(sampled.rewards, n),
                   **{f"verifier/{name}/mean": of_verifier.mean() for name, of_verifier in sampled.scores.items()},
                   "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
@@ -208,22 +164,47 @@ class LocalEngine:
                   **trained, **(noise.to_metrics() if noise else {}), **self.seconds,
                   "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
+        self.check(step, values, tokens)
         self.warn_of_mismatch(values)
         shown = zip(sampled.rows[: recipe.run.rollout_samples], sampled.texts, sampled.rewards)
         self.metrics.log_rollouts(step, [{"question": row.question, "response": text, "answer": row.answer,
                                           "reward": float(reward)} for row, text, reward in shown])
         self.progress.step(step, values)
 
+    def check(self, step: int, values: dict[str, float], tokens: int) -> None:
+        """EngineError for numbers of a step that cannot be true. tokens: to be trained in each epoch."""
+        recipe, epoch = self.recipe, math.ceil(len(self.data.train.rows) / self.recipe.batch.global_batch_size)
+        faults, noise, dtype = [], values.get("aqn/expected_std", 0.0), recipe.model.dtype
+        if recipe.noise.enabled:
+            if noise:
+                self.noise.append((noise, values["aqn/measured_std"]))
+            nominal = recipe.noise.noise_schedule(recipe.run.train_iters, epoch).sigma(step - 1)
+            faults.append(checks.noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
+        if tokens:
+            k3, hardware = values["mismatch/k3"], recipe.hardware_error
+            other = bool(hardware.rollout or hardware.training)
+            faults += [checks.mismatch_fault(k3, noise, values["entropy/mean"], dtype, other),
+                       checks.loss_fault(values, recipe.algorithm),
+                       checks.tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs)]
+            self.warn("mismatch", checks.mismatch_warning(k3, noise, dtype, other))
+        if faults := [fault for fault in faults if fault]:
+            raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))
+
+    def warn(self, of: str, warning: str | None) -> None:
+        """Say `warning`, if there is one, once a run for each `of`."""
+        if warning and of not in self.warned:
+            self.warned.add(of)
+            self.progress.message(f"Warning: {warning}")
+
     def warn_of_mismatch(self, values: dict[str, float]) -> None:
         """Once a run: with noise on and no correction, the importance weights that nobody applies are uneven."""
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
-        sigma, is_corrected = values.get("aqn/sigma"), correction.method != "none"
-        if sigma and not is_corrected and not self.warned and size < correction.warn_below:
-            self.warned = True
-            self.progress.message(
-                f"Warning: with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the tokens "
-                f"(below rollout_correction.warn_below = {correction.warn_below:g}): the policy that samples is far "
-                "from the one that is trained. rollout_correction=token_tis weighs the tokens (docs/algorithms.md)")
+        sigma = values.get("aqn/sigma")
+        if sigma and correction.method == "none" and size < correction.warn_below:
+            self.warn("effective sample size", (
+                f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the tokens (below "
+                f"rollout_correction.warn_below = {correction.warn_below:g}): the policy that samples is far from the "
+                "one that is trained. rollout_correction=token_tis weighs the tokens (docs/algorithms.md)"))
 
     def gather(self, step: int) -> tuple[Sampled, np.ndarray, NoiseReport | None]:
         """Scored answers, the numbers of the groups that are trained, and what the noise did. With dynamic sampling
@@ -273,9 +254,9 @@ class LocalEngine:
         self.updates += trained.pop("updates")
         return trained
 
-    def sync(self) -> None:
-        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; until every
-        target is seen to have moved, with a proof of what arrived."""
+    def sync(self, step: int = 0) -> None:
+        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; with a proof of
+        what arrived until every target is seen to have moved, every `run.prove_every` steps, and after the last."""
         loading = self.processes.start_on_rollouts("start_sync")
         for part in range(self.sync_parts):
             merged = [rank.call("merged_weights", part) for rank in self.processes.ranks]
@@ -284,25 +265,21 @@ class LocalEngine:
             del merged  # Ray keeps what somebody still names
         self.processes.gather(loading)
         self.processes.on_rollouts("finish_sync")
-        if not self.proved:
-            self.prove()
+        run = self.recipe.run
+        if not self.proved or (step and (step % run.prove_every == 0 or step == run.train_iters)):
+            self.prove(step)
 
-    def prove(self) -> None:
+    def prove(self, step: int) -> None:
         """Compare what the rollout engine holds with base + (alpha / r) B A; WorkerError where they differ."""
         factors = [rank.call("adapter_factors") for rank in self.processes.ranks]
         movement = join(self.processes.on_rollouts("movement", *factors))
-        for target, entry in movement.items():
-            if entry["max_error"] > ROUNDINGS * entry["resolution"] or entry["lost"] > LOST_SHARE:
-                raise WorkerError(f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
-                                  f"{entry['max_error']:.3g}, rounding is {entry['resolution']:.3g}; up to "
-                                  f"{entry['lost']:.0%} of a tensor's move is lost; |update| should be "
-                                  f"{entry['expected']:.3g} and is {entry['moved']:.3g}")
-        if all(entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()):
+        if faults := checks.sync_faults(movement):
+            raise WorkerError(f"the sync after step {step}: " + "\n".join(faults))
+        if checks.is_sync_shown(movement):
+            self.run.record(lora_movement=movement, lora_proved_after=step)
+            if not self.proved:
+                self.progress.message(f"LoRA reached the rollout engine: {in_words(movement)}")
             self.proved = True
-            self.run.record(lora_movement=movement)
-            self.progress.message("LoRA reached the rollout engine: " + ", ".join(
-                f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error {entry['max_error']:.1g}"
-                for target, entry in movement.items()))
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
@@ -353,6 +330,8 @@ class LocalEngine:
         self.processes.on_ranks("restore", str(folder), iteration, self.updates)
         # before it was written there, each iteration asked one batch
         self.order.position = state.get("prompts_asked", iteration * self.recipe.batch.global_batch_size)
+        self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"])
+                      for row in read_jsonl(self.run.metrics_file) if row.get("aqn/expected_std")]
         self.progress.message(f"Resumes after step {iteration}")
         return iteration
 

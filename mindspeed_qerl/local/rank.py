@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mindspeed_qerl.algorithm.checks import impossible
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss, token_entropy, token_logprobs
-from mindspeed_qerl.algorithm.metrics import Metric, merge
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local.batch import Batch
@@ -111,6 +112,7 @@ class TrainRank:
                 logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
                 temperature = self.recipe.sampling.temperature
                 logprobs = token_logprobs(logits, tokens[:, 1:length], temperature)
+                self._check(micro, logprobs)
                 if forward_only:
                     return outcome(rows, micro, logprobs)
                 with torch.set_grad_enabled(self.recipe.algorithm.entropy_coefficient > 0):
@@ -124,6 +126,21 @@ class TrainRank:
             forward_step_func=forward_step, data_iterator=((rows, shard.rows(rows)) for rows in parts),
             model=self.model, num_microbatches=len(parts), seq_length=shard.tokens.shape[1], micro_batch_size=size,
             forward_only=forward_only, collect_non_loss_data=forward_only)
+
+    def _check(self, micro: Batch, logprobs: torch.Tensor) -> None:
+        """RuntimeError that names the answer where a log probability of a token to train is none."""
+        wrong = impossible(logprobs.detach().cpu().numpy()) & micro.mask
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            answer = micro.tokens[row, 1:][micro.mask[row]]
+            with contextlib.suppress(OSError, ValueError):  # a model without a tokenizer: token ids, then
+                from transformers import AutoTokenizer
+
+                answer = AutoTokenizer.from_pretrained(self.recipe.model.path).decode(answer)
+            raise RuntimeError(
+                f"the trained model gave {logprobs[row, column].item()} as the log probability of token "
+                f"{micro.mask[row, :column].sum() + 1} of {micro.mask[row].sum()} of the answer {str(answer)[:200]!r}: "
+                "nothing can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl")
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:
@@ -175,8 +192,10 @@ class TrainRank:
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        reduced = {name: metric.value() for name, metric in self._merge_over_ranks(parts).items()}
-        return {**reduced, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr, "updates": updates}
+        merged = self._merge_over_ranks(parts)
+        reduced = {name: metric.value() for name, metric in merged.items()}
+        return {**reduced, "selection/trained_tokens": merged["mismatch/k1"].count,
+                "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr, "updates": updates}
 
     def _loss(self, divisor: float, rows: np.ndarray, micro: Batch, logprobs: torch.Tensor,
               entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -186,7 +205,9 @@ class TrainRank:
                             *map(self._tensor, (micro.rollout_logprobs, micro.advantages, micro.mask)),
                             None if reference is None else self._tensor(reference), entropy)
         total, metrics = loss(inputs, self.recipe.algorithm, self.recipe.correction)
-        return total / divisor, metrics
+        trained = total / divisor
+        # logged is what is trained
+        return trained, metrics | {"loss/total": Mean(trained.item() * divisor, metrics["loss/total"].count)}
 
     def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
         """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage has any."""

@@ -31,7 +31,8 @@ MAY_CHANGE = frozenset([
     *(f"{section}.{key}" for section in ("megatron_training", "actor_config") for key in LAYOUT_KEYS),
     "rl_config.actor_resource.num_npus", "rl_config.ref_forward_micro_batch_size",
     "rl_config.actor_forward_micro_batch_size",
-    "megatron_training.save_interval", "local.kv_cache_gib", "local.keep_checkpoints", "local.sync_buffer_mib"])
+    "megatron_training.save_interval", "local.kv_cache_gib", "local.keep_checkpoints", "local.sync_buffer_mib",
+    "run.prove_every"])
 
 
 def validate(recipe: Recipe) -> Iterator[str]:

@@ -45,3 +45,12 @@ def join(found: Iterable[Movement]) -> Movement:
                      **{key: math.hypot(*(entry[key] for entry in entries)) for key in ("moved", "expected")},
                      **{key: max(entry[key] for entry in entries) for key in ("max_error", "resolution", "lost")}}
             for target, entries in by_target.items()}
+
+
+def in_words(found: Movement) -> str:
+    """
+    >>> in_words({"linear_qkv": {"moved": 0.05, "expected": 0.05, "max_error": 0.0}})
+    'linear_qkv moved 0.05 of 0.05, max error 0'
+    """
+    return ", ".join(f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
+                     f"{entry['max_error']:.1g}" for target, entry in found.items())

@@ -18,8 +18,7 @@ from mindspeed_qerl.recipe.fields import AS_KINDS, AS_NAMES, Float, LayerList, N
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
-DISPATCH = tuple(f"{name}_dispatch_size" for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv",
-                                                      "actor_update"))
+DISPATCH = tuple(f"{name}_dispatch_size" for name in "actor_rollout actor_logprob ref reward adv actor_update".split())
 Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
 MAX_RANKS, MAX_STEPS = 100_000, 1_000_000  # more are a typing error, and take minutes and gigabytes
 
@@ -315,6 +314,7 @@ class Run:
     tensorboard: bool = True
     wandb_project: str | None = None
     rollout_samples: int = Field(8, ge=0)
+    prove_every: Size = 50  # steps from one proof that the adapters are in the rollout engine to the next
 
 
 @part

