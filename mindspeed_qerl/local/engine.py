@@ -7,23 +7,22 @@ sample (synced weights, noise on) -> score -> select and group advantages -> upd
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import Batch, PromptOrder, build_batch, deal
+from mindspeed_qerl.local.batch import Batch, PromptOrder, build_batch, deal_mini_batches
+from mindspeed_qerl.local.data import Data, load_data
 from mindspeed_qerl.local.processes import Processes, WorkerError, launch, memory_in_use
 from mindspeed_qerl.local.rollout import Completion, join_movement
 from mindspeed_qerl.recipe.types import Layout, Recipe
@@ -31,9 +30,7 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.seeds import derived_seed
-from mindspeed_qerl.tasks.checks import check_prompts
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import first_reward, score
 from mindspeed_qerl.tasks.rows import Row
 
@@ -71,23 +68,35 @@ def check_logprobs(sampled: Sampled) -> None:
                               f"to {row.question[:200]!r}: nothing can be trained on it")
 
 
-def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe) -> Batch:
+def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe,
+           logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]] | None = None,
+           ) -> tuple[Batch, dict[str, float]]:
     """What is trained: the answers of the groups `kept`, each with its advantage within its group; to a multiple of
-    the mini-batch with answers that have no token to train.
+    the mini-batch with answers that have no token to train. And metrics of the rewards.
 
     Args:
         kept: numbers of groups, at most as many as are trained in a step.
+        logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count there, also
+            of one that is cut off and not trained.
     """
     n, algorithm = recipe.batch.samples_per_prompt, recipe.algorithm
     rows = (kept[:, None] * n + np.arange(n)).reshape(-1)
-    advantages = group_advantages(torch.from_numpy(sampled.rewards[rows]), n, algorithm.adv_estimator,
-                                  algorithm.norm_adv_by_std_in_grpo).numpy()
-    answers = [sampled.answers[row] for row in rows]
+    answers, missing = [sampled.answers[row] for row in rows], -len(rows) % recipe.batch.mini_answers
     batch = build_batch([sampled.prompts[row] for row in rows], [answer.token_ids for answer in answers],
-                        [answer.logprobs for answer in answers], advantages)
+                        [answer.logprobs for answer in answers], np.zeros(len(rows)))
+    rewards, metrics = torch.from_numpy(sampled.rewards[rows]), {}
+    if algorithm.use_kl_in_reward:
+        old, reference = (values[: len(rows)] for values in logprobs_before(batch.padded(missing)))
+        batch = replace(batch, old_logprobs=old)
+        rewards, metrics = rewards_less_kl(rewards, *map(torch.from_numpy, (old, reference, batch.mask)), algorithm)
+        for row in rows[~np.isfinite(rewards.numpy())]:
+            answer, question = sampled.texts[row][:200], sampled.rows[row].question[:200]
+            raise WorkerError(f"the KL of the answer {answer!r} to {question!r} is no finite number, and with "
+                              "rl_config.use_kl_in_reward its reward neither: nothing can be trained on it")
+    batch.advantages[:] = group_advantages(rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
     if algorithm.mask_truncated_completions:
         batch.mask[[answer.truncated for answer in answers]] = False
-    return batch.padded(-len(batch) % recipe.batch.mini_answers)
+    return batch.padded(missing), {name: metric.value() for name, metric in metrics.items()}
 
 
 def data_rank(rank: int, layout: Layout) -> int:
@@ -114,37 +123,6 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     progress.phase("starting engines")
     with launch(recipe, run, epoch) as processes:
         LocalEngine(recipe, run, metrics, progress, processes, data).train()
-
-
-@dataclass(frozen=True)
-class Data:
-    """A task as one tokenizer reads it."""
-
-    tokenizer: Any
-    train: Prompts
-    test: Prompts
-
-
-def load_data(recipe: Recipe, progress: Progress) -> Data:
-    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, or lose their questions."""
-    from transformers import AutoTokenizer
-
-    task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} has no tokenizer that transformers can read: {error}") from error
-    train = Prompts(task.train_file, tokenizer, task.prompt, longest)
-    test = Prompts(task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems)
-    for name, prompts in (("training", train), ("evaluation", test)):
-        if prompts.dropped:
-            progress.message(prompts.left_out(name))
-        faults, warnings = check_prompts(prompts, tokenizer, task.prompt == "chat")
-        for warning in warnings:
-            progress.message(f"Warning: {name}: {warning}")
-        if faults:
-            raise ConfigError("\n".join(faults))
-    return Data(tokenizer, train, test)
 
 
 class LocalEngine:
@@ -188,7 +166,7 @@ class LocalEngine:
         self.seconds = {}
         sampled, kept, noise = self.gather(step)
         with self._timed("reward"):
-            batch = select(sampled, kept, recipe) if len(kept) else None
+            batch, of_rewards = select(sampled, kept, recipe, self.logprobs_before) if len(kept) else (None, {})
         if batch is not None and batch.mask.any():
             self.progress.phase("update")
             trained = self.update(batch)
@@ -199,7 +177,7 @@ class LocalEngine:
             self.progress.message(f"Warning: step {step} trains nothing: {why}, of {len(sampled.rewards) // n} groups")
         with self._timed("sync"):
             self.sync()
-        values = {**reward_metrics(sampled.rewards, n),
+        values = {**reward_metrics(sampled.rewards, n), **of_rewards,
                   **{f"verifier/{name}/mean": of_verifier.mean() for name, of_verifier in sampled.scores.items()},
                   "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
                   "response/truncated_fraction": np.mean([answer.truncated for answer in sampled.answers]),
@@ -264,11 +242,24 @@ class LocalEngine:
             check_logprobs(sampled)
         return sampled, noise
 
+    def logprobs_before(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Before the update, by the policy and by the base model, float32 [N, L-1]."""
+        layout, result = self.recipe.layout, np.zeros((2, *batch.mask.shape), dtype=np.float32)
+        with self._timed("logprobs"):
+            found = self.processes.gather({rank: rank.call("logprobs_before", shards) for rank, shards
+                                           in zip(self.processes.ranks, self._deal(batch))})
+        for rank in range(layout.world - layout.tp * layout.dp, layout.world):  # of the last pipeline stage
+            for index, both in zip(self._shares(batch)[data_rank(rank, layout)], found[rank]):
+                for of_whole, values in zip(result, both):
+                    of_whole[index, : values.shape[1]] = values
+        return result[0], result[1]
+
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
         trained = self.processes.gather({rank: rank.call("train", shards, self.recipe.batch.epochs) for rank, shards
                                          in zip(self.processes.ranks, self._deal(batch))})[0]
-        self.seconds |= {part: trained.pop(part) for part in ("time/logprobs", "time/update")}
+        for part in ("time/logprobs", "time/update"):
+            self.seconds[part] = self.seconds.get(part, 0.0) + trained.pop(part)
         self.updates += trained.pop("updates")
         return trained
 
@@ -357,11 +348,12 @@ class LocalEngine:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
+        """The seconds of a part, without those of parts within it."""
         self.progress.phase(part)
-        started = time.perf_counter()
+        started, others = time.perf_counter(), sum(self.seconds.values())
         yield
-        name = f"time/{part}"
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        name, within = f"time/{part}", sum(self.seconds.values()) - others
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - within
 
     def _generate(self, prompts: Sequence[list[int]], n: int, purpose: str, step: int, noise_step: int | None = None,
                   temperature: float | None = None, batch: int = 0) -> tuple[list[Completion], NoiseReport | None]:
@@ -378,12 +370,10 @@ class LocalEngine:
     def _decode(self, answers: Sequence[Completion]) -> list[str]:
         return self.data.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
 
+    def _shares(self, batch: Batch) -> list[list[np.ndarray]]:
+        return deal_mini_batches(batch.lengths, self.recipe.batch.mini_answers, self.recipe.layout.dp)
+
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch; ranks that share one data-parallel rank's layers get the same."""
-        layout, size = self.recipe.layout, self.recipe.batch.mini_answers
-        shards = [[] for _ in range(layout.dp)]
-        for start in range(0, len(batch), size):
-            mini = batch.rows(np.arange(start, start + size))
-            for shard, index in zip(shards, deal(mini.lengths, layout.dp)):
-                shard.append(mini.rows(index))
-        return [shards[data_rank(rank, layout)] for rank in range(layout.world)]
+        layout, shares = self.recipe.layout, self._shares(batch)
+        return [[batch.rows(index) for index in shares[data_rank(rank, layout)]] for rank in range(layout.world)]
