@@ -60,7 +60,7 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
 
 
 @pytest.mark.parametrize("engine, key, value, message", [
-    ("both", "rl_config.use_kl_in_reward", True, "must be False: GRPO does not read it; the KL term is in the loss"),
+    ("mindspeed_rl", "rl_config.use_kl_in_reward", True, "must be False: upstream's GRPO does not read it"),
     ("both", "rl_config.advantage_whiten", True, "must be left out: nothing in upstream reads it"),
     ("both", "rl_config.advantage_whiten", False, "must be left out: nothing in upstream reads it"),
     ("both", "megatron_training.optimizer", "muon", "must be 'adam'"),
@@ -153,7 +153,7 @@ def test_a_number_is_not_a_truth_value(value, fits):
 
 @pytest.mark.parametrize("value, fits", [(False, True), (0, False), (0.0, False), ("false", False), (None, True)])
 def test_a_truth_value_is_not_a_number(value, fits):
-    assert (faults("local", rl_config__use_kl_in_reward=value) == []) is fits
+    assert (faults("local", rl_config__shuffle_mini_batch=value) == []) is fits
 
 
 def test_no_value_makes_the_check_fall_over():

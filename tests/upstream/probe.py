@@ -66,7 +66,8 @@ def probe_classes():
             self.seen["train"] = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
-            self.iteration = 1  # of which the noise is on: the policy that samples is not the one that is trained
+            apply = self.inference_model.injector.apply  # the noise of step 1, where it is on: the policy that samples
+            self.inference_model.injector.apply = lambda step: apply(step + 1)  # is not the one that is trained
             self.seen["rollouts"] = []
             rollout, sample = self.inference_model, self.inference_model.sample
 

@@ -33,7 +33,7 @@ from mindspeed_qerl.aqn.injector import standard_normal
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 SIGMA, KL, SAMPLES = 0.05, 0.1, 8
-LR = 0.005  # so that the policy of the second update is far enough for clipping to act
+LR = 0.001  # so that the policy of the second update is far enough for clipping to act
 PLAIN = {}  # GRPO with clip-higher and the mean of all tokens
 GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0}}
 CISPO = {"algorithm": {"loss_mode": "cispo"}, "rollout_correction": {"method": "token_tis", "cap": 1.01}}
