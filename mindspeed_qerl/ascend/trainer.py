@@ -13,8 +13,9 @@ from mindspeed_rl.trainer.grpo_trainer_hybrid import RayGRPOTrainer
 from mindspeed_rl.trainer.utils.data_strategy import DataStrategy
 from mindspeed_rl.trainer.utils.transfer_dock import put_prompts_experience
 from mindspeed_rl.utils.pad_process import padding_dict_to_tensor_dict, remove_padding_tensor_dict_to_dict
+from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.lora.proof import join
@@ -81,7 +82,10 @@ class QeRLTrainer(RayGRPOTrainer):
         trained = kept.repeat(n)
         if recipe.algorithm.mask_truncated_completions:
             trained &= ~_numbers(answers["truncated"]).astype(bool)
-        advantages = group_advantages(torch.from_numpy(self._rewards(answers)), n, recipe.algorithm.adv_estimator,
+        rewards = torch.from_numpy(self._rewards(answers))
+        if recipe.algorithm.use_kl_in_reward:
+            rewards = self._less_kl(rewards)
+        advantages = group_advantages(rewards, n, recipe.algorithm.adv_estimator,
                                       recipe.algorithm.norm_adv_by_std_in_grpo)
         per_token = [advantage.expand(len(response)).clone()
                      for advantage, response in zip(advantages, answers["responses"])]
@@ -90,6 +94,19 @@ class QeRLTrainer(RayGRPOTrainer):
         ended = time.time()
         self.data_strategy.update_metrics("timing/adv", value=[ended, started], cumulate=True)
         self.data_strategy.update_metrics("end_time/end_adv_time", value=[ended], cumulate=True)
+
+    def _less_kl(self, rewards: torch.Tensor) -> torch.Tensor:
+        """`rewards` of the answers in the dock, each less its KL to the reference. `fit` asks for the log-probs once
+        more, and finds them there."""
+        self.ref_worker.compute_ref_log_prob(blocking=True)
+        self.actor_worker.compute_log_prob(blocking=True)
+        found = self._columns(["old_log_prob", "ref_log_prob"])
+        old, reference = (pad_sequence(column, batch_first=True) for column in found.values())
+        lengths = torch.tensor([len(logprobs) for logprobs in found["old_log_prob"]])
+        mask = torch.arange(old.shape[1]) < lengths.unsqueeze(1)
+        rewards, metrics = rewards_less_kl(rewards, old, reference, mask, self.recipe.algorithm)
+        self.values |= {name: metric.value() for name, metric in metrics.items()}
+        return rewards
 
     def _gather(self) -> tuple[Answers, np.ndarray]:
         """A batch of scored answers, which are those in the dock, and which of its groups are trained. With dynamic
@@ -122,9 +139,13 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _scored(self) -> Answers:
         """The answers in the dock, once all are scored."""
+        return self._columns([*OF_AN_ANSWER, *self.dataset_additional_keys])
+
+    def _columns(self, names: list[str]) -> Answers:
+        """Of all answers in the dock, once they are there."""
         rows = list(range(self.global_batch_size * self.n_samples_per_prompt))
-        found, _ = ray.get(self.transfer_dock.get_experience.remote(
-            "compute_advantage", [*OF_AN_ANSWER, *self.dataset_additional_keys], len(rows), indexes=rows))
+        found, _ = ray.get(self.transfer_dock.get_experience.remote("compute_advantage", names, len(rows),
+                                                                    indexes=rows))
         return {column: list(values) for column, values in remove_padding_tensor_dict_to_dict(found).items()}
 
     def _ask(self) -> None:
