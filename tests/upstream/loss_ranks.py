@@ -3,8 +3,8 @@ compares what it writes.
 
     python loss_ranks.py TP DP MICRO_BATCH FILE
 
-FILE gets, for each of `OPTIONS` and each rank: the loss that Megatron's schedule and gradient reduction make of it, its
-gradient by the rank's logits, and the metrics.
+FILE gets, for each of `OPTIONS` and each rank: the loss that Megatron's schedule and gradient reduction make of it,
+its gradient by the rank's logits, and the metrics.
 """
 
 import os

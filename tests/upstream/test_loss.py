@@ -48,6 +48,9 @@ def test_on_ranks(tp, dp, micro_batch, upstream, tmp_path):
         whole = torch.cat([torch.cat(gradients[start : start + tp], -1) for start in range(0, tp * dp, tp)])
         assert (whole - gradient).abs().max() < 1e-6 and gradient.abs().max() > 1e-2, (algorithm, correction)
         assert not whole[[2, 7]].any()
+        if algorithm.get("loss_mode") is None:  # clip-higher acts
+            _, narrow, _ = expected(Algorithm(**{**algorithm, "clip_ratio_high": 0.2}), Correction(**correction))
+            assert (whole - narrow).abs().max() > 1e-3
         of_all = merge(found[::tp])
         assert of_all.keys() == metrics.keys()
         for name, metric in metrics.items():
