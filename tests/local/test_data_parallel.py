@@ -1,6 +1,7 @@
 """Every option of the loss with 1 to 4 data-parallel ranks and micro-batches of several sizes: the same losses,
 metrics and gradients of every adapter. What they should be is in tests/algorithm; here the ranks' code joins them."""
 
+import faulthandler
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +73,7 @@ def options_rank(rank, config, layouts, folder):
     from mindspeed_qerl.local.rank import TrainRank
     from mindspeed_qerl.lora.adapters import lora_layers
 
+    faulthandler.dump_traceback_later(300, exit=True)  # ranks that wait for each other for ever
     torch.set_num_threads(1)
     trainer, gradients = TrainRank(config, rank, f"file://{folder}/rendezvous{config.layout.world}"), []
     for number, (_, layer) in enumerate(lora_layers(trainer.model)):  # B away from zero, so that A has a gradient
