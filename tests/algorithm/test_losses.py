@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
-from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.corrections import correction_weights
+from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_entropy, token_logprobs
 from mindspeed_qerl.algorithm.metrics import EffectiveSampleSize, kl_estimate, merge, mismatch, reward_metrics
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
@@ -35,6 +36,13 @@ def test_token_logprobs_match_log_softmax_at_a_temperature():
     logits, tokens = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
     expected = (logits.double() / 0.7).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(token_logprobs(logits, tokens, 0.7).double(), expected, atol=1e-6, rtol=0)
+
+
+def test_token_entropy_is_that_of_the_distribution_at_a_temperature():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5, 11)
+    expected = torch.distributions.Categorical(logits=logits.double() / 0.7).entropy()
+    torch.testing.assert_close(token_entropy(logits, 0.7).double(), expected, atol=1e-6, rtol=0)
 
 
 def test_kl_estimate_is_unbiased():
@@ -230,6 +238,14 @@ def test_truncated_importance_sampling_removes_the_bias_of_a_noisy_sampler():
     assert 1.2 < largest < 10
     capped = expected_gradient(logits, sampler, reward, cap=1.2)
     assert 1e-3 < (first(capped) - first(exact)).norm() < bias
+
+
+@pytest.mark.parametrize("method", ["token_tis", "sequence_tis", "icepop", "geometric_mask"])
+def test_weights_of_a_correction_have_no_gradient(method):
+    """Not even where the policy before the update is the one that is trained, with its gradient."""
+    inputs = micro_batch()
+    weights, _ = correction_weights(inputs.logprobs, inputs.rollout_logprobs, inputs.mask, Correction(method))
+    assert inputs.logprobs.requires_grad and not weights.requires_grad
 
 
 def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():

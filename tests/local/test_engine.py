@@ -210,9 +210,12 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
     processes = SimpleNamespace(on_ranks=lambda *call: calls.append(call))
     recipe = SimpleNamespace(batch=SimpleNamespace(global_batch_size=4), run=SimpleNamespace(seed=1))
     run = SimpleNamespace(checkpoints_dir=tmp_path, metrics_file=tmp_path / "metrics.jsonl")
+    run.metrics_file.write_text('{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0}\n'
+                                '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
     progress = SimpleNamespace(message=print)
     data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
     engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data), PromptOrder(10, seed=1)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
     unbroken.take(position)
+    assert engine.noise == [(0.05, 0.04)]  # is judged over the whole run
     assert engine.order.take(4) == unbroken.take(4)
