@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.aqn.injector import NoiseReport
+from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.local.batch import PromptOrder, build_batch
 from mindspeed_qerl.local.engine import LocalEngine, data_rank
 from mindspeed_qerl.local.rollout import Completion
@@ -98,6 +99,13 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
     assert calls == [dict(method="generate", prompts=PROMPTS.prompts, n=1, noise_step=None, kinds=("silu_table",),
                           seed=derived_seed(5, "evaluation", 4),
                           sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3})]
+
+
+def test_an_evaluation_with_noise_stops_the_run():
+    engine, _ = loop()
+    engine._generate = lambda *_, **__: ([], NOISE)
+    with pytest.raises(EngineError, match=r"the evaluation after step 4 had noise of sigma 0\.05 on"):
+        engine.evaluate(4)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(world=2), Layout(world=8, tp=2, pp=2), Layout(world=4, pp=2)])
