@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.algorithm import checks
+from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.recipe.types import Algorithm, Correction
@@ -65,6 +66,16 @@ def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
 def test_trained_tokens_are_those_that_were_sampled(trained, is_fault):
     fault = checks.tokens_fault(trained, sampled=10, epochs=2)
     assert (f"{trained} tokens were trained" in fault and "10 were sampled" in fault) if is_fault else fault is None
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
+def test_advantages_add_up_to_0_in_each_group(estimator):
+    rewards = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0, 1.0, 1e-6, 0.0, 0.3, 0.1, 0.7, 9.0])
+    advantages = group_advantages(rewards, 4, estimator).numpy()
+    assert checks.advantages_fault(advantages, 4) is None
+    other = group_advantages(rewards.reshape(3, 4).T.reshape(-1), 3, estimator).numpy()
+    for wrong in (other, advantages + 0.01, advantages * math.nan):
+        assert "do not add up to 0" in checks.advantages_fault(wrong, 4)
 
 
 def test_the_last_trained_token_of_a_finished_answer_is_an_end_token():

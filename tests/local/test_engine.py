@@ -1,6 +1,7 @@
 """Steps of the loop that need no process."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -105,6 +106,12 @@ def test_the_tokens_to_train_are_counted_on_the_answers():
     assert tokens_to_train(*with_batch(ANSWERS), ends=()) == 7  # of a model that names no end token
     with pytest.raises(WorkerError, match=r"1 of 2 answers .* none of the end tokens \[2\]: the first one's is 3"):
         tokens_to_train(*with_batch(ANSWERS), ends={2})
+    given, kept, asked, batch = with_batch(ANSWERS)
+    batch.mask[3, -1] = False
+    with pytest.raises(WorkerError, match=r"^6 tokens were trained, and 7 were sampled and kept"):
+        tokens_to_train(given, kept, asked, batch, ends=())
+    with pytest.raises(WorkerError, match=r"the advantages of 1 of 2 groups do not add up to 0"):
+        tokens_to_train(given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=())
 
 
 VALUES = {"mismatch/k3": 2e-13, "entropy/mean": 0.2, "loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.52,
