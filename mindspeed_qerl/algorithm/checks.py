@@ -96,6 +96,23 @@ def tokens_fault(trained: int, sampled: int, epochs: int) -> str | None:
             f"{sampled * epochs:,}. A mask, or the way of the answers to the ranks, loses or repeats some")
 
 
+def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
+    """Whether the advantages of each group add up to 0, as every estimator's do.
+
+    Args:
+        advantages: [prompts * group_size], a prompt's answers side by side.
+
+    >>> advantages_fault(np.array([0.7, -0.7, 0.0, 0.0]), group_size=2)
+    """
+    groups = advantages.astype(float).reshape(-1, group_size)
+    sums = np.abs(groups.sum(1))
+    wrong = ~(sums <= 1e-5 * np.maximum(np.abs(groups).sum(1), 1.0))
+    if not wrong.any():
+        return None
+    return (f"the advantages of {wrong.sum()} of {len(groups)} groups do not add up to 0, the first to "
+            f"{sums[wrong][0]:.3g}: they are not measured within their groups")
+
+
 def ends_fault(tokens: np.ndarray, mask: np.ndarray, finished: np.ndarray, ends: Collection[int]) -> str | None:
     """Whether the last trained token of each answer that was not cut off is an end token.
 

@@ -86,6 +86,11 @@ class NoiseInjector:
             logger.warning("AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves stage 0, which "
                            "is off", schedule.num_stages, schedule.total_steps)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether noise lies on the weights."""
+        return bool(self._applied)
+
     @torch.no_grad()
     def apply(self, step: int) -> NoiseReport:
         """Adds the noise of `step` to the clean weights (what was on before is removed first) and reports it.

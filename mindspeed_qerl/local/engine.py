@@ -265,7 +265,9 @@ class LocalEngine:
         settings, task, started = self.recipe.evaluation, self.data.test, time.perf_counter()
         self.progress.phase("evaluation")
         n = settings.samples_per_problem
-        answers, _ = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
+        answers, noise = self._generate(task.prompts, n, "evaluation", step, temperature=settings.temperature)
+        if noise:
+            raise EngineError(f"the evaluation after step {step} had noise of sigma {noise.sigma:.3g} on")
         result, written = evaluate_answers(task.rows, self._decode(answers), [answer.truncated for answer in answers],
                                            n, first_reward(self.recipe.task.verifiers))
         result |= {"temperature": settings.temperature, "seconds": time.perf_counter() - started}

@@ -139,9 +139,8 @@ class TrainRank:
                 answer = AutoTokenizer.from_pretrained(self.recipe.model.path).decode(answer)
             raise RuntimeError(
                 f"the trained model gave {logprobs[row, column].item()} as the log probability of token "
-                f"{micro.mask[row, :column].sum() + 1} of {micro.mask[row].sum()} of the answer "
-                f"{str(answer)[:200]!r}: nothing can be trained on it. Lower actor_config.lr, and look at loss/* in "
-                "metrics.jsonl")
+                f"{micro.mask[row, :column].sum() + 1} of {micro.mask[row].sum()} of the answer {str(answer)[:200]!r}"
+                ": nothing can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl")
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:

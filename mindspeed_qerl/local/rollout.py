@@ -178,6 +178,8 @@ class RolloutEngine:
         to torch's operators meanwhile."""
         with contextlib.ExitStack() as undo:
             report = None
+            if self.injector and self.injector.is_on:
+                raise RuntimeError("the noise of an earlier call is still on: it was not taken off")
             if self.injector and noise_step is not None:
                 report = self.injector.apply(noise_step)
                 undo.callback(self.injector.remove)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.algorithm.checks import ends_fault, impossible
+from mindspeed_qerl.algorithm.checks import advantages_fault, ends_fault, impossible, tokens_fault
 from mindspeed_qerl.local.batch import Batch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rollout import Completion
@@ -82,11 +82,15 @@ def rows_of(groups: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 def tokens_to_train(sampled: Sampled, kept: np.ndarray, recipe: Recipe, batch: Batch, ends: Collection[int]) -> int:
     """How many tokens of the groups `kept` an epoch has to train, counted on the answers; WorkerError where `batch`,
-    which `select` made of them, lacks the end of one. ends: ids of the end tokens."""
+    which `select` made of them, has others, or lacks the end of one. ends: ids of the end tokens."""
     answers = [sampled.answers[row] for row in rows_of(kept, recipe)]
+    left_out = recipe.algorithm.mask_truncated_completions
+    tokens = sum(len(answer.token_ids) for answer in answers if not (left_out and answer.truncated))
     finished = np.zeros(len(batch), dtype=bool)
     finished[: len(answers)] = [not answer.truncated for answer in answers]
-    if fault := ends_fault(batch.tokens, batch.mask, finished, ends):
+    faults = (advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),
+              tokens_fault(int(batch.mask.sum()), tokens, epochs=1),
+              ends_fault(batch.tokens, batch.mask, finished, ends))
+    if fault := "\n".join(filter(None, faults)):
         raise WorkerError(fault)
-    left_out = recipe.algorithm.mask_truncated_completions
-    return sum(len(answer.token_ids) for answer in answers if not (left_out and answer.truncated))
+    return tokens

@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
-from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
-from mindspeed_qerl.algorithm.metrics import EffectiveSampleSize, kl_estimate, merge, mismatch, reward_metrics
+from mindspeed_qerl.algorithm.corrections import correction_weights
+from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_entropy, token_logprobs
+from mindspeed_qerl.algorithm.metrics import (
+    EffectiveSampleSize,
+    entropy_metrics,
+    kl_estimate,
+    merge,
+    mismatch,
+    reward_metrics,
+)
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
@@ -37,6 +45,13 @@ def test_token_logprobs_match_log_softmax_at_a_temperature():
     torch.testing.assert_close(token_logprobs(logits, tokens, 0.7).double(), expected, atol=1e-6, rtol=0)
 
 
+def test_token_entropy_is_that_of_the_distribution_at_a_temperature():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5, 11)
+    expected = torch.distributions.Categorical(logits=logits.double() / 0.7).entropy()
+    torch.testing.assert_close(token_entropy(logits, 0.7).double(), expected, atol=1e-6, rtol=0)
+
+
 def test_kl_estimate_is_unbiased():
     """E_policy[k3] = KL(policy || reference), summed over every outcome."""
     policy, reference = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
@@ -47,6 +62,14 @@ def test_kl_estimate_is_unbiased():
 def test_metrics_of_rewards():
     assert reward_metrics(np.array([1.0, 0.0, 2.0, 2.0]), 2) == {
         "reward/mean": 1.25, "reward/std": pytest.approx(np.std([1, 0, 2, 2])), "reward/groups_with_signal": 0.5}
+
+
+def test_entropy_of_first_tokens_is_that_of_each_answers_first_eight():
+    entropy, mask = torch.arange(24.0).reshape(2, 12), torch.ones(2, 12).bool()
+    mask[0, :3] = mask[1, 5:] = False  # a prompt of three tokens, and an answer of five
+    found = {name: metric.value() for name, metric in entropy_metrics(entropy, mask).items()}
+    first = [*range(3, 11), *range(12, 17)]
+    assert found == {"entropy/mean": np.mean([*first, 11]), "entropy/first_tokens": np.mean(first)}
 
 
 def options(low, high, kl_coefficient=0.0, cap=None):
@@ -104,6 +127,9 @@ def test_the_joined_loss_and_its_gradient_are_the_formula_token_by_token(options
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.mask]
     assert (ratio < 1 - 0.1).any() and (ratio > 1 + 0.6).any() and clipped > 2
     tokens = inputs.mask.sum().item()
+    gains = (inputs.advantages > 0).unsqueeze(1).expand(inputs.mask.shape)[inputs.mask]
+    for name, acted in (("low", (ratio < 1 - 0.1) & ~gains), ("high", (ratio > 1 + 0.6) & gains)):
+        assert metrics[f"clip_fraction_{name}"].value() == acted.sum().item() / tokens > 0
     for name, expected in (("loss/policy", policy), ("loss/kl", kl), ("clip_fraction", clipped)):
         assert metrics[name].value() == pytest.approx(expected / tokens, rel=1e-12), name
     if options[1].method != "none":
@@ -230,6 +256,14 @@ def test_truncated_importance_sampling_removes_the_bias_of_a_noisy_sampler():
     assert 1.2 < largest < 10
     capped = expected_gradient(logits, sampler, reward, cap=1.2)
     assert 1e-3 < (first(capped) - first(exact)).norm() < bias
+
+
+@pytest.mark.parametrize("method", ["token_tis", "sequence_tis", "icepop", "geometric_mask"])
+def test_weights_of_a_correction_have_no_gradient(method):
+    """Not even where the policy before the update is the one that is trained, with its gradient."""
+    inputs = micro_batch()
+    weights, _ = correction_weights(inputs.logprobs, inputs.rollout_logprobs, inputs.mask, Correction(method))
+    assert inputs.logprobs.requires_grad and not weights.requires_grad
 
 
 def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():

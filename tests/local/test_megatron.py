@@ -247,6 +247,7 @@ def test_ranks_train_like_one(results, layout, family):
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     for step in range(STEPS):
         for result in ranks:
+            assert result["metrics"][step]["selection/trained_tokens"] == random_batch().mask.sum()
             for key in ("loss/policy", "loss/kl", "loss/total", "grad_norm", "mismatch/k3",
                         "mismatch/max_abs_prob_diff"):
                 assert result["metrics"][step][key] == pytest.approx(
@@ -378,8 +379,11 @@ def joined_rank(rank, config, folder):
     module.token_logprobs = watched
     trainer = module.TrainRank(config, rank, f"file://{folder}/rendezvous")
     metrics = [trainer.train([batch_of_another_policy()], epochs=2) for _ in range(2)]
-    torch.save({"metrics": metrics, "trained": [(logprobs.detach(), logprobs.grad) for logprobs in trained]},
-               f"{folder}/joined.pt")
+    result = {"metrics": metrics, "trained": [(logprobs.detach(), logprobs.grad) for logprobs in trained]}
+    trainer.parameters[0].data.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"the trained model gave nan as the log probability of token 1 of"):
+        trainer.train([batch_of_another_policy()])
+    torch.save(result, f"{folder}/joined.pt")
 
 
 def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(model_dirs, data_dir, tmp_path):
@@ -412,6 +416,7 @@ def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(mod
         losses.append(total / tokens)
     assert sides == {(True, True), (True, False), (False, True), (False, False)}
     for iteration, metrics in enumerate(result["metrics"]):
+        assert metrics["selection/trained_tokens"] == 2 * tokens
         assert metrics["loss/total"] == pytest.approx(np.mean(losses[2 * iteration : 2 * iteration + 2]), rel=1e-4,
                                                       abs=1e-6)
         assert (metrics["loss/kl"] > 0, metrics["rollout_correction/truncated_fraction"] > 0) == (True, True)

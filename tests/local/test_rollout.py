@@ -141,6 +141,10 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
     assert report is None
     assert with_aqn == without_aqn != noisy
     assert engine.generate(prompts, 4, seed=10, sampling=SAMPLING)[0] != with_aqn
+    engine.injector.apply(STEP)
+    with pytest.raises(RuntimeError, match="the noise of an earlier call is still on"):
+        engine.generate(prompts, 4, seed=9, sampling=SAMPLING)
+    engine.injector.remove()
 
 
 def factors(model_dir, seed):

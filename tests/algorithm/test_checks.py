@@ -1,0 +1,131 @@
+"""What the checks of a run's own numbers say, and what they let pass; docs/faults.md has the faults behind them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_qerl.algorithm import checks
+from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
+from mindspeed_qerl.algorithm.metrics import mismatch
+from mindspeed_qerl.recipe.types import Algorithm, Correction
+
+NORMAL = dict(noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
+
+
+@pytest.mark.parametrize("k3, given, said", [
+    (2e-13, {}, None), (9e-7, {}, None), (1.1e-6, {}, "stale sync"), (math.nan, {}, "nan nats"),
+    (7.7e-3, {"other_arithmetic": True}, None), (7.7e-3, {"noise": 0.05}, None),
+    (1.9e-3, {"dtype": "bfloat16"}, None), (0.116, {"dtype": "bfloat16"}, "in bfloat16 at most 0.05"),
+    (0.0, {}, None), (0.0, {"noise": 0.05}, "impossible"), (2e-13, {"noise": 5e-4}, "come from the sampler"),
+    (0.0, {"noise": 0.05, "other_arithmetic": True, "dtype": "bfloat16"}, "impossible"),
+    (3e-9, {"noise": 5e-4}, None), (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
+    (0.0, {"noise": 0.05, "entropy": 1e-4}, None)])  # a policy that has no choice left
+def test_k3_is_judged_by_noise_and_dtype(k3, given, said):
+    fault = checks.mismatch_fault(k3, **{**NORMAL, **given})
+    assert said in fault if said else fault is None
+
+
+@pytest.mark.parametrize("k3, given, is_warned", [
+    (6e-3, {"dtype": "bfloat16"}, True), (2e-3, {"dtype": "bfloat16"}, False), (6e-3, {}, False),
+    (6e-3, {"dtype": "bfloat16", "noise": 0.01}, False),
+    (6e-3, {"dtype": "bfloat16", "other_arithmetic": True}, False)])
+def test_what_bfloat16_may_be_is_warned_of(k3, given, is_warned):
+    arguments = {name: value for name, value in {**NORMAL, **given}.items() if name != "entropy"}
+    assert (checks.mismatch_warning(k3, **arguments) is not None) == is_warned
+
+
+def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
+    torch.manual_seed(0)
+    logits, tokens, mask = 3 * torch.randn(64, 9, 40), torch.randint(0, 40, (64, 9)), torch.ones(64, 9).bool()
+    sampled = token_logprobs(logits, tokens, 0.7)
+    for temperature, is_fault in ((0.7, False), (1.0, True)):
+        trained = token_logprobs(logits + 1e-6 * torch.randn_like(logits), tokens, temperature)
+        k3 = mismatch(sampled, trained, mask)["mismatch/k3"].value()
+        assert (checks.mismatch_fault(k3, **NORMAL) is not None) == is_fault
+
+
+@pytest.mark.parametrize("changed", [{"loss/kl": -1}, {"loss/policy": -1}, {"loss/entropy": -1}, {"loss/total": -1},
+                                     {"loss/total": 1.01}, {}])
+def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
+    torch.manual_seed(0)
+    logprobs, old, reference, entropy = (-torch.rand(4, 6) for _ in range(4))
+    algorithm = Algorithm(kl_coefficient=0.1, entropy_coefficient=0.01)
+    inputs = LossInputs(logprobs, old, old, torch.randn(4), torch.rand(4, 6) < 0.7, reference, -entropy)
+    values = {name: metric.value() for name, metric in loss(inputs, algorithm, Correction())[1].items()}
+    fault = checks.loss_fault(values | {name: factor * values[name] for name, factor in changed.items()}, algorithm)
+    assert ("the loss that was backpropagated is" in fault) if changed else fault is None
+    if not changed:
+        assert checks.loss_fault(values, replace(algorithm, kl_coefficient=0.2))
+
+
+@pytest.mark.parametrize("trained, is_fault", [(20, False), (18, True), (10, True), (22, True)])
+def test_trained_tokens_are_those_that_were_sampled(trained, is_fault):
+    fault = checks.tokens_fault(trained, sampled=10, epochs=2)
+    assert (f"{trained} tokens were trained" in fault and "10 were sampled" in fault) if is_fault else fault is None
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
+def test_advantages_add_up_to_0_in_each_group(estimator):
+    rewards = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0, 1.0, 1e-6, 0.0, 0.3, 0.1, 0.7, 9.0])
+    advantages = group_advantages(rewards, 4, estimator).numpy()
+    assert checks.advantages_fault(advantages, 4) is None
+    other = group_advantages(rewards.reshape(3, 4).T.reshape(-1), 3, estimator).numpy()
+    for wrong in (other, advantages + 0.01, advantages * math.nan):
+        assert "do not add up to 0" in checks.advantages_fault(wrong, 4)
+
+
+def test_the_last_trained_token_of_a_finished_answer_is_an_end_token():
+    tokens = np.array([[5, 7, 2, 0], [5, 5, 7, 8], [5, 7, 9, 3], [5, 1, 2, 0]])
+    mask = np.array([[1, 1, 0], [0, 1, 1], [1, 1, 1], [0, 0, 0]], dtype=bool)  # the last one trains nothing
+    finished = np.array([True, False, True, True])
+    assert checks.ends_fault(tokens, mask, finished, {2, 3}) is None
+    assert "of 1 of 3 answers" in checks.ends_fault(tokens, mask, finished, {2})
+    assert checks.ends_fault(tokens, mask, finished, set()) is None
+    mask[0, 1] = False  # the end token is left out of the loss
+    assert "the first one's is 7" in checks.ends_fault(tokens, mask, finished, {2, 3})
+
+
+STEADY = [(0.05, 0.052), (0.05, 0.048), (0.03, 0.03), (0.03, 0.031)]
+
+
+@pytest.mark.parametrize("sigma, seen, said", [
+    (0.03, STEADY, None), (0.03, [], None), (0.0, STEADY, "sigma 0, its schedule says 0.03"),
+    (0.017, STEADY, "its schedule says 0.03"), (0.03, [(0.03, 0.06)], "twice"), (0.03, [(0.03, math.nan)], "twice"),
+    (0.03, [(0.03, 0.044)], None),  # chance, in a single step
+    (0.03, [(e, 1.3 * m) for e, m in STEADY], "has 1.31 of the std"),
+    (0.03, [(e, 0.6 * m) for e, m in STEADY], "aqn.sigma_start"),
+    (0.03, [(e, 0.6 * m) for e, m in STEADY[:3]], None),  # too few to judge
+    (0.03, [*STEADY, (5e-4, 2e-5)], None)])  # swallowed by bfloat16, at the end of a schedule
+def test_noise_is_judged_in_each_step_and_over_the_run(sigma, seen, said):
+    fault = checks.noise_fault(sigma, 0.03, seen)
+    assert said in fault if said else fault is None
+
+
+def test_rounding_to_bfloat16_is_within_the_bound_of_a_step():
+    """Of any sigma and any weight, and it swallows small noise."""
+    torch.manual_seed(0)
+    shares = []
+    for weight in (0.3, 1.0, 1.5, 6.0):
+        for sigma in np.geomspace(2e-4, 0.1, 30):
+            clean = torch.full((20_000,), weight).bfloat16()
+            measured = ((clean + sigma * torch.randn(len(clean))).bfloat16().double() - clean.double()).std().item()
+            shares.append(measured / sigma)
+    assert min(shares) < 0.01 and 1.1 < max(shares) < 1.2 < checks.MOST_NOISE_OF_A_STEP
+
+
+ARRIVED = dict(tensors=2, moved=1.0, expected=1.0, max_error=1e-8, resolution=1e-7, lost=1e-4)
+
+
+@pytest.mark.parametrize("changed, is_fault, is_shown", [
+    ({}, False, True), ({"max_error": 3e-7}, True, True), ({"lost": 0.2}, True, True),
+    ({"max_error": math.inf}, True, True), ({"lost": math.nan}, True, True), ({"moved": 0.4}, False, False),
+    ({"moved": 0.0, "expected": 0.0}, False, False)])
+def test_a_sync_is_judged_by_target(changed, is_fault, is_shown):
+    movement = {"linear_qkv": ARRIVED, "linear_fc1": {**ARRIVED, **changed}}
+    faults = checks.sync_faults(movement)
+    assert (len(faults), checks.is_sync_shown(movement)) == (int(is_fault), is_shown)
+    assert not faults or faults[0].startswith("linear_fc1: the rollout engine's weights differ")
