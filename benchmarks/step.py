@@ -3,6 +3,7 @@
     python benchmarks/step.py --quick            see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
     python benchmarks/step.py                    both sizes, two rounds of 2 + 5 steps, about 12 minutes
     python benchmarks/step.py --size large --prompts 32 --rounds 1
+    python benchmarks/step.py --metrics          our update with its metrics and without (metrics_cost.py), 3 minutes
 
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
@@ -100,11 +101,9 @@ def make_model(directory: Path, shape: str) -> int:
     return parameters
 
 
-def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
-    """The counted steps of `cli/train_grpo.py`, from its metrics.jsonl."""
-    root = Path(tempfile.mkdtemp(prefix="ours_", dir=work))
-    command = [
-        sys.executable, REPO / "cli" / "train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
+def our_overrides(setting: Setting, model_dir: Path) -> list[str]:
+    """What the quickstart's config is changed to."""
+    return [
         f"megatron_training.tokenizer_name_or_path={model_dir}",
         f"megatron_training.global_batch_size={setting.prompts}",
         f"megatron_training.train_iters={setting.warm_up + setting.steps}", f"megatron_training.seed={SEED}",
@@ -112,7 +111,15 @@ def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, fl
         f"rl_config.mini_batch_size={setting.prompts}", f"rl_config.n_samples_per_prompt={GROUP}",
         f"rl_config.max_prompt_length={MAX_PROMPT_TOKENS}", "rl_config.verifier_function=[gsm8k]",
         f"generate_config.sampling_config.max_tokens={setting.tokens}",
-        f"generate_config.max_model_len={MAX_PROMPT_TOKENS + setting.tokens}",
+        f"generate_config.max_model_len={MAX_PROMPT_TOKENS + setting.tokens}"]
+
+
+def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
+    """The counted steps of `cli/train_grpo.py`, from its metrics.jsonl."""
+    root = Path(tempfile.mkdtemp(prefix="ours_", dir=work))
+    command = [
+        sys.executable, REPO / "cli" / "train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
+        *our_overrides(setting, model_dir),
         "eval.n_problems=1", "eval.samples_per_problem=1", "eval.every=1000", f"run.root={root}", "run.name=step"]
     with open(root / "output.log", "w") as log:
         code = subprocess.run(command, check=False, cwd=REPO, stdout=log, stderr=subprocess.STDOUT).returncode
@@ -288,6 +295,8 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)")
     parser.add_argument("--rounds", type=int, default=2,
                         help="how often each side runs: ours, TRL, ours, ... (default %(default)s)")
+    parser.add_argument("--metrics", action="store_true", help="what metrics cost: our update with and without them")
+    parser.add_argument("--pairs", type=int, default=8, help="of updates, for --metrics (default %(default)s)")
     parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
     parser.add_argument("--warm-up", type=int, help="steps before them (default 2)")
     parser.add_argument("--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)")
@@ -297,8 +306,9 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         settings = settings_from(arguments)
-        if arguments.rounds < 1:
-            raise ValueError(f"--rounds {arguments.rounds} is too small")
+        for name in ("rounds", "pairs"):
+            if getattr(arguments, name) < 1:
+                raise ValueError(f"--{name} {getattr(arguments, name)} is too small")
     except ValueError as error:
         parser.error(str(error))
 
@@ -306,6 +316,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    import metrics_cost
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 110)
@@ -313,6 +324,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="step_") as folder:
             work = Path(folder)
             parameters = make_model(work / "model", setting.shape)
+            if arguments.metrics:
+                measured = metrics_cost.measure_cost(setting, our_overrides(setting, work / "model"),
+                                                     1 if arguments.quick else arguments.pairs, work)
+                metrics_cost.report(setting, parameters, measured, console)
+                continue
             runs = {side: [] for side in SIDES}
             for turn in range(1 if arguments.quick else arguments.rounds):
                 for side in SIDES:

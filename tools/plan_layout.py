@@ -28,8 +28,9 @@ from mindspeed_qerl.layout.memory import Memory, Settings, settings_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.reader import read
-from mindspeed_qerl.recipe.types import MAX_RANKS, Batch, Layout, Recipe
+from mindspeed_qerl.recipe.types import Batch, Recipe
 
 PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given

@@ -4,6 +4,35 @@ from typing import Literal
 
 import torch
 
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, kl_estimate
+from mindspeed_qerl.recipe.types import Algorithm
+
+
+def rewards_less_kl(rewards: torch.Tensor, old_logprobs: torch.Tensor, reference_logprobs: torch.Tensor,
+                    mask: torch.Tensor, algorithm: Algorithm) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """KL in the reward: each answer's reward - kl_coefficient * sum over its tokens of the `kl_penalty` estimate of
+    KL(policy before the update || base model), computed in float64 and without a gradient.
+
+    verl takes the estimate off token by token (trainer/ppo/ray_trainer.py:78 `apply_kl_penalty`), and GRPO's outcome
+    is the sum over tokens (core_algos.py:304): the same, but for verl's bounds on low_var_kl.
+
+    Args:
+        rewards: [answers]. old_logprobs, reference_logprobs: [answers, length], of the policy before this iteration's
+            first update and of the base model. mask: bool [answers, length], True on completion tokens.
+
+    Returns:
+        float64 [answers], and reward/kl: the mean of that sum, in nats an answer, before its coefficient.
+
+    >>> old, base = torch.tensor([[0.5, 0.5], [0.5, 0.9]]).log(), torch.tensor([[0.25, 0.5], [0.5, 0.1]]).log()
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> rewards_less_kl(torch.ones(2), old, base, mask, Algorithm(kl_coefficient=0.1, kl_penalty="kl"))
+    (tensor([0.9307, 1.0000], dtype=torch.float64), {'reward/kl': Mean(total=0.6931471824645996, count=2)})
+    """
+    zero = torch.zeros((), dtype=torch.float64)
+    old, reference = (torch.where(mask, each.detach().double(), zero) for each in (old_logprobs, reference_logprobs))
+    kl = kl_estimate(old, reference, algorithm.kl_penalty).sum(1)  # 0 outside the mask, of every kind
+    return rewards.double() - algorithm.kl_coefficient * kl, {"reward/kl": Mean(kl.sum().item(), len(kl))}
+
 
 def group_advantages(rewards: torch.Tensor, group_size: int, estimator: Literal["group_norm", "rloo"] = "group_norm",
                      divide_by_std: bool = True) -> torch.Tensor:

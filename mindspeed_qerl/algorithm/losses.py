@@ -78,7 +78,8 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
 
 
 def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The loss of one micro-batch as a sum, and its metrics: policy + kl_coefficient KL - entropy_coefficient entropy.
+    """The loss of one micro-batch as a sum, and its metrics: policy + loss_kl_coefficient KL - entropy_coefficient
+    entropy.
 
     Divided by the `denominator` of the whole mini-batch it does not depend on how that is cut into micro-batches.
     """
@@ -98,10 +99,10 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     total = policy = total_of(per_token)
     metrics["loss/policy"] = Mean(policy.item(), count)
     metrics["loss/kl"] = Mean(0.0, count)
-    if algorithm.kl_coefficient:
+    if algorithm.loss_kl_coefficient:
         logprobs, reference = (_inside(mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
         kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
-        total = total + algorithm.kl_coefficient * kl
+        total = total + algorithm.loss_kl_coefficient * kl
         metrics["loss/kl"] = Mean(kl.item(), count)
     if algorithm.entropy_coefficient:
         entropy = total_of(inputs.entropy)

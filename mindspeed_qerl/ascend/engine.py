@@ -5,6 +5,7 @@ train(config)
 """
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -17,16 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.algorithm.metrics import reward_metrics
+from mindspeed_qerl.algorithm.checks import is_sync_shown, sync_faults
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import family_of, read_shape
-from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.files import TRACKER, write_whole
+from mindspeed_qerl.lora.proof import Movement, in_words
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -36,6 +37,7 @@ from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import first_reward
 
+DATA = "data.json"  # beside a checkpoint's ranks: how far into the data it is
 PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
 
 
@@ -140,18 +142,19 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     from mindspeed_rl.workers.scheduler import launcher
 
     from mindspeed_qerl.ascend.reward import QeRLRuleReward
-    from mindspeed_qerl.ascend.trainer import QeRLTrainer
+    from mindspeed_qerl.ascend.trainer import EndlessPrompts, QeRLTrainer
     from mindspeed_qerl.ascend.worker import QeRLWorker
 
     launcher.resource_mapping[QeRLWorker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
+    module.PromptDataLoader = EndlessPrompts
     module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
     arguments = dict(family_of(read_shape(recipe.model.path)).extra_arguments)  # MegatronConfig has no key for them
     if recipe.run.resume:
         arguments["lora_load"] = str(RunDirectory.open(recipe.run.resume).checkpoints_dir.resolve())
     module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
-    module.RLConfig = _with_attributes(module.RLConfig, {"qerl": recipe})
+    module.RLConfig = _with_attributes(module.RLConfig, {"qerl": recipe, "batches_asked": batches_asked(recipe)})
     return module
 
 
@@ -191,7 +194,7 @@ def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
     weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
     view = run.path / "resume" / f"iter_{step:07d}"
     shutil.rmtree(view.parent, ignore_errors=True)
-    for rank in (run.checkpoints_dir / view.name).iterdir():
+    for rank in (run.checkpoints_dir / view.name).glob("mp_rank_*"):
         (view / rank.name).mkdir(parents=True)
         for name, folder in (("model_optim_rng.pt", weights / rank.name), ("distrib_optim.pt", rank)):
             if (folder / name).is_file():
@@ -213,6 +216,16 @@ def last_checkpoint(recipe: Recipe) -> int:
                          "megatron_training.save_interval steps. Start a new run without run.resume") from error
 
 
+def batches_asked(recipe: Recipe) -> int:
+    """Batches of prompts that the run which is resumed had asked at its last checkpoint; 0 for a new one."""
+    if not recipe.run.resume:
+        return 0
+    step = last_checkpoint(recipe)
+    file = RunDirectory.open(recipe.run.resume).checkpoints_dir / f"iter_{step:07d}" / DATA
+    # before it was written there, each step asked one batch
+    return json.loads(file.read_text())["batches_asked"] if file.is_file() else step
+
+
 class RunObserver:
     """Writes what upstream's trainer tells (trainer.QeRLTrainer) into the run directory, and evaluates when due."""
 
@@ -220,6 +233,8 @@ class RunObserver:
         from transformers import AutoTokenizer
 
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
+        self.step = 0  # the last one
+        self.is_proved = False  # that LoRA reaches vLLM
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
         self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
                             recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
@@ -241,14 +256,15 @@ class RunObserver:
         if ranks[0]["aqn"]:
             self.progress.message(f"AQN targets {len(ranks[0]['aqn'])} RMSNorm layers: {', '.join(ranks[0]['aqn'])}")
 
-    def stepped(self, step: int, metrics: dict[str, float], experience: dict[str, list]) -> None:
+    def stepped(self, step: int, metrics: dict[str, float], values: dict[str, float],
+                experience: dict[str, list]) -> None:
         """One row of metrics.jsonl, and samples of this step's answers, after update `step`.
 
         Args:
-            metrics: by upstream's names. experience: the transfer dock's columns, one tensor per answer.
+            metrics: by upstream's names. values: by ours. experience: the transfer dock's columns, one tensor per
+            answer.
         """
-        rewards = [float(score) for score in experience["rm_scores"]]
-        values = to_our_names(metrics) | reward_metrics(np.array(rewards), self.recipe.batch.samples_per_prompt)
+        self.step, values = step, to_our_names(metrics) | values
         self.metrics.log(step, values)
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
             self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
@@ -256,11 +272,36 @@ class RunObserver:
         kept = slice(self.recipe.run.rollout_samples)
         questions, responses, labels = (self.tokenizer.batch_decode(experience[column][kept], skip_special_tokens=True)
                                         for column in ("prompts", "responses", "labels"))
+        rewards = map(float, experience["rm_scores"])
         shown = zip(questions, responses, rows_of_labels(labels, self.packed_rows), rewards)
         self.metrics.log_rollouts(step, [
             {"question": question, "response": response, "answer": row.answer, "reward": reward}
             for question, response, row, reward in shown])
         self.progress.step(step, values)
+
+    def wants_proof(self, step: int) -> bool:
+        """Whether to prove after `step` that LoRA reaches vLLM: until every target is seen to have moved, every
+        `run.prove_every` steps, and after the last."""
+        run = self.recipe.run
+        return bool(self.recipe.lora.targets) and (
+            not self.is_proved or step % run.prove_every == 0 or step == run.train_iters)
+
+    def proved(self, step: int, movement: Movement) -> None:
+        """What the adapters did to vLLM's weights; EngineError where that is not (alpha / r) B A."""
+        if faults := sync_faults(movement):
+            raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
+        if is_sync_shown(movement):
+            self.run.record(lora_movement=movement, lora_proved_after=step)
+            if not self.is_proved:
+                self.progress.message(f"LoRA reached the rollout engine: {in_words(movement)}")
+            self.is_proved = True
+
+    def saved(self, step: int, batches: int) -> None:
+        """Checkpoint `step` is on disk; beside it the batches of prompts that were asked so far."""
+        folder = self.run.checkpoints_dir / f"iter_{step:07d}"
+        folder.mkdir(parents=True, exist_ok=True)  # the ranks' own may be on other machines
+        write_whole(folder / DATA, json.dumps({"batches_asked": batches}))
+        self.progress.message(f"Checkpoint of step {step} saved")
 
     def evaluate(self, step: int, generate: Callable) -> None:
         """Accuracy on the test file, noise off: before step 1, every eval.every steps, and after the last.
@@ -282,12 +323,10 @@ class RunObserver:
         self.progress.evaluated(step, result)
 
 
-# Upstream's metric names (trainer/utils/compute_utils.py, models/loss/*.py, workers/*.py) -> runs/metrics.py's. Others
-# keep theirs after "upstream/"; so does actor/pg_loss, which is an absolute value
-# (models/loss/grpo_actor_loss_func.py:92).
+# Upstream's metric names (trainer/utils/compute_utils.py, workers/*.py) -> runs/metrics.py's. Others keep theirs after
+# "upstream/".
 OUR_NAMES = {
-    "response_length/mean": "response/length_mean", "actor/kl_loss": "loss/kl", "actor/grad_norm": "grad_norm",
-    "grad_norm": "grad_norm", "actor/lr": "lr", "actor/pg_clipfrac": "clip_fraction", "timing/all": "time/step",
+    "actor/grad_norm": "grad_norm", "grad_norm": "grad_norm", "actor/lr": "lr", "timing/all": "time/step",
     "timing/rollout": "time/rollout", "timing/rule_reward": "time/reward", "timing/old_log_p": "time/logprobs",
     "timing/update": "time/update", "timing/resharding_to_infer": "time/sync"}
 

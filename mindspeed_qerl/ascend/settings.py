@@ -23,7 +23,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.keys import Values
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
-from mindspeed_qerl.recipe.types import Algorithm, Recipe
+from mindspeed_qerl.recipe.types import Recipe, Selection
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.packed import pack_rows, read_packed
@@ -59,8 +59,10 @@ def npu_environment() -> dict[str, str]:
 
 
 def upstream_sections(recipe: Recipe) -> dict[str, Any]:
-    """The sections that go to upstream, by its key names, with every value of the recipe."""
-    kept = replace(recipe, run=replace(recipe.run, save_interval=recipe.run.save_interval or recipe.run.train_iters))
+    """The sections that go to upstream, by its key names, with every value of the recipe but those of the selection,
+    which is ours: upstream's trainer would leave weight syncs to DAPO's, and cost the length once more."""
+    kept = replace(recipe, run=replace(recipe.run, save_interval=recipe.run.save_interval or recipe.run.train_iters),
+                   selection=Selection())
     config = to_config(kept)  # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
     return {name: config[name] for name in ("model", *UPSTREAM_SECTIONS)}
 
@@ -95,15 +97,14 @@ def faults_of_values(recipe: Recipe) -> Iterator[str]:
     if recipe.task.prompt != "chat":
         yield (f"task.prompt = {recipe.task.prompt!r} must be 'chat': the packed training rows hold chat prompts, and "
                "evaluation must ask alike")
-    if recipe.correction.method != "none":
-        yield (f"rollout_correction.method = {recipe.correction.method!r} must be 'none': MindSpeed-RL keeps no "
-               "log-probs of the policy that sampled")
-    for name in ("norm_adv_by_std_in_grpo", "loss_mode", "loss_agg_mode", "clip_ratio_c",
-                 "mask_truncated_completions"):
-        value, usual = getattr(recipe.algorithm, name), getattr(Algorithm(), name)
-        if value != usual:
-            yield (f"algorithm.{name} = {value!r} must be {usual!r}: upstream's ray_grpo loss knows no other; the "
-                   "local engine does")
+    selection, asked = recipe.selection, recipe.batch.global_batch_size
+    if selection.filter_groups_enable and selection.filter_groups_train_batch_size != asked:
+        yield (f"rl_config.filter_groups_train_batch_size = {selection.filter_groups_train_batch_size} must be "
+               f"megatron_training.global_batch_size = {asked}, or left out: the transfer dock has room for the "
+               "answers of one batch")
+    if selection.filter_groups_metric and len(recipe.task.verifiers) > 1:
+        yield (f"rl_config.filter_groups_metric = {selection.filter_groups_metric!r} with several verifiers must be "
+               "left out: the transfer dock keeps their sum; the local engine knows each")
     for side in ("rollout", "training", "evaluation"):
         if kinds := getattr(recipe.hardware_error, side):
             yield (f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local engine "

@@ -2,28 +2,42 @@
 evaluation."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 import torch
+from mindspeed_rl.utils.pad_process import truncate_rows
 from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
+from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.ascend import ports, weights
+from mindspeed_qerl.ascend import loss, ports, proof, weights
 from mindspeed_qerl.ascend.settings import epoch_steps
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.checkpoint import EXPERTS
+from mindspeed_qerl.lora.proof import Movement, join
 from mindspeed_qerl.seeds import derived_seed
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
-    """Upstream's vLLM engine with three changes: prompts as token ids, AQN on the norms, a seed for each prompt."""
+    """Upstream's vLLM engine with four changes: prompts as token ids, answers with the log-probs that they were drawn
+    by, AQN on the norms, a seed for each prompt."""
 
     injector: NoiseInjector | None = None  # None: AQN is off
     noise_step: int | None = None  # step, from 0, whose noise the next weight sync brings; None: a clean model
     noise_report: NoiseReport | None = None  # of the last sync
     seed_of: tuple[str, int] = ("rollout", 0)  # or "evaluation", and the step: what the next prompts' seeds are of
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Upstream's; log-probs are of the distribution that is drawn from, temperature included, in the sampler of
+        vLLM and in that of vllm-ascend, which does not pass `logprobs_mode` on (sample/sampler.py:16)."""
+        super().__init__(*args, **kwargs)
+        sampler = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
+        sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
 
     def sync_model_weights(self, params: Any, load_format: str = "megatron") -> None:
         """Upstream's, then the noise: vLLM's parameters are views of buffers that are filled by copy at each sync
@@ -40,23 +54,24 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         super().offload_model_weights()
 
     @torch.no_grad()
-    def generate_sequences(self, idx_list: list[list[int]], **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Upstream's text path, with the prompts' token ids given to vLLM as they are: upstream decodes them with
-        skip_special_tokens=True (vllm_engine.py:489), which loses the chat template. kwargs: sampling parameters.
-        Returns padded token ids [prompts * n, longest], and their logprobs as upstream hands them over."""
+    def sample(self, prompts: list[list[int]], **sampling: Any) -> list[list[Any]]:
+        """For each prompt, token ids, its answers as vLLM's CompletionOutput. sampling: other sampling parameters.
+
+        Upstream's `generate_sequences` decodes the prompts with skip_special_tokens=True (vllm_engine.py:489), which
+        loses the chat template, and cuts the answers at the padding token, which a model may say."""
         self.init_cache_engine()
-        with self.update_sampling_params(**kwargs):
-            response = self.llm.generate(prompts=[{"prompt_token_ids": ids} for ids in idx_list],
-                                         sampling_params=[self._sampling_params(ids) for ids in idx_list],
-                                         use_tqdm=False)
-            outputs = self._post_process_outputs(response)
+        with self.update_sampling_params(**sampling):
+            outputs = self.llm.generate(prompts=[{"prompt_token_ids": ids} for ids in prompts],
+                                        sampling_params=[self._sampling_params(ids) for ids in prompts],
+                                        use_tqdm=False)
         self.free_cache_engine()
-        return outputs
+        return [output.outputs for output in outputs]
 
     def _sampling_params(self, prompt: list[int]) -> Any:
         """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends on that seed, the
         step and the prompt only; n samples of a prompt get seed, seed + 1, ... from vLLM."""
         params = self.sampling_params.clone()
+        params.logprobs = 0  # of the sampled token alone
         if params.seed is not None:
             purpose, step = self.seed_of
             params.seed = derived_seed(params.seed, f"{purpose}/{prompt}", step)
@@ -65,11 +80,17 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
 
 @ray.remote(resources={"NPU": 0.7})
 class QeRLWorker(IntegratedWorker.__ray_actor_class__):
-    """Upstream's IntegratedWorker; `rl_config.qerl` is the Recipe."""
+    """Upstream's IntegratedWorker; `rl_config.qerl` is the Recipe, `rl_config.batches_asked` of prompts before this
+    start."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.batches_sampled = Counter()  # by iteration
 
     def setup_distributed_rank(self) -> None:
         """Upstream's, which initialises Megatron; our expert class is put in place before the model is built."""
         ports.install(self.rl_config.qerl.npu.peer_timeout)
+        loss.install(self.rl_config.qerl)
         super().setup_distributed_rank()
         if self.megatron_config.lora_target_modules and self.megatron_config.num_experts:
             from mindspeed_qerl.ascend import expert_lora
@@ -77,10 +98,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             expert_lora.install(self.megatron_config.tensor_model_parallel_size)
 
     def get_consumed_train_samples(self) -> int:
-        """Prompts asked so far. Upstream adds the batch at each dispatch of an update (actor_hybrid_worker.py:334), so
-        that with several dispatches in an iteration a resumed run would leave prompts out. (Here global_batch_size
-        counts answers, cli/train_grpo.py:99.)"""
-        return self.get_iteration() * self.megatron_config.global_batch_size // self.rl_config.n_samples_per_prompt
+        """Prompts asked before this run was resumed. Upstream adds the batch at each dispatch of an update
+        (actor_hybrid_worker.py:334), so that with several dispatches in an iteration it would leave prompts out.
+        (Here global_batch_size counts answers, cli/train_grpo.py:99.)"""
+        prompts = self.megatron_config.global_batch_size // self.rl_config.n_samples_per_prompt
+        return self.rl_config.batches_asked * prompts
 
     def _build_rollout(self) -> Any:
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
@@ -97,14 +119,44 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return super()._build_sharding_manager()
 
     def generate_sequences(self) -> None:
-        """Upstream's rollout of one iteration, with this iteration's noise; its report goes with upstream's
-        metrics."""
-        rollout = self.inference_model
-        rollout.noise_step, rollout.seed_of = self.iteration, ("rollout", self.iteration)
+        """Upstream's rollout of one batch, with this iteration's noise; its report goes with upstream's metrics."""
+        rollout, batch = self.inference_model, self.batches_sampled[self.iteration]
+        self.batches_sampled[self.iteration] += 1
+        if batch and self.generate_config.offload_train_param:  # the one before left them on the CPU
+            self.actor_offloader.onload_param()
+        rollout.noise_step = self.iteration
+        rollout.seed_of = (f"rollout {batch}" if batch else "rollout", self.iteration)
         super().generate_sequences()
         if rollout.noise_report is not None:
             for name, value in rollout.noise_report.to_metrics().items():
                 ray.get(self.td.update_metrics.remote(name, value=[value], cumulate=True))
+
+    def sync_generate_process(self, batch_data: dict[str, torch.Tensor], experience_count: int, index: list[int],
+                              pad_token_id: int) -> None:
+        """Answers to one dispatch of prompts, each of which stands n times side by side, into the transfer dock: token
+        ids, their log-probs under the policy that sampled, and whether the limit cut them off."""
+        prompts = truncate_rows(batch_data["prompts"], batch_data["prompt_length"])
+        asked = [prompt.tolist() for prompt in prompts[::self.rl_config.n_samples_per_prompt]]
+        answers = [answer for group in self.inference_model.sample(asked) for answer in group]
+        responses = [torch.tensor(answer.token_ids) for answer in answers]
+        self.collect_transfer_dock_data({
+            "responses": responses, "response_length": [torch.tensor([len(response)]) for response in responses],
+            "input_ids": [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses, strict=True)],
+            "rollout_log_prob": [torch.tensor([of_token[token].logprob for token, of_token in
+                                               zip(answer.token_ids, answer.logprobs, strict=True)])
+                                 for answer in answers],
+            "truncated": [torch.tensor([int(answer.finish_reason == "length")]) for answer in answers],
+        }, index, use_vllm=True, is_generate=True)
+
+    def dispatch_transfer_dock_data(self, stage: str, columns: list[str], *args: Any, **kwargs: Any) -> tuple:
+        """Upstream's; an update gets the columns that our loss needs, too."""
+        return super().dispatch_transfer_dock_data(
+            stage, [*columns, *loss.COLUMNS] if stage == "actor_train" else columns, *args, **kwargs)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Of this rank's updates since the last call; of several ranks with the same logits the first one's."""
+        state, found = self.parallel_state, self.actor_hybrid.train_actor.loss_func.take_metrics()
+        return found if state.get_tensor_model_parallel_rank() == state.get_context_parallel_rank() == 0 else {}
 
     def compute_ref_log_prob(self) -> None:
         """Upstream's; PEFT switches its own layers off, and this the experts'."""
@@ -119,20 +171,46 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so that none waits.
         """
         rollout, tp = self.inference_model, self.generate_config.infer_tensor_parallel_size
-        group, groups = self._rank // tp, self._world_size // tp
+        first, step_size = self._rank // tp, self._world_size // tp
         share = [min(index, len(prompts) - 1)
-                 for index in range(group, group + -(-len(prompts) // groups) * groups, groups)]
-        rollout.noise_step, rollout.seed_of = None, ("evaluation", step)
+                 for index in range(first, first + -(-len(prompts) // step_size) * step_size, step_size)]
+        rollout.seed_of = "evaluation", step
+        with self._synced():
+            groups = rollout.sample([prompts[index] for index in share], n=n, temperature=temperature)
+        if self._rank % tp:
+            return None
+        return [(index, [list(answer.token_ids) for answer in group]) for index, group in zip(share, groups)]
+
+    @contextmanager
+    def _synced(self) -> Iterator[None]:
+        """vLLM with the current weights, noise off; afterwards the training weights are where they were."""
+        self.inference_model.noise_step = None
         self.sharding_manager.enter_infer_mode()
-        tokens, _ = rollout.generate_sequences([prompts[index] for index in share], n=n, temperature=temperature)
+        yield
         self.sharding_manager.exit_infer_mode()
         if self.generate_config.offload_train_param:
             self.actor_offloader.onload_param()
         torch.cuda.empty_cache()
-        if self._rank % tp:
-            return None
-        answers = tokens.view(len(share), n, -1).tolist()
-        return [(index, answers[i]) for i, index in enumerate(share)]
+
+    @torch.no_grad()
+    def prove(self) -> Movement:
+        """What the adapters did to this rank's weights in vLLM, beside (alpha / r) B A (proof.py); all ranks at
+        once."""
+        model, config, recipe = self.inference_model.model, self.actor_model_config, self.rl_config.qerl
+        state, tp_size = self.parallel_state, recipe.layout.infer_tp
+        place = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
+        adapters, shape = proof.adapters_by_layer(self.model), read_shape(recipe.model.path)
+        alpha, config.lora_alpha = config.lora_alpha, 0
+        with self._synced():
+            base = {name: weight.to("cpu", copy=True) for name, weight in proof.held_weights(model)}
+        config.lora_alpha = alpha
+        found = []
+        with self._synced():
+            for layer in range(shape.num_hidden_layers):
+                pairs = proof.gather_layer(adapters.get(layer, {}), place, self.megatron_config, shape, layer)
+                found.append(proof.movement_of_layer(proof.held_weights(model, layer), base, pairs,
+                                                     alpha / config.lora_r, self._rank % tp_size, tp_size))
+        return join(found)
 
     def describe(self) -> dict[str, Any]:
         """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of

@@ -85,3 +85,14 @@ def deal(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
         raise ValueError(f"{len(lengths)} sequences cannot be dealt equally to {ranks} data-parallel ranks")
     order = np.argsort(-lengths, kind="stable")
     return [order[rank::ranks] for rank in range(ranks)]
+
+
+def deal_mini_batches(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:
+    """Row indices [rank][mini-batch]: of each `size` rows in turn, those that `deal` gives each data-parallel rank.
+
+    >>> deal_mini_batches(np.array([5, 7, 6, 4]), size=2, ranks=2)
+    [[array([1]), array([2])], [array([0]), array([3])]]
+    """
+    shares = [start + index for start in range(0, len(lengths), size)
+              for index in deal(lengths[start : start + size], ranks)]
+    return [shares[rank::ranks] for rank in range(ranks)]

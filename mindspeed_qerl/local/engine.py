@@ -9,9 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -19,22 +17,22 @@ from mindspeed_qerl.algorithm import checks
 from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.errors import ConfigError, EngineError
+from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
+from mindspeed_qerl.local.batch import Batch, PromptOrder, deal_mini_batches
+from mindspeed_qerl.local.data import Data, load_data
 from mindspeed_qerl.local.processes import Processes, WorkerError, launch, memory_in_use
-from mindspeed_qerl.local.rollout import Completion, join_movement
+from mindspeed_qerl.local.rollout import Completion
 from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select, tokens_to_train
+from mindspeed_qerl.lora.proof import in_words, join
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.seeds import derived_seed
-from mindspeed_qerl.tasks.checks import check_prompts
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import first_reward, score
 
 
@@ -62,37 +60,6 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     progress.phase("starting engines")
     with launch(recipe, run, epoch) as processes:
         LocalEngine(recipe, run, metrics, progress, processes, data).train()
-
-
-@dataclass(frozen=True)
-class Data:
-    """A task as one tokenizer reads it."""
-
-    tokenizer: Any
-    train: Prompts
-    test: Prompts
-
-
-def load_data(recipe: Recipe, progress: Progress) -> Data:
-    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, or lose their questions."""
-    from transformers import AutoTokenizer
-
-    task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} has no tokenizer that transformers can read: {error}") from error
-    train = Prompts(task.train_file, tokenizer, task.prompt, longest)
-    test = Prompts(task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems)
-    for name, prompts in (("training", train), ("evaluation", test)):
-        if prompts.dropped:
-            progress.message(prompts.left_out(name))
-        faults, warnings = check_prompts(prompts, tokenizer, task.prompt == "chat")
-        for warning in warnings:
-            progress.message(f"Warning: {name}: {warning}")
-        if faults:
-            raise ConfigError("\n".join(faults))
-    return Data(tokenizer, train, test)
 
 
 class LocalEngine:
@@ -143,7 +110,7 @@ class LocalEngine:
         self.seconds = {}
         sampled, kept, noise = self.gather(step)
         with self._timed("reward"):
-            batch = select(sampled, kept, recipe) if len(kept) else None
+            batch, of_rewards = select(sampled, kept, recipe, self.logprobs_before) if len(kept) else (None, {})
             tokens = tokens_to_train(sampled, kept, recipe, batch, self.ends) if len(kept) else 0
         if tokens:
             self.progress.phase("update")
@@ -155,7 +122,7 @@ class LocalEngine:
             self.progress.message(f"Warning: step {step} trains nothing: {why}, of {len(sampled.rewards) // n} groups")
         with self._timed("sync"):
             self.sync(step)
-        values = {**reward_metrics(sampled.rewards, n),
+        values = {**reward_metrics(sampled.rewards, n), **of_rewards,
                   **{f"verifier/{name}/mean": of_verifier.mean() for name, of_verifier in sampled.scores.items()},
                   "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
                   "response/truncated_fraction": np.mean([answer.truncated for answer in sampled.answers]),
@@ -245,11 +212,24 @@ class LocalEngine:
             check_logprobs(sampled)
         return sampled, noise
 
+    def logprobs_before(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Before the update, by the policy and by the base model, float32 [N, L-1]."""
+        layout, result = self.recipe.layout, np.zeros((2, *batch.mask.shape), dtype=np.float32)
+        with self._timed("logprobs"):
+            found = self.processes.gather({rank: rank.call("logprobs_before", shards) for rank, shards
+                                           in zip(self.processes.ranks, self._deal(batch))})
+        for rank in range(layout.world - layout.tp * layout.dp, layout.world):  # of the last pipeline stage
+            for index, both in zip(self._shares(batch)[data_rank(rank, layout)], found[rank]):
+                for of_whole, values in zip(result, both):
+                    of_whole[index, : values.shape[1]] = values
+        return result[0], result[1]
+
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
         trained = self.processes.gather({rank: rank.call("train", shards, self.recipe.batch.epochs) for rank, shards
                                          in zip(self.processes.ranks, self._deal(batch))})[0]
-        self.seconds |= {part: trained.pop(part) for part in ("time/logprobs", "time/update")}
+        for part in ("time/logprobs", "time/update"):
+            self.seconds[part] = self.seconds.get(part, 0.0) + trained.pop(part)
         self.updates += trained.pop("updates")
         return trained
 
@@ -271,15 +251,13 @@ class LocalEngine:
     def prove(self, step: int) -> None:
         """Compare what the rollout engine holds with base + (alpha / r) B A; WorkerError where they differ."""
         factors = [rank.call("adapter_factors") for rank in self.processes.ranks]
-        movement = join_movement(self.processes.on_rollouts("movement", *factors))
+        movement = join(self.processes.on_rollouts("movement", *factors))
         if faults := checks.sync_faults(movement):
             raise WorkerError(f"the sync after step {step}: " + "\n".join(faults))
         if checks.is_sync_shown(movement):
             self.run.record(lora_movement=movement, lora_proved_after=step)
             if not self.proved:
-                self.progress.message("LoRA reached the rollout engine: " + ", ".join(
-                    f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
-                    f"{entry['max_error']:.1g}" for target, entry in movement.items()))
+                self.progress.message(f"LoRA reached the rollout engine: {in_words(movement)}")
             self.proved = True
 
     def evaluate(self, step: int) -> None:
@@ -340,11 +318,12 @@ class LocalEngine:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
+        """The seconds of a part, without those of parts within it."""
         self.progress.phase(part)
-        started = time.perf_counter()
+        started, others = time.perf_counter(), sum(self.seconds.values())
         yield
-        name = f"time/{part}"
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        name, within = f"time/{part}", sum(self.seconds.values()) - others
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - within
 
     def _generate(self, prompts: Sequence[list[int]], n: int, purpose: str, step: int, noise_step: int | None = None,
                   temperature: float | None = None, batch: int = 0) -> tuple[list[Completion], NoiseReport | None]:
@@ -361,12 +340,10 @@ class LocalEngine:
     def _decode(self, answers: Sequence[Completion]) -> list[str]:
         return self.data.tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
 
+    def _shares(self, batch: Batch) -> list[list[np.ndarray]]:
+        return deal_mini_batches(batch.lengths, self.recipe.batch.mini_answers, self.recipe.layout.dp)
+
     def _deal(self, batch: Batch) -> list[list[Batch]]:
         """Per rank, its shard of each mini-batch; ranks that share one data-parallel rank's layers get the same."""
-        layout, size = self.recipe.layout, self.recipe.batch.mini_answers
-        shards = [[] for _ in range(layout.dp)]
-        for start in range(0, len(batch), size):
-            mini = batch.rows(np.arange(start, start + size))
-            for shard, index in zip(shards, deal(mini.lengths, layout.dp)):
-                shard.append(mini.rows(index))
-        return [shards[data_rank(rank, layout)] for rank in range(layout.world)]
+        layout, shares = self.recipe.layout, self._shares(batch)
+        return [[batch.rows(index) for index in shares[data_rank(rank, layout)]] for rank in range(layout.world)]

@@ -160,17 +160,31 @@ class TrainRank:
         """An iteration without an update: the learning rate moves on."""
         self.scheduler.step(1)
 
+    @contextlib.contextmanager
+    def _arithmetic(self, purpose: str) -> Iterator[None]:
+        """With the errors of other hardware that training has (docs/hardware_error.md), drawn for this iteration and
+        purpose."""
+        if self.hardware_error:
+            self.hardware_error.generator.manual_seed(derived_seed(
+                self.recipe.run.seed, f"{purpose} of rank {dist.get_rank()}", self.scheduler.num_steps))
+        with self.hardware_error or contextlib.nullcontext():
+            yield
+
+    def logprobs_before(self, shards: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each shard (`logprobs`, `logprobs` of the base model), before this iteration's first update."""
+        with self._arithmetic("arithmetic before the update"):
+            return [(self.logprobs(shard), self.logprobs(shard, reference=True)) for shard in shards]
+
     def train(self, shards: list[Batch], epochs: int = 1) -> dict[str, float]:
         """One iteration: `epochs` passes over the mini-batches, one optimizer step for each. shards: this rank's part
         of each. Returns its metrics, the same on every rank but for time/logprobs and time/update, seconds."""
         started = time.perf_counter()
-        if self.hardware_error:
-            self.hardware_error.generator.manual_seed(derived_seed(
-                self.recipe.run.seed, f"arithmetic of rank {dist.get_rank()}", self.scheduler.num_steps))
-        with self.hardware_error or contextlib.nullcontext():
-            if self.recipe.algorithm.kl_coefficient > 0:
+        with self._arithmetic("arithmetic"):
+            if self.recipe.algorithm.loss_kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]
-            if len(shards) * epochs > 1:  # with a single update the policy that is trained is the policy before it
+            if len(shards) * epochs == 1:  # with a single update the policy that is trained is the policy before it
+                shards = [replace(shard, old_logprobs=None) for shard in shards]
+            elif shards[0].old_logprobs is None:
                 shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
             forward_seconds = time.perf_counter() - started
             metrics = self._update(shards * epochs)

@@ -6,7 +6,6 @@ around each sync. What the engine then really holds is read back by `movement`.
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
+from mindspeed_qerl.lora.proof import join, movement
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,6 @@ def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
         seeds = (seed + i * params.n for i in range(len(prompts)))
         params = [SamplingParams(detokenize=False, seed=one, **sampling) for one in seeds]
     return llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=use_tqdm)
-
-
-def join_movement(reports: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of several tensor parallel engines' reports (`RolloutEngine.movement`) one of the whole weights."""
-    return {target: {"tensors": entry["tensors"], **_join([report[target] for report in reports])}
-            for target, entry in reports[0].items()}
-
-
-def _join(entries: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of several tensors, or parts of one."""
-    return ({key: math.hypot(*(entry[key] for entry in entries)) for key in ("moved", "expected")}
-            | {key: max(entry[key] for entry in entries) for key in ("max_error", "resolution", "lost")})
 
 
 class ExpertPacking:
@@ -224,25 +212,13 @@ class RolloutEngine:
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
         """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the
-        base weights on disk. factors: from each rank (`TrainRank.adapter_factors`).
-
-        Per target: tensors; the norms `moved` |weight - base| and `expected` |(alpha / r) B A|; max_error = max
-        |weight - (base + update)| beside resolution, the rounding of the largest weight; and lost, the largest share
-        of one tensor's own rounded move that did not arrive (1: it was never synced, also where bfloat16 hides that).
-        """
-        held, checkpoint, found = dict(self._held_weights()), Checkpoint(self.model_dir), {}
+        base weights on disk (lora/proof.py). factors: from each rank (`TrainRank.adapter_factors`)."""
+        held, checkpoint, found = dict(self._held_weights()), Checkpoint(self.model_dir), []
         for name, (target, b, a) in sorted(item for part in factors for item in part.items()):
-            base, weight = self._part(name, checkpoint.read(name)).to(held[name].dtype), held[name]
-            update = self._part(name, torch.from_numpy(b) @ torch.from_numpy(a))
-            expected = (base.float() + update).to(weight.dtype)
-            base, weight, expected = base.float(), weight.float(), expected.float()
-            error, move = (weight - expected).abs().max().item(), (expected - base).norm().item()
-            found.setdefault(target, []).append({
-                "moved": (weight - base).norm().item(), "expected": update.norm().item(),
-                "max_error": math.inf if math.isnan(error) else error,
-                "resolution": torch.finfo(held[name].dtype).eps * expected.abs().max().item(),
-                "lost": (weight - expected).norm().item() / move if move else 0.0})
-        return {target: {"tensors": len(entries), **_join(entries)} for target, entries in found.items()}
+            update = torch.from_numpy(b) @ torch.from_numpy(a)
+            found.append({target: movement(held[name], self._part(name, checkpoint.read(name)),
+                                           self._part(name, update))})
+        return join(found)
 
     def _part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """What this engine holds of a linear layer's whole weight [out, in]."""

@@ -1,12 +1,12 @@
 """Sampled answers with their rewards, and the batch that is trained of them."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.algorithm.checks import advantages_fault, ends_fault, impossible, tokens_fault
 from mindspeed_qerl.local.batch import Batch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
@@ -44,22 +44,34 @@ def check_logprobs(sampled: Sampled) -> None:
                               f"to {row.question[:200]!r}: nothing can be trained on it")
 
 
-def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe) -> Batch:
+def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe,
+           logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]] | None = None,
+           ) -> tuple[Batch, dict[str, float]]:
     """What is trained: the answers of the groups `kept`, each with its advantage within its group; to a multiple of
-    the mini-batch with answers that have no token to train.
+    the mini-batch with answers that have no token to train. And metrics of the rewards.
 
     Args:
         kept: numbers of groups, at most as many as are trained in a step.
+        logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count there, also
+            of one that is cut off and not trained.
     """
     n, algorithm, rows = recipe.batch.samples_per_prompt, recipe.algorithm, rows_of(kept, recipe)
-    advantages = group_advantages(torch.from_numpy(sampled.rewards[rows]), n, algorithm.adv_estimator,
-                                  algorithm.norm_adv_by_std_in_grpo).numpy()
-    answers = [sampled.answers[row] for row in rows]
+    answers, missing = [sampled.answers[row] for row in rows], -len(rows) % recipe.batch.mini_answers
     batch = build_batch([sampled.prompts[row] for row in rows], [answer.token_ids for answer in answers],
-                        [answer.logprobs for answer in answers], advantages)
+                        [answer.logprobs for answer in answers], np.zeros(len(rows)))
+    rewards, metrics = torch.from_numpy(sampled.rewards[rows]), {}
+    if algorithm.use_kl_in_reward:
+        old, reference = (values[: len(rows)] for values in logprobs_before(batch.padded(missing)))
+        batch = replace(batch, old_logprobs=old)
+        rewards, metrics = rewards_less_kl(rewards, *map(torch.from_numpy, (old, reference, batch.mask)), algorithm)
+        for row in rows[~np.isfinite(rewards.numpy())]:
+            answer, question = sampled.texts[row][:200], sampled.rows[row].question[:200]
+            raise WorkerError(f"the KL of the answer {answer!r} to {question!r} is no finite number, and with "
+                              "rl_config.use_kl_in_reward its reward neither: nothing can be trained on it")
+    batch.advantages[:] = group_advantages(rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
     if algorithm.mask_truncated_completions:
         batch.mask[[answer.truncated for answer in answers]] = False
-    return batch.padded(-len(batch) % recipe.batch.mini_answers)
+    return batch.padded(missing), {name: metric.value() for name, metric in metrics.items()}
 
 
 def rows_of(groups: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from mindspeed_qerl.families import shape_of_arguments
+from mindspeed_qerl.families import ModelShape, shape_of_arguments
 from mindspeed_qerl.families.tensors import ROW, Mapping, mappings
 from mindspeed_qerl.files import TRACKER, checkpoint_iterations, rank_folder
 
@@ -64,21 +64,13 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, ranks = _read_ranks(directory)
-    shape = shape_of_arguments(vars(args))
-    one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
-    table = {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
-             for mapping in one_layer}
+    table = table_of_layer(shape_of_arguments(vars(args)))
     weights: dict[str, Pair] = {}
     layers_before = 0
     for stage in range(args.pipeline_model_parallel_size):
         shards = {(t, e): tensors for (t, p, e), tensors in ranks.items() if p == stage}
-        modules = {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
-        for layer, module in sorted(modules):
-            unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
-            found = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
-            weights |= {name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
-                        for name, pair in found.items()}
-        layers_before += 1 + max((layer for layer, _ in modules), default=-1)
+        weights |= whole_adapters(shards, args, table, layers_before)
+        layers_before += 1 + max((layer for layer, _ in _modules(shards)), default=-1)
     if not weights:
         raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
     if layers_before != args.num_layers:
@@ -87,13 +79,45 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
 
 
+def table_of_layer(shape: ModelShape) -> dict[str, Mapping]:
+    """What `whole_adapters` needs to know of a model: the mappings of its first layer, by Megatron's module."""
+    one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
+    return {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
+            for mapping in one_layer}
+
+
+def whole_adapters(shards: dict[tuple[int, int], Tensors], args: Namespace, table: dict[str, Mapping],
+                   layers_before: int = 0) -> dict[str, Pair]:
+    """(A, B) by Hugging Face module name, of one pipeline stage.
+
+    Args:
+        shards: its adapters by Megatron's name, by (tensor rank, expert rank). args: Megatron's arguments.
+        table: of `table_of_layer`. layers_before: the layers of the stages before it.
+
+    Raises:
+        ValueError: copies of a tensor differ, or an adapter has no name in a Hugging Face model.
+    """
+    found: dict[str, Pair] = {}
+    for layer, module in sorted(_modules(shards)):
+        unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
+        pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
+        found |= {name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
+                  for name, pair in pairs.items()}
+    return found
+
+
+def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
+    """(layer, module) of a stage's adapters."""
+    return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
+
+
 def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
              table: dict[str, Mapping]) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
     shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer, by module.
     """
-    a, b = ([_replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
+    a, b = ([replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
              for t in range(args.tensor_model_parallel_size)]
             for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
     mapping = table.get(module)
@@ -102,8 +126,8 @@ def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], a
                          "linear_proj, linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped "
                          "experts (moe_grouped_gemm)")
     if mapping.shared == ROW:  # tensor ranks share A by input
-        return parts(mapping, ROW.join(a), _replicated(b, f"{module}.lora_B"))
-    return parts(mapping, _replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
+        return parts(mapping, ROW.join(a), replicated(b, f"{module}.lora_B"))
+    return parts(mapping, replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
 def _experts(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
@@ -128,8 +152,8 @@ def _experts(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], a
     return found
 
 
-def _replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """The tensor that several ranks hold."""
+def replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """The tensor that several ranks hold; ValueError if they do not hold the same."""
     if not all(torch.equal(copy, copies[0]) for copy in copies[1:]):
         raise ValueError(f"{name}: ranks that should hold the same tensor do not. Either the files are of several "
                          "runs, or the run did not keep its ranks in step; there is no telling which one is right")

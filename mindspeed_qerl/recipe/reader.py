@@ -241,6 +241,9 @@ def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
         yield ("rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO weighs each "
                "token by a ratio of its own, and an answer's would undo its bound. Take token_tis, or "
                "loss_mode=vanilla")
+    if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
+        yield ("rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off the rewards, and "
+               "pays for the reference: set init_kl_coef above 0, or use_kl_in_reward=false")
     if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
         yield (f"rl_config.token_level_loss = true with algorithm.loss_agg_mode = {algorithm.loss_agg_mode!r}: leave "
                "one of them out; token_level_loss is token-mean")

@@ -5,7 +5,6 @@ with a `section` are keys of that section. `megatron.X` is X of actor_config, me
 MindSpeed-RL merges them (config_cls/base_config.py:14). Files, shapes and layouts are the engines' to check.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import zip_longest
@@ -14,13 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
-from mindspeed_qerl.recipe.fields import AS_KINDS, AS_NAMES, Float, LayerList, Names, Size, key, part
+from mindspeed_qerl.recipe.fields import AS_KINDS, AS_NAMES, Float, Names, Size, key, part
+from mindspeed_qerl.recipe.layout import Layout
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
 DISPATCH = tuple(f"{name}_dispatch_size" for name in "actor_rollout actor_logprob ref reward adv actor_update".split())
 Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
-MAX_RANKS, MAX_STEPS = 100_000, 1_000_000  # more are a typing error, and take minutes and gigabytes
+MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
 
 
 @part
@@ -31,52 +31,6 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
     load: str | None = key("megatron.load")  # base weights in Megatron's format; the local engine reads `path`'s
     arguments: Mapping[Any, Any] = Field(default_factory=dict)
-
-
-@part
-class Layout:
-    """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's moe_tp_extend_ep).
-    Rollout: vLLM instances of infer TP x EP ranks. num_layer_list: layers of each stage, () for equal ones."""
-
-    world: int = key("rl_config.actor_resource.num_npus", 1, required=True, ge=1, le=MAX_RANKS)
-    tp: Size = key("megatron.tensor_model_parallel_size", 1)
-    pp: Size = key("megatron.pipeline_model_parallel_size", 1)
-    cp: Size = key("megatron.context_parallel_size", 1)
-    ep: Size = key("megatron.expert_model_parallel_size", 1)
-    infer_tp: Size = key("generate_config.infer_tensor_parallel_size", 1)
-    infer_pp: Size = key("generate_config.infer_pipeline_parallel_size", 1)
-    infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
-    ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
-    num_layer_list: LayerList = key("megatron.num_layer_list", ())
-    layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")
-    cp_algorithm: str = key("megatron.context_parallel_algo", "ulysses_cp_algo")
-    sequence_parallel: bool = key("megatron.sequence_parallel", False)
-    tp_extend_ep: bool = key("megatron.moe_tp_extend_ep", False)
-    enable_expert_parallel: bool = key("generate_config.enable_expert_parallel", False)  # vLLM's
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks of training, as upstream counts them (validate_config.py: num_npus // (tp pp cp))."""
-        return self.world // (self.tp * self.pp * self.cp)
-
-    @property
-    def expert_dp(self) -> int:
-        """Ranks that hold the same experts of the same layers (Megatron parallel_state.py:699)."""
-        return self.world // (self.tp * self.ep * self.pp)
-
-    @property
-    def infer_dp(self) -> int:
-        """Rollout replicas, as upstream counts them: expert parallel ranks serve their own prompts."""
-        return self.world // (self.infer_tp * self.infer_pp)
-
-    @property
-    def node_width(self) -> int:
-        """Ranks a node, as upstream counts them (launcher.py:73): no more than there are in all."""
-        return min(self.ranks_per_node, self.world)
-
-    @property
-    def nodes(self) -> int:
-        return math.ceil(self.world / self.node_width)
 
 
 @part
@@ -139,6 +93,7 @@ class Algorithm:
     clip_ratio_c: Float | None = Field(None, gt=1)  # dual clip; None: off
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
     kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key("rl_config.kl_penalty", "low_var_kl")
+    use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)  # else it is in the loss
     entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
 
     @property
@@ -148,6 +103,11 @@ class Algorithm:
     @property
     def clip_high(self) -> float:
         return self.clip_ratio_high if self.clip_higher_enable else self.clip_ratio
+
+    @property
+    def loss_kl_coefficient(self) -> float:
+        """Of the KL term in the loss: 0 where KL is in the reward."""
+        return 0.0 if self.use_kl_in_reward else self.kl_coefficient
 
 
 @part

@@ -3,6 +3,8 @@
 `metrics.jsonl` has one row per training step 1..T. Names, all optional, times in seconds, fractions in 0..1:
 
     reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose rewards differ
+    reward/kl                                               KL to the base model that is taken off a reward, nats an
+                                                            answer, before its coefficient (absent: not in the reward)
     response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length limit
     loss/policy  loss/kl  loss/entropy  loss/total          as the optimizer gets them, before their coefficients
     grad_norm  lr

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.algorithm.corrections import correction_weights
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import kl_estimate
@@ -144,6 +144,40 @@ def test_kl_estimates_are_verls(kind):
     inputs = batch()
     expected = verl.core.kl_penalty_forward(inputs.logprobs, inputs.reference_logprobs, kind)
     torch.testing.assert_close(kl_estimate(inputs.logprobs, inputs.reference_logprobs, kind), expected)
+
+
+@pytest.mark.parametrize("kind", ["low_var_kl", "kl", "abs", "mse"])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_kl_in_the_reward_is_verls(kind, by_std):
+    """Scores on the last token, KL off each, GRPO over the sum; ours with anything outside the mask."""
+    inputs, scores, index = batch(), torch.rand(8).double(), np.arange(8) // 4
+    inputs.mask[4, :3] = True  # verl's mean over a row without tokens is NaN
+    mask, old = inputs.mask.double(), inputs.old_logprobs.detach()
+    at_the_end = torch.zeros_like(mask)
+    at_the_end[torch.arange(8), inputs.mask.sum(1) - 1] = scores
+    controller = SimpleNamespace(value=0.3, update=lambda **_: None)
+    tensors = type("Tensors", (dict,), {"batch_size": [8]})(
+        response_mask=mask, token_level_scores=at_the_end, old_log_probs=old, ref_log_prob=inputs.reference_logprobs)
+    verl.ray_trainer.apply_kl_penalty(SimpleNamespace(batch=tensors), controller, kind)
+    token_rewards = tensors["token_level_rewards"]
+    expected = verl.core.compute_grpo_outcome_advantage(token_rewards.clone(), mask, index,
+                                                        norm_adv_by_std_in_grpo=by_std)[0]
+    old, reference = (torch.where(inputs.mask, each, float("nan")) for each in (old, inputs.reference_logprobs))
+    algorithm = Algorithm(kl_coefficient=0.3, kl_penalty=kind, use_kl_in_reward=True)
+    rewards, metrics = rewards_less_kl(scores, old, reference, inputs.mask, algorithm)
+    torch.testing.assert_close(rewards, token_rewards.sum(1), rtol=1e-12, atol=1e-12)
+    advantages = group_advantages(rewards, 4, divide_by_std=by_std).double()
+    torch.testing.assert_close(advantages[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
+    assert metrics["reward/kl"].value() == pytest.approx((scores - rewards).mean().item() / 0.3)
+    assert abs(metrics["reward/kl"].value()) > 0.05
+
+
+def test_kl_in_the_reward_is_not_in_the_loss():
+    algorithm = Algorithm(kl_coefficient=0.3, use_kl_in_reward=True)
+    total, gradients = ours(batch(), algorithm)
+    expected, expected_gradients = ours(batch(), Algorithm(kl_coefficient=0.0))
+    assert total == expected and torch.equal(gradients[0], expected_gradients[0])
+    assert loss(batch(), algorithm, NONE)[1]["loss/kl"].value() == 0
 
 
 # ---- TRL ----

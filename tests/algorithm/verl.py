@@ -39,8 +39,11 @@ def _name(node: ast.stmt) -> str | None:
 tensors = functions("utils/torch_functional.py", ["masked_sum", "masked_mean"])
 core = functions("trainer/ppo/core_algos.py",
                  ["agg_loss", "compute_policy_loss_vanilla", "compute_policy_loss_gspo", "compute_policy_loss_cispo",
-                  "kl_penalty_forward", "compute_grpo_outcome_advantage", "compute_rloo_outcome_advantage"],
+                  "kl_penalty", "kl_penalty_forward", "compute_grpo_outcome_advantage",
+                  "compute_rloo_outcome_advantage"],
                  verl_F=tensors, AlgoConfig=type("AlgoConfig", (), {}), ActorConfig=SimpleNamespace)
+ray_trainer = functions("trainer/ppo/ray_trainer.py", ["apply_kl_penalty"], core_algos=core,
+                        masked_mean=tensors.masked_mean)
 correction = functions("trainer/ppo/rollout_corr_helper.py",
                        ["compute_rollout_correction_weights", "compute_rollout_rejection_mask",
                         "_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds", "SAFETY_BOUND",

@@ -11,13 +11,14 @@ import torch
 
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.local import checkpoint
+from mindspeed_qerl.local.batch import Batch as TokenBatch
 from mindspeed_qerl.local.batch import PromptOrder
 from mindspeed_qerl.local.engine import LocalEngine
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import Completion
 from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select, tokens_to_train
-from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Noise, Run, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Layout, Noise, Run, Selection
 from mindspeed_qerl.tasks.rows import row_of
 
 ANSWERS = [Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], False), Completion([4], [-0.4], True),
@@ -39,7 +40,7 @@ def recipe(mini_batch_size=1, **options):
 
 
 def test_every_answer_is_trained_with_its_groups_advantage():
-    batch = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
+    batch, _ = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
     assert batch.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0], abs=1e-5)
     assert batch.tokens.tolist() == [[5, 6, 1, 2], [5, 6, 3, 0], [7, 4, 0, 0], [7, 1, 1, 1]]
     assert batch.mask.sum() == sum(len(answer.token_ids) for answer in ANSWERS)
@@ -49,16 +50,71 @@ def test_every_answer_is_trained_with_its_groups_advantage():
 @pytest.mark.parametrize("options, advantages", [
     ({"norm_adv_by_std_in_grpo": False}, [0.5, -0.5, -1.5, 1.5]), ({"adv_estimator": "rloo"}, [1, -1, -3, 3])])
 def test_advantages_go_by_their_options(options, advantages):
-    assert select(sampled([1, 0, 0, 3]), np.arange(2), recipe(**options)).advantages.tolist() == advantages
+    batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(**options))
+    assert batch.advantages.tolist() == advantages
 
 
 def test_answers_that_were_cut_off_are_not_trained_where_that_is_asked():
-    batch = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(mask_truncated_completions=True))
+    batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(mask_truncated_completions=True))
     assert batch.mask.any(1).tolist() == [True, True, False, False]
 
 
+def before(old, reference):
+    """Stands for `LocalEngine.logprobs_before`: the same number for each token, also where there is none."""
+    return lambda batch: tuple(np.full(batch.mask.shape, value, np.float32) for value in (old, reference))
+
+
+@pytest.mark.parametrize("options", [{}, {"mask_truncated_completions": True}, {"mini_batch_size": 3}])
+def test_kl_in_the_reward_costs_every_answer_its_tokens_before_the_group_is_compared(options):
+    """0.5 nats a token by k1: answers of 2, 1, 1 and 3 tokens, the last two cut off."""
+    asked = recipe(kl_coefficient=0.2, kl_penalty="kl", use_kl_in_reward=True, norm_adv_by_std_in_grpo=False,
+                   **options)
+    batch, metrics = select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, -1.5))
+    assert batch.advantages[:4].tolist() == pytest.approx([0.45, -0.45, 0.1, -0.1])
+    assert metrics == {"reward/kl": pytest.approx(0.5 * 7 / 4)}
+    assert (batch.old_logprobs == -1).all() and batch.old_logprobs.shape == batch.mask.shape
+    assert batch.mask.any(1)[2:4].all() == ("mask_truncated_completions" not in options)
+    assert len(batch) == (6 if "mini_batch_size" in options else 4) and not batch.mask[4:].any()
+    assert select(sampled([1, 0, 2, 2]), np.arange(2), recipe(kl_coefficient=0.2))[1] == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_kl_that_is_no_number_names_the_answer(value):
+    asked = recipe(kl_coefficient=0.2, use_kl_in_reward=True)
+    with pytest.raises(WorkerError, match=r"KL of the answer '\?' to '2\+2\?'"):
+        select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, value))
+
+
+@pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
+def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
+    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage only."""
+    asked = SimpleNamespace(batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4), layout=layout)
+    lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
+    tokens = 10 * np.arange(8)[:, None] + np.arange(9)
+    mask = np.arange(1, 9) < lengths[:, None]
+    batch = TokenBatch(tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32))
+
+    class Rank:
+        def __init__(self, number):
+            self.is_last = number // (layout.world // layout.pp) == layout.pp - 1
+
+        def call(self, method, shards):
+            assert method == "logprobs_before" and [len(shard) for shard in shards] == [4 // layout.dp] * 2
+            return [tuple(sign * shard.tokens[:, 1:] * shard.mask * self.is_last for sign in (1, -1))
+                    for shard in shards]
+
+    ranks = [Rank(number) for number in range(layout.world)]
+    processes = SimpleNamespace(ranks=ranks, gather=lambda calls: list(calls.values()))
+    data = SimpleNamespace(train=SimpleNamespace(rows=range(8)))
+    asked.run = SimpleNamespace(seed=1)
+    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data)
+    policy, reference = engine.logprobs_before(batch)
+    assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
+    assert engine.seconds.keys() == {"time/logprobs"}
+
+
 def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
-    batch = select(sampled([1, 0, 0, 3]), np.array([1]), recipe(mini_batch_size=3))
+    batch, _ = select(sampled([1, 0, 0, 3]), np.array([1]), recipe(mini_batch_size=3))
     assert len(batch) == 6 and batch.tokens[:2].tolist() == [[7, 4, 0, 0], [7, 1, 1, 1]]
     assert batch.mask.sum(1).tolist() == [1, 3, 0, 0, 0, 0]
 
@@ -96,7 +152,7 @@ def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
 
 def with_batch(answers, **options):
     given = sampled([1, 0, 2, 2], answers)
-    return given, np.arange(2), recipe(**options), select(given, np.arange(2), recipe(**options))
+    return given, np.arange(2), recipe(**options), select(given, np.arange(2), recipe(**options))[0]
 
 
 def test_the_tokens_to_train_are_counted_on_the_answers():
@@ -184,7 +240,7 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
 
 
 def test_a_log_probability_of_the_trained_model_that_is_none_names_the_answer(tmp_path):
-    batch = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
+    batch, _ = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
     rank = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(path=str(tmp_path))))
     logprobs = torch.full(batch.mask.shape, -0.5)
     logprobs[~torch.from_numpy(batch.mask)] = math.nan  # of prompts and padding

@@ -11,7 +11,8 @@ import torch
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.processes import free_port
-from mindspeed_qerl.local.rollout import RolloutEngine, join_movement
+from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.lora.proof import join
 
 from .conftest import FAMILIES, make_model
 
@@ -232,11 +233,11 @@ def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     assert np.abs(np.array(first["noisy"]) - reference_logprobs(model)).max() < 1e-5
     assert first["answers"] == second["answers"] and first["logprobs"] == second["logprobs"]
-    for target, entry in join_movement([first["movement"], second["movement"]]).items():
+    for target, entry in join([first["movement"], second["movement"]]).items():
         assert entry["max_error"] <= 2 * entry["resolution"], target
         assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
         assert first["movement"][target]["expected"] < 0.9 * entry["expected"]  # each has a part
-    after = join_movement([first["after_a_loss"], second["after_a_loss"]])
+    after = join([first["after_a_loss"], second["after_a_loss"]])
     assert {target for target, entry in after.items() if entry["max_error"] > 2 * entry["resolution"]} == {
         "linear_proj"}
 

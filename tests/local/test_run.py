@@ -112,7 +112,8 @@ def test_large_steps_reach_every_rollout_engine(tiny_model, tmp_path, engines):
     run = only_run(tmp_path / "runs")
     assert_adapters_reached_the_rollout(run.facts())
     rows = assert_metrics_are_whole(run, 2)
-    assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-9
+    assert rows[1]["reward/kl"] > rows[0]["reward/kl"] == rows[1]["loss/kl"] == 0
+    assert rows[1]["mismatch/k3"] < 1e-9
     assert not any(name.startswith("aqn/") for name in rows[0])
 
 
@@ -154,7 +155,7 @@ SAVING = ("megatron_training.train_iters=9", "megatron_training.save_interval=3"
           "eval.n_problems=4", "eval.every=3", "eval.temperature=0", "eval.samples_per_problem=1",
           "actor_config.lr=1e-3", "rl_config.filter_groups_enable=true", "rl_config.filter_groups_train_batch_size=2",
           "rl_config.mini_batch_size=2", "rl_config.filter_groups_max_batches=2",
-          "algorithm.mask_truncated_completions=true")
+          "algorithm.mask_truncated_completions=true", "rl_config.use_kl_in_reward=true")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,8 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     evaluation."""
     assert_adapters_reached_the_rollout(unbroken.facts())
     rows = assert_metrics_are_whole(unbroken, 9)
-    assert rows[1]["loss/kl"] > 0 and rows[1]["mismatch/k3"] < 1e-8 < rows[-1]["mismatch/k3"]
+    assert rows[1]["reward/kl"] > rows[0]["reward/kl"] == rows[1]["loss/kl"] == 0
+    assert rows[1]["mismatch/k3"] < 1e-8 < rows[-1]["mismatch/k3"]
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000006", "iter_0000009"]
     asked, trained = ([row[f"selection/{name}_groups"] for row in rows] for name in ("sampled", "trained"))
     assert set(asked) == {4, 8} and max(trained) == 2  # in some steps one batch had enough groups with signal

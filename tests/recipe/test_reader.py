@@ -126,7 +126,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("algorithm.clip_ratio_c", 1.0, "algorithm.clip_ratio_c = 1.0 must be above 1"),
     ("rollout_correction.method", "toke_tis", "unknown method 'toke_tis', did you mean 'token_tis'"),
     ("rl_config.filter_groups_train_batch_size", 0, "filter_groups_train_batch_size = 0 must be at least 1"),
-    ("rl_config.use_kl_in_reward", True, "rl_config.use_kl_in_reward = True"),
+    ("rl_config.use_kl_in_reward", True,
+     "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off the rewards"),
     ("rl_config.advantage_whiten", True, "rl_config.advantage_whiten = True"),
     ("rl_config.overlong_buffer_enable", True,
      "rl_config.overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens = 24"),
@@ -211,6 +212,10 @@ def test_options_of_the_algorithm_that_exclude_each_other(raw, values, message):
 def test_what_the_algorithm_takes_where_a_key_is_left_out(raw):
     recipe, _ = checked(raw)
     assert recipe.algorithm.loss_scale_factor == recipe.selection.rollout_max_tokens == 24
+    put(raw, "rl_config.init_kl_coef", 0.1)
+    assert checked(raw)[0].algorithm.loss_kl_coefficient == 0.1
+    put(raw, "rl_config.use_kl_in_reward", True)
+    assert checked(raw)[0].algorithm.loss_kl_coefficient == 0
     put(raw, "rl_config.filter_groups_enable", True)
     put(raw, "rl_config.filter_groups_train_batch_size", 16)
     del raw["rl_config"]["mini_batch_size"]

@@ -66,15 +66,19 @@ def probe_classes():
             self.seen["train"] = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
+            apply = self.inference_model.injector.apply  # the noise of step 1, where it is on: the policy that samples
+            self.inference_model.injector.apply = lambda step: apply(step + 1)  # is not the one that is trained
             self.seen["rollouts"] = []
-            rollout, generate = self.inference_model, self.inference_model.generate_sequences
+            rollout, sample = self.inference_model, self.inference_model.sample
 
             def keep_rollouts(prompts, **options):
-                tokens, log_probs = generate(prompts, **options)
+                groups = sample(prompts, **options)
                 if rollout.seed_of[0] == "rollout":
-                    self.seen["rollouts"].append((prompts, tokens, log_probs))
-                return tokens, log_probs
-            rollout.generate_sequences = keep_rollouts
+                    self.seen["rollouts"] += zip(prompts, [[(list(answer.token_ids), [
+                        of_token[token].logprob for token, of_token in zip(answer.token_ids, answer.logprobs)])
+                        for answer in group] for group in groups])
+                return groups
+            rollout.sample = keep_rollouts
             step = self.optimizer.step
 
             def keep_gradients():

@@ -202,12 +202,23 @@ def log_probs(model, weights: dict[str, torch.Tensor], prompt: list[int], respon
     return torch.log_softmax(logits.float(), -1)[len(prompt) - 1:-1].gather(1, ids[0, len(prompt):, None])[:, 0]
 
 
+def expert_name(name: str) -> tuple[str, int | None]:
+    """The full tensor that a layer of the local engine is in, and which expert it is there, if it is one.
+
+    >>> expert_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2")
+    ('decoder.layers.1.mlp.experts.weight2', 3)
+    """
+    if match := re.match(r"(.*\.experts\.)local_experts\.(\d+)\.linear_fc([12])$", name):
+        return f"{match[1]}weight{match[3]}", int(match[2])
+    return f"{name}.weight", None
+
+
 def grpo_loss(current: list[torch.Tensor], reference: list[torch.Tensor], advantages: list[float],
               kl_coefficient: float) -> torch.Tensor:
-    """Sum over answers of the mean over tokens of -A ratio + k (exp(ref - lp) - (ref - lp) - 1) (DeepSeekMath, eq. 3
-    and 4), at the first update, where the old policy is the current one: the ratio is 1 and nothing is clipped."""
+    """Mean over the tokens of all answers of -A ratio + k (exp(ref - lp) - (ref - lp) - 1) (DeepSeekMath, eq. 3 and 4;
+    DAPO's mean), at the first update, where the old policy is the current one: the ratio is 1, nothing is clipped."""
     losses = []
     for log_prob, ref, advantage in zip(current, reference, advantages):
         ratio = (log_prob - log_prob.detach()).exp()
-        losses.append((-advantage * ratio + kl_coefficient * ((ref - log_prob).exp() - (ref - log_prob) - 1)).mean())
-    return torch.stack(losses).sum()
+        losses.append(-advantage * ratio + kl_coefficient * ((ref - log_prob).exp() - (ref - log_prob) - 1))
+    return torch.cat(losses).mean()

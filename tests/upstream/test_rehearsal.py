@@ -35,7 +35,8 @@ def lora_parameters(family: str, r: int = 4) -> dict[str, int]:
 @pytest.mark.parametrize("family, layout", RUNS,
                          ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS])
 def test_three_iterations(family, layout, upstream, tiny, tmp_path):
-    result = run_engine(make_config(family, *tiny(family), tmp_path, **layout), upstream, tmp_path)
+    # answers enough that some are right, so that adapters move
+    result = run_engine(make_config(family, *tiny(family), tmp_path, **layout, samples=8), upstream, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
 
@@ -54,7 +55,15 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     for row, sigma in zip(rows[1:], (0.05, 0.005)):
         assert row["aqn/measured_std"] == pytest.approx(sigma, rel=0.3)
     assert all(0 <= row["verifier/gsm8k/mean"] <= 1 for row in rows)
-    assert len(read_jsonl(run.rollouts_file)) == 3 * 8
+    assert len(read_jsonl(run.rollouts_file)) == 3 * 8  # of 32 answers
+    assert all(0 < row["entropy/mean"] < 5 and 0 < row["mismatch/effective_sample_size"] < 1 for row in rows)
+    assert rows[0]["mismatch/k3"] < rows[1]["mismatch/k3"]  # without noise, and with
+
+    assert "LoRA reached the rollout engine" in result.stdout
+    assert run.facts()["lora_movement"].keys() == lora.keys()
+    for target, entry in run.facts()["lora_movement"].items():
+        assert entry["max_error"] <= entry["resolution"] and entry["lost"] < 0.01, target
+        assert entry["moved"] == pytest.approx(entry["expected"], rel=0.01), target
 
 
 def test_a_rehearsal_of_a_config(upstream, tiny, tmp_path):

@@ -1,5 +1,6 @@
 """A run that is killed after its second iteration and resumed ends like one that is not."""
 
+import json
 import signal
 
 import psutil
@@ -13,6 +14,10 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 LAYOUTS = [dict(npus=2, ep=2, infer_ep=2), dict(npus=2, tp=2, ep=1, infer_ep=2)]
+DYNAMIC = {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_max_batches": 3,
+           "rl_config.use_kl_in_reward": True, "rl_config.init_kl_coef": 0.01}
+MASKED = {"algorithm": {"mask_truncated_completions": True}, "rl_config.mini_batch_size": 2,
+          "rollout_correction": {"method": "token_tis"}}
 
 
 def numbers(run: RunDirectory) -> list[dict]:
@@ -21,12 +26,12 @@ def numbers(run: RunDirectory) -> list[dict]:
     return [{name: value for name, value in row.items() if "tim" not in name and "tps" not in name} for row in rows]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2"])
-def test_killed_and_resumed(layout, upstream, tiny, tmp_path):
+@pytest.mark.parametrize("layout, options", zip(LAYOUTS, (DYNAMIC, MASKED)), ids=["ep2", "tp2"])
+def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
     model, data = tiny("qwen3_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout["ep"])
     changes = {"actor_config.load": str(base), "eval.every": 1, "aqn.num_stages": 3,
-               "actor_config.lr_decay_style": "linear"}
+               "actor_config.lr_decay_style": "linear", **options}
     config = make_config("qwen3_moe", model, data, tmp_path, **layout, samples=4, changes=changes)
     (tmp_path / "a").mkdir()
     whole = run_engine(config, upstream, tmp_path / "a")
@@ -55,6 +60,8 @@ def test_killed_and_resumed(layout, upstream, tiny, tmp_path):
     before, after = RunDirectory.open(unbroken), RunDirectory.open(broken)
     assert after.status()["state"] == "finished" and after.status()["step"] == 3
     assert numbers(before) == numbers(after)
+    if options is DYNAMIC:
+        check_selection(before)
     for one, other in zip(read_jsonl(before.eval_file), read_jsonl(after.eval_file), strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
     expected, actual = (load_adapters(run.checkpoints_dir, 3).weights for run in (before, after))
@@ -62,6 +69,20 @@ def test_killed_and_resumed(layout, upstream, tiny, tmp_path):
     for module, pair in expected.items():
         assert all(torch.equal(one, other) for one, other in zip(pair, actual[module])), module
     assert sum(bool(b.any()) for _, b in actual.values()) > len(actual) / 2  # some experts of so few tokens get none
+
+
+def check_selection(run: RunDirectory) -> None:
+    """What dynamic sampling asked, trained and left in the checkpoint, and KL in the reward."""
+    rows = read_jsonl(run.metrics_file)
+    batches = [row["selection/sampled_groups"] // 4 for row in rows]
+    assert max(batches) > 1 and all(1 <= count <= 3 for count in batches)
+    for row, asked in zip(rows, batches):
+        with_signal = row["reward/groups_with_signal"] * row["selection/sampled_groups"]
+        assert row["selection/trained_groups"] == pytest.approx(min(4, with_signal))
+        assert asked == 3 or with_signal >= 4
+        assert row["loss/kl"] == 0 and "reward/kl" in row
+    left = json.loads((run.checkpoints_dir / "iter_0000002" / "data.json").read_text())
+    assert left == {"batches_asked": sum(batches[:2])}
 
 
 def test_what_cannot_be_resumed_is_refused(upstream, tiny, tmp_path):

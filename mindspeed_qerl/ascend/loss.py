@@ -1,0 +1,94 @@
+"""Our loss where upstream's trainer looks its own up, and over the whole mini-batch.
+
+Upstream's loss of `ray_grpo` reads clip_ratio, kl_penalty, entropy_coeff and the KL coefficient, and takes the mean of
+each micro-batch (models/loss/grpo_actor_loss_func.py). Here algorithm/losses.py gives a sum, which is divided by what
+all ranks' micro-batches of the mini-batch have together.
+"""
+
+from typing import Any
+
+import torch
+from mindspeed_rl.models import actor_rollout_hybrid
+from mindspeed_rl.models.actor import Actor
+from mindspeed_rl.models.loss.base_loss_func import BaseLossFunc
+from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
+from mindspeed_rl.utils.compute import get_parallel_state
+
+from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
+from mindspeed_qerl.algorithm.metrics import Metric, merge
+from mindspeed_qerl.recipe.types import Recipe
+
+STAGE, ROLE = "ray_grpo", "actor"
+COLUMNS = ("rollout_log_prob", "trained")  # of the transfer dock, besides those that upstream's update asks for
+
+
+def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which tokens are trained, bool, of the shape of `responses` [answers, length]: those of an answer, unless its
+    column `trained` [answers, any] is 0 (it was cut off, or fills up the batch)."""
+    place = torch.arange(batch["responses"].shape[1], device=batch["responses"].device)
+    return (place < batch["response_length"]) & (batch["trained"][:, :1] > 0)
+
+
+class QeRLLoss(BaseLossFunc):
+    """algorithm/losses.py as one of upstream's losses. `divisor`, `answers`: of the mini-batch under way, over all
+    ranks and on this one; `parts`: the metrics of each micro-batch since `take_metrics`."""
+
+    recipe: Recipe  # the run's, by `install`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisor, self.answers, self.parts = 0.0, 0, []
+
+    def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
+        """Before the micro-batches of this rank's `mini_batch`: what their losses are divided by."""
+        mask = trained_tokens(mini_batch)
+        divisor = torch.tensor(denominator(mask, self.recipe.algorithm), device=mask.device)
+        torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
+        self.divisor, self.answers = divisor.item(), len(mask)
+
+    def compute_loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor], forward_only: bool = False,
+                     non_loss_data: bool = True, **kwargs: Any) -> tuple[torch.Tensor, dict] | torch.Tensor:
+        """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no metrics: upstream would
+        take the mean of micro-batches of different lengths.
+
+        The schedule divides by the number of micro-batches, and the gradient is the mean over the data-parallel ranks
+        (megatron/core/pipeline_parallel/schedules.py, distributed_data_parallel.py): both are undone here.
+        """
+        if forward_only:
+            return self.compute_log_probs(output=output, batch=batch, **kwargs)[0]
+        algorithm = self.recipe.algorithm
+        logprobs, entropy = self.compute_log_probs(output=output, batch=batch, skip_entropy=False, **kwargs)
+        inputs = LossInputs(logprobs, batch.get("old_log_prob", logprobs.detach()), batch["rollout_log_prob"],
+                            batch["advantages"][:, 0], trained_tokens(batch), batch["ref_log_prob"],
+                            entropy if algorithm.entropy_coefficient else entropy.detach())
+        total, metrics = loss(inputs, algorithm, self.recipe.correction)
+        self.parts.append(metrics)
+        micro_batches = self.answers / kwargs["actual_micro_batch_size"]
+        ranks = get_parallel_state().get_data_parallel_world_size()
+        return total * (micro_batches * ranks / self.divisor if self.divisor else 0.0), {}
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Of all micro-batches of this rank since the last call."""
+        parts, self.parts = self.parts, []
+        return merge(parts)
+
+
+class QeRLActor(Actor):
+    """Upstream's training engine; a mini-batch without a token to train is no update."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        step = self.optimizer.step
+        self.optimizer.step = lambda: step() if self.loss_func.divisor else (True, 0.0, 0)
+
+    def _forward_backward_batch(self, batch: dict[str, torch.Tensor], forward_only: bool = False) -> list:
+        if not forward_only:
+            self.loss_func.start(batch)
+        return super()._forward_backward_batch(batch, forward_only)
+
+
+def install(recipe: Recipe) -> None:
+    """Put both where upstream's worker of this process looks its own up."""
+    QeRLLoss.recipe = recipe
+    LossFuncFactory.register_loss(STAGE, ROLE)(QeRLLoss)
+    actor_rollout_hybrid.Actor = QeRLActor
