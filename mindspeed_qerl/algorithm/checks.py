@@ -94,7 +94,7 @@ def tokens_fault(trained: int, sampled: int, epochs: int) -> str | None:
     """
     if trained == sampled * epochs:
         return None
-    return (f"{trained:,} tokens were trained, and {sampled:,} were sampled and kept, times {epochs} epochs: "
+    return (f"{trained:,} tokens were trained, and {sampled:,} were sampled and kept, to be trained {epochs} times: "
             f"{sampled * epochs:,}. A mask, or the way of the answers to the ranks, loses or repeats some")
 
 

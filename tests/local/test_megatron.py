@@ -3,7 +3,6 @@
 import json
 import shutil
 import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -352,74 +351,6 @@ def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
     once = [name for mapping in mappings(shape, range(2), range(shape.num_experts))
             for name in mapping.hf]
     assert sorted(once) == sorted(names)
-
-
-def batch_of_another_policy():
-    """Sampled by one that is far from any of ours, on both sides."""
-    batch = random_batch()
-    logprobs = np.random.default_rng(1).uniform(-7, -3, batch.mask.shape).astype(np.float32)
-    return replace(batch, rollout_logprobs=logprobs * batch.mask)
-
-
-def joined_rank(rank, config, folder):
-    """Two iterations of two epochs; of each micro-batch that was trained, its log probabilities and the gradient that
-    reached them."""
-    from mindspeed_qerl.local import rank as module
-
-    torch.set_num_threads(1)
-    trained, token_logprobs = [], module.token_logprobs
-
-    def watched(*arguments):
-        logprobs = token_logprobs(*arguments)
-        if logprobs.requires_grad:
-            logprobs.retain_grad()
-            trained.append(logprobs)
-        return logprobs
-
-    module.token_logprobs = watched
-    trainer = module.TrainRank(config, rank, f"file://{folder}/rendezvous")
-    metrics = [trainer.train([batch_of_another_policy()], epochs=2) for _ in range(2)]
-    result = {"metrics": metrics, "trained": [(logprobs.detach(), logprobs.grad) for logprobs in trained]}
-    trainer.parameters[0].data.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match=r"the trained model gave nan as the log probability of token 1 of"):
-        trainer.train([batch_of_another_policy()])
-    torch.save(result, f"{folder}/joined.pt")
-
-
-def test_what_is_trained_and_logged_is_the_formula_where_all_of_it_is_joined(model_dirs, data_dir, tmp_path):
-    """One micro-batch, two epochs, KL > 0, unequal bounds of the clipping, weights against the policy that sampled:
-    the gradient that reaches the log probabilities, and the loss in the metrics, against the formula in float64. The
-    first policy is the base model, since B starts at 0."""
-    low, high, coefficient, cap, batch = 0.01, 0.05, 0.1, 2.0, batch_of_another_policy()
-    config = recipe_of(
-        model_dirs["qwen3"], data_dir, rl_config__actor_resource__num_npus=1,
-        actor_config__expert_model_parallel_size=1, rl_config__clip_ratio_low=low, rl_config__clip_ratio_high=high,
-        rl_config__init_kl_coef=coefficient, actor_config__lr=3e-3, rollout_correction__method="token_tis",
-        rollout_correction__cap=cap)
-    run_ranks(joined_rank, 1, config, str(tmp_path))
-    result = torch.load(tmp_path / "joined.pt", weights_only=False)
-    policies, gradients = ([pair[part].double().numpy() for pair in result["trained"]] for part in (0, 1))
-    reference, tokens, losses, sides = policies[0], batch.mask.sum(), [], set()
-    for update, (new, gradient) in enumerate(zip(policies, gradients, strict=True)):
-        old, total = policies[update // 2 * 2], 0.0  # of this iteration's first update
-        for row, column in np.argwhere(batch.mask):
-            advantage, ratio = float(batch.advantages[row]), np.exp(new[row, column] - old[row, column])
-            weight = min(np.exp(old[row, column] - batch.rollout_logprobs[row, column]), cap)
-            away = reference[row, column] - new[row, column]
-            is_clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
-            expected = (0 if is_clipped else -weight * advantage * ratio) + coefficient * (1 - np.exp(away))
-            assert gradient[row, column] == pytest.approx(expected / tokens, rel=1e-4, abs=1e-7), (update, row, column)
-            bounded = min(max(ratio, 1 - low), 1 + high)
-            total += -weight * min(advantage * ratio, advantage * bounded) + coefficient * (np.exp(away) - 1 - away)
-            sides |= {(advantage > 0, bool(is_clipped))}
-        assert not gradient[~batch.mask].any()
-        losses.append(total / tokens)
-    assert sides == {(True, True), (True, False), (False, True), (False, False)}
-    for iteration, metrics in enumerate(result["metrics"]):
-        assert metrics["selection/trained_tokens"] == 2 * tokens
-        assert metrics["loss/total"] == pytest.approx(np.mean(losses[2 * iteration : 2 * iteration + 2]), rel=1e-4,
-                                                      abs=1e-6)
-        assert (metrics["loss/kl"] > 0, metrics["rollout_correction/truncated_fraction"] > 0) == (True, True)
 
 
 def load_rank(rank, config, folder):
