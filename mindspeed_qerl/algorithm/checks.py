@@ -1,14 +1,16 @@
 """Whether the numbers of a run can be true, for both engines: each function takes what a run knows of itself and
-returns the sentence for what it cannot be, or None. docs/faults.md has the faults that they were tried on."""
+returns the sentence for what it cannot be, or None; `StepChecks` asks them of every step. docs/faults.md has the
+faults that they were tried on."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
-from mindspeed_qerl.recipe.types import Algorithm
+from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.recipe.types import Algorithm, Recipe
 
 # k3 between two correct implementations, noise off, nats per token (docs/faults.md says how they were measured).
 MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
@@ -190,3 +192,51 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
     array([False, False,  True,  True,  True])
     """
     return ~((logprobs <= 1e-3) & (logprobs > -math.inf))
+
+
+class StepChecks:
+    """The checks of one run, step by step, with what they keep: the noise so far, and what was warned of."""
+
+    def __init__(self, recipe: Recipe, epoch: int, earlier: Iterable[Mapping[str, float]] = ()):
+        """epoch: steps of one pass over the training rows. earlier: the metrics of the steps before a resume."""
+        self.recipe, self.epoch = recipe, epoch
+        # standard deviation of each step with noise, expected and measured
+        self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"])
+                      for row in earlier if row.get("aqn/expected_std")]
+        self.warned: set[str] = set()
+
+    def check(self, step: int, values: Mapping[str, float], tokens: int) -> list[str]:
+        """New warnings, each once a run; EngineError for numbers that cannot be true.
+
+        Args:
+            values: metrics of `step`, by our names. tokens: to be trained in each epoch.
+        """
+        recipe, noise, dtype = self.recipe, values.get("aqn/expected_std", 0.0), self.recipe.model.dtype
+        faults, warnings = [], {"effective sample size": self._uneven(values)}
+        if recipe.noise.enabled:
+            if noise:
+                self.noise.append((noise, values["aqn/measured_std"]))
+            nominal = recipe.noise.noise_schedule(recipe.run.train_iters, self.epoch).sigma(step - 1)
+            faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
+        if tokens:
+            k3, hardware = values["mismatch/k3"], recipe.hardware_error
+            other = bool(hardware.rollout or hardware.training)
+            faults += [mismatch_fault(k3, noise, values["entropy/mean"], dtype, other),
+                       loss_fault(values, recipe.algorithm),
+                       tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs)]
+            warnings["mismatch"] = mismatch_warning(k3, noise, dtype, other)
+        if faults := [fault for fault in faults if fault]:
+            raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))
+        new = {of: warning for of, warning in warnings.items() if warning and of not in self.warned}
+        self.warned |= new.keys()
+        return list(new.values())
+
+    def _uneven(self, values: Mapping[str, float]) -> str | None:
+        """With noise on and no correction, importance weights that nobody applies and that are uneven."""
+        correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
+        sigma = values.get("aqn/sigma")
+        if not sigma or correction.method != "none" or size >= correction.warn_below:
+            return None
+        return (f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the tokens (below "
+                f"rollout_correction.warn_below = {correction.warn_below:g}): the policy that samples is far from the "
+                "one that is trained. rollout_correction=token_tis weighs the tokens (docs/algorithms.md)")

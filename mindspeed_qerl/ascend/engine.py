@@ -19,18 +19,19 @@ from types import ModuleType
 from typing import Any
 
 import ray
+import torch
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.algorithm.checks import is_sync_shown, sync_faults
+from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
 from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.families import family_of, read_shape
+from mindspeed_qerl.families import end_tokens, family_of, read_shape
 from mindspeed_qerl.files import TRACKER, write_whole
 from mindspeed_qerl.lora.proof import Movement, in_words
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
@@ -235,10 +236,17 @@ class RunObserver:
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.step = 0  # the last one
         self.is_proved = False  # that LoRA reaches vLLM
+        self.checks = StepChecks(recipe, epoch_steps(recipe),
+                                 read_jsonl(run.metrics_file) if recipe.run.resume else ())
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
         self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
                             recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
         self.packed_rows = read_packed_rows(recipe.task.data_path)
+        self.ends = {self.tokenizer.eos_token_id} - {None} | end_tokens(recipe.model.path)  # of an answer
+
+    def text(self, tokens: torch.Tensor) -> str:
+        """Of an answer, for a message."""
+        return self.tokenizer.decode(tokens)[:200]
 
     def started(self, ranks: list[dict[str, Any]]) -> None:
         """Names what is trained and what gets noise, once. ranks: QeRLWorker.describe() of each."""
@@ -256,16 +264,19 @@ class RunObserver:
         if ranks[0]["aqn"]:
             self.progress.message(f"AQN targets {len(ranks[0]['aqn'])} RMSNorm layers: {', '.join(ranks[0]['aqn'])}")
 
-    def stepped(self, step: int, metrics: dict[str, float], values: dict[str, float],
+    def stepped(self, step: int, metrics: dict[str, float], values: dict[str, float], tokens: int,
                 experience: dict[str, list]) -> None:
-        """One row of metrics.jsonl, and samples of this step's answers, after update `step`.
+        """One row of metrics.jsonl, and samples of this step's answers, after update `step`. EngineError for numbers
+        that cannot be true.
 
         Args:
-            metrics: by upstream's names. values: by ours. experience: the transfer dock's columns, one tensor per
-            answer.
+            metrics: by upstream's names. values: by ours. tokens: that each epoch was to train. experience: the
+            transfer dock's columns, one tensor per answer.
         """
         self.step, values = step, to_our_names(metrics) | values
         self.metrics.log(step, values)
+        for warning in self.checks.check(step, values, tokens):
+            self.progress.message(f"Warning: {warning}")
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
             self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
                                   f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}")

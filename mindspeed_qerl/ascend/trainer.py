@@ -16,8 +16,10 @@ from mindspeed_rl.utils.pad_process import padding_dict_to_tensor_dict, remove_p
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
+from mindspeed_qerl.algorithm.checks import advantages_fault, ends_fault, impossible
 from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
+from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.lora.proof import join
 
 Answers = dict[str, list[torch.Tensor]]  # column of the transfer dock -> a tensor [length] for each answer
@@ -64,6 +66,7 @@ class QeRLTrainer(RayGRPOTrainer):
         self.observer, self.recipe = observer, observer.recipe
         self.batches_asked = self.actor_worker.rl_config.batches_asked
         self.values: dict[str, float] = {}  # of this step
+        self.tokens = 0  # of this step, that each epoch is to train
         self.wandb = self
 
     def fit(self, data_iters: Iterator) -> None:
@@ -79,14 +82,19 @@ class QeRLTrainer(RayGRPOTrainer):
         `advantages` and `returns`."""
         started, recipe, n = time.time(), self.recipe, self.n_samples_per_prompt
         answers, kept = self._gather()
-        trained = kept.repeat(n)
+        trained, truncated = kept.repeat(n), _numbers(answers["truncated"]).astype(bool)
         if recipe.algorithm.mask_truncated_completions:
-            trained &= ~_numbers(answers["truncated"]).astype(bool)
+            trained &= ~truncated
         rewards = torch.from_numpy(self._rewards(answers))
         if recipe.algorithm.use_kl_in_reward:
             rewards = self._less_kl(rewards)
         advantages = group_advantages(rewards, n, recipe.algorithm.adv_estimator,
                                       recipe.algorithm.norm_adv_by_std_in_grpo)
+        self._check(answers, trained, truncated, advantages.numpy())
+        if not trained.any():
+            why = "every answer was cut off" if kept.any() else "no group had answers of different rewards"
+            self.observer.progress.message(f"Warning: step {self.observer.step + 1} trains nothing: {why}, of "
+                                           f"{self.values['selection/sampled_groups']} groups")
         per_token = [advantage.expand(len(response)).clone()
                      for advantage, response in zip(advantages, answers["responses"])]
         self._put({"trained": [torch.tensor([int(one)]) for one in trained], "advantages": per_token,
@@ -94,6 +102,25 @@ class QeRLTrainer(RayGRPOTrainer):
         ended = time.time()
         self.data_strategy.update_metrics("timing/adv", value=[ended, started], cumulate=True)
         self.data_strategy.update_metrics("end_time/end_adv_time", value=[ended], cumulate=True)
+
+    def _check(self, answers: Answers, trained: np.ndarray, truncated: np.ndarray, advantages: np.ndarray) -> None:
+        """EngineError for answers that cannot be trained on; counts the tokens that are to be. trained, truncated:
+        bool [answers]. advantages: [answers]."""
+        logprobs = pad_sequence(answers["rollout_log_prob"], batch_first=True).numpy()
+        if impossible(logprobs).any():
+            row, place = np.argwhere(impossible(logprobs))[0]
+            text = self.observer.text(answers["responses"][row])
+            raise EngineError(f"vLLM gave {logprobs[row, place]} as a log probability for token {place + 1} of the "
+                              f"answer {text!r}: nothing can be trained on it")
+        tokens = pad_sequence(answers["responses"], batch_first=True).numpy()
+        lengths = _numbers(answers["response_length"]).astype(int)
+        self.tokens = int(lengths[trained].sum())
+        mask = (np.arange(tokens.shape[1]) < lengths[:, None]) & trained[:, None]
+        before = np.zeros((len(tokens), 1), dtype=int)  # `ends_fault` knows sequences whose first token is no answer's
+        if fault := "\n".join(filter(None, (
+                advantages_fault(advantages, self.n_samples_per_prompt),
+                ends_fault(np.hstack([before, tokens]), mask, ~truncated, self.observer.ends)))):
+            raise EngineError(fault)
 
     def _less_kl(self, rewards: torch.Tensor) -> torch.Tensor:
         """`rewards` of the answers in the dock, each less its KL to the reference. `fit` asks for the log-probs once
@@ -128,9 +155,6 @@ class QeRLTrainer(RayGRPOTrainer):
             return answers, np.ones(wanted, bool)
         chosen = np.argsort(~signal, kind="stable")[:wanted]
         self.values["selection/trained_groups"] = int(signal[chosen].sum())
-        if not signal.any():
-            self.observer.progress.message(f"Warning: step {self.observer.step + 1} trains nothing: no group had "
-                                           f"answers of different rewards, of {len(signal)} groups")
         rows = (chosen[:, None] * n + np.arange(n)).reshape(-1)
         answers = {column: [values[row] for row in rows] for column, values in answers.items()}
         self._clear()
@@ -190,8 +214,11 @@ class QeRLTrainer(RayGRPOTrainer):
     def log_metrics(self, metrics: dict[str, float], iteration: int) -> None:
         """Called by `fit` after update `iteration`."""
         trained = merge(self.actor_worker.execute_sync_command("take_metrics"))
-        values = self.values | {name: metric.value() for name, metric in trained.items()}
-        self.observer.stepped(iteration, metrics, values, self.data_strategy.experience)
+        values = self.values
+        if self.tokens:
+            values |= {name: metric.value() for name, metric in trained.items()}
+            values["selection/trained_tokens"] = trained["mismatch/k1"].count
+        self.observer.stepped(iteration, metrics, values, self.tokens, self.data_strategy.experience)
         if self.observer.wants_proof(iteration):
             self.observer.proved(iteration, join(self.actor_worker.execute_sync_command("prove")))
         self._evaluate(iteration)

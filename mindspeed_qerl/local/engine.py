@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_qerl.algorithm import checks
+from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
@@ -59,22 +59,22 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         run.record(aqn_restart_every=epoch)
     progress.phase("starting engines")
     with launch(recipe, run, epoch) as processes:
-        LocalEngine(recipe, run, metrics, progress, processes, data).train()
+        LocalEngine(recipe, run, metrics, progress, processes, data, epoch).train()
 
 
 class LocalEngine:
     """The loop, and what it keeps between iterations: the position in the data, and whether the sync is proved."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress,
-                 processes: Processes, data: Data):
+                 processes: Processes, data: Data, epoch: int):
+        """epoch: iterations of one pass over the training rows."""
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.processes, self.data = processes, data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
-        self.noise: list[tuple[float, float]] = []  # std of each step with noise so far, expected and measured
+        self.checks = StepChecks(recipe, epoch)
         self.proved = False
-        self.warned: set[str] = set()  # what it was warned of
 
     @cached_property
     def ends(self) -> set[int]:
@@ -130,47 +130,12 @@ class LocalEngine:
                   **trained, **(noise.to_metrics() if noise else {}), **self.seconds,
                   "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
-        self.check(step, values, tokens)
-        self.warn_of_mismatch(values)
+        for warning in self.checks.check(step, values, tokens):
+            self.progress.message(f"Warning: {warning}")
         shown = zip(sampled.rows[: recipe.run.rollout_samples], sampled.texts, sampled.rewards)
         self.metrics.log_rollouts(step, [{"question": row.question, "response": text, "answer": row.answer,
                                           "reward": float(reward)} for row, text, reward in shown])
         self.progress.step(step, values)
-
-    def check(self, step: int, values: dict[str, float], tokens: int) -> None:
-        """EngineError for numbers of a step that cannot be true. tokens: to be trained in each epoch."""
-        recipe, epoch = self.recipe, math.ceil(len(self.data.train.rows) / self.recipe.batch.global_batch_size)
-        faults, noise, dtype = [], values.get("aqn/expected_std", 0.0), recipe.model.dtype
-        if recipe.noise.enabled:
-            if noise:
-                self.noise.append((noise, values["aqn/measured_std"]))
-            nominal = recipe.noise.noise_schedule(recipe.run.train_iters, epoch).sigma(step - 1)
-            faults.append(checks.noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
-        if tokens:
-            k3, hardware = values["mismatch/k3"], recipe.hardware_error
-            other = bool(hardware.rollout or hardware.training)
-            faults += [checks.mismatch_fault(k3, noise, values["entropy/mean"], dtype, other),
-                       checks.loss_fault(values, recipe.algorithm),
-                       checks.tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs)]
-            self.warn("mismatch", checks.mismatch_warning(k3, noise, dtype, other))
-        if faults := [fault for fault in faults if fault]:
-            raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))
-
-    def warn(self, of: str, warning: str | None) -> None:
-        """Say `warning`, if there is one, once a run for each `of`."""
-        if warning and of not in self.warned:
-            self.warned.add(of)
-            self.progress.message(f"Warning: {warning}")
-
-    def warn_of_mismatch(self, values: dict[str, float]) -> None:
-        """Once a run: with noise on and no correction, the importance weights that nobody applies are uneven."""
-        correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
-        sigma = values.get("aqn/sigma")
-        if sigma and correction.method == "none" and size < correction.warn_below:
-            self.warn("effective sample size", (
-                f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the tokens (below "
-                f"rollout_correction.warn_below = {correction.warn_below:g}): the policy that samples is far from the "
-                "one that is trained. rollout_correction=token_tis weighs the tokens (docs/algorithms.md)"))
 
     def gather(self, step: int) -> tuple[Sampled, np.ndarray, NoiseReport | None]:
         """Scored answers, the numbers of the groups that are trained, and what the noise did. With dynamic sampling
@@ -252,9 +217,9 @@ class LocalEngine:
         """Compare what the rollout engine holds with base + (alpha / r) B A; WorkerError where they differ."""
         factors = [rank.call("adapter_factors") for rank in self.processes.ranks]
         movement = join(self.processes.on_rollouts("movement", *factors))
-        if faults := checks.sync_faults(movement):
+        if faults := sync_faults(movement):
             raise WorkerError(f"the sync after step {step}: " + "\n".join(faults))
-        if checks.is_sync_shown(movement):
+        if is_sync_shown(movement):
             self.run.record(lora_movement=movement, lora_proved_after=step)
             if not self.proved:
                 self.progress.message(f"LoRA reached the rollout engine: {in_words(movement)}")
@@ -311,8 +276,7 @@ class LocalEngine:
         self.processes.on_ranks("restore", str(folder), iteration, self.updates)
         # before it was written there, each iteration asked one batch
         self.order.position = state.get("prompts_asked", iteration * self.recipe.batch.global_batch_size)
-        self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"])
-                      for row in read_jsonl(self.run.metrics_file) if row.get("aqn/expected_std")]
+        self.checks = StepChecks(self.recipe, self.checks.epoch, read_jsonl(self.run.metrics_file))
         self.progress.message(f"Resumes after step {iteration}")
         return iteration
 

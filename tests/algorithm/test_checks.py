@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from mindspeed_qerl.algorithm import checks
 from mindspeed_qerl.algorithm.advantages import group_advantages
+from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import mismatch
-from mindspeed_qerl.recipe.types import Algorithm, Correction
+from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Noise, Run
 
 NORMAL = dict(noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
 
@@ -129,3 +132,54 @@ def test_a_sync_is_judged_by_target(changed, is_fault, is_shown):
     faults = checks.sync_faults(movement)
     assert (len(faults), checks.is_sync_shown(movement)) == (int(is_fault), is_shown)
     assert not faults or faults[0].startswith("linear_fc1: the rollout engine's weights differ")
+
+
+VALUES = {"mismatch/k3": 2e-13, "entropy/mean": 0.2, "loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.52,
+          "selection/trained_tokens": 40}
+NOISY = VALUES | {"mismatch/k3": 1e-4, "aqn/sigma": 0.05, "aqn/expected_std": 0.05, "aqn/measured_std": 0.049}
+
+
+def checks_of(noise=True, dtype="float32", correction="none", **hardware_error):
+    """Of a run whose steps 11..20 of 20 have noise, 2 epochs."""
+    return StepChecks(SimpleNamespace(
+        run=Run(train_iters=20), batch=Batch(epochs=2), algorithm=Algorithm(kl_coefficient=0.1),
+        model=SimpleNamespace(dtype=dtype), noise=Noise(enabled=noise, num_stages=2),
+        correction=Correction(correction), hardware_error=HardwareError(**hardware_error)), epoch=5)
+
+
+@pytest.mark.parametrize("step, values, said", [
+    (10, VALUES, None), (11, NOISY, None), (10, {"reward/mean": 0.0}, None),  # a step that trained nothing
+    (11, VALUES, "sigma 0, its schedule says 0.05"), (10, NOISY, "its schedule says 0"),
+    (11, NOISY | {"aqn/measured_std": 0.1}, "put on twice"), (11, NOISY | {"mismatch/k3": 0.0}, "impossible"),
+    (10, VALUES | {"mismatch/k3": 7.7e-3}, "temperature"), (10, VALUES | {"loss/total": 0.48}, "backpropagated"),
+    (10, VALUES | {"selection/trained_tokens": 36}, "36 tokens were trained, and 20")])
+def test_a_step_that_cannot_be_right_stops_the_run(step, values, said):
+    tokens = 20 if "loss/total" in values else 0
+    if said is None:
+        assert checks_of().check(step, values, tokens) == []
+    else:
+        with pytest.raises(EngineError, match=rf"(?s)^step {step} cannot be right:.*{said}"):
+            checks_of().check(step, values, tokens)
+
+
+def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned_of_once():
+    far = VALUES | {"mismatch/k3": 7.7e-3}
+    assert checks_of(rollout=("gaussian",)).check(10, far, 20) == []
+    of_run = checks_of(noise=False, dtype="bfloat16")
+    said = [of_run.check(step, far, 20) for step in (1, 2)]
+    assert said[0][0].startswith("k3 between") and said[1] == []
+
+
+def test_the_warning_of_uneven_weights_comes_once():
+    of_run, corrected = checks_of(), checks_of(correction="token_tis")
+    said = [of_run.check(step, values | {"mismatch/effective_sample_size": size}, 20)
+            for step, values, size in ((1, VALUES, 0.1), (11, NOISY, 0.9), (12, NOISY, 0.4), (13, NOISY, 0.3))]
+    assert said[:2] == [[], []] and said[3] == []
+    assert "effective sample size is 40% of the tokens" in said[2][0]
+    assert corrected.check(11, NOISY | {"mismatch/effective_sample_size": 0.1}, 20) == []
+
+
+def test_the_noise_before_a_resume_is_judged_with_what_follows():
+    rows = [{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0},
+            {"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}, {"step": 6}]
+    assert StepChecks(None, 5, rows).noise == [(0.05, 0.04)]

@@ -2,14 +2,12 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch as TokenBatch
 from mindspeed_qerl.local.batch import PromptOrder
@@ -18,7 +16,7 @@ from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import Completion
 from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select, tokens_to_train
-from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Layout, Noise, Run, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Layout, Run, Selection
 from mindspeed_qerl.tasks.rows import row_of
 
 ANSWERS = [Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], False), Completion([4], [-0.4], True),
@@ -107,7 +105,7 @@ def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
     processes = SimpleNamespace(ranks=ranks, gather=lambda calls: list(calls.values()))
     data = SimpleNamespace(train=SimpleNamespace(rows=range(8)))
     asked.run = SimpleNamespace(seed=1)
-    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data)
+    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data, epoch=3)
     policy, reference = engine.logprobs_before(batch)
     assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
     assert engine.seconds.keys() == {"time/logprobs"}
@@ -170,47 +168,6 @@ def test_the_tokens_to_train_are_counted_on_the_answers():
         tokens_to_train(given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=())
 
 
-VALUES = {"mismatch/k3": 2e-13, "entropy/mean": 0.2, "loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.52,
-          "selection/trained_tokens": 40}
-NOISY = VALUES | {"mismatch/k3": 1e-4, "aqn/sigma": 0.05, "aqn/expected_std": 0.05, "aqn/measured_std": 0.049}
-
-
-def checking_engine(noise=True, dtype="float32", **hardware_error):
-    """An engine that knows what `check` needs, in a run whose steps 11..20 of 20 have noise."""
-    engine = SimpleNamespace(noise=[], warned=set(), said=[], data=SimpleNamespace(train=SimpleNamespace(rows=[ROW])))
-    engine.recipe = SimpleNamespace(
-        run=SimpleNamespace(train_iters=20), batch=Batch(epochs=2), algorithm=Algorithm(kl_coefficient=0.1),
-        model=SimpleNamespace(dtype=dtype), noise=Noise(enabled=noise, num_stages=2),
-        hardware_error=HardwareError(**hardware_error))
-    engine.progress, engine.warn = SimpleNamespace(message=engine.said.append), partial(LocalEngine.warn, engine)
-    return engine
-
-
-@pytest.mark.parametrize("step, values, said", [
-    (10, VALUES, None), (11, NOISY, None), (10, {"reward/mean": 0.0}, None),  # a step that trained nothing
-    (11, VALUES, "sigma 0, its schedule says 0.05"), (10, NOISY, "its schedule says 0"),
-    (11, NOISY | {"aqn/measured_std": 0.1}, "put on twice"), (11, NOISY | {"mismatch/k3": 0.0}, "impossible"),
-    (10, VALUES | {"mismatch/k3": 7.7e-3}, "temperature"), (10, VALUES | {"loss/total": 0.48}, "backpropagated"),
-    (10, VALUES | {"selection/trained_tokens": 36}, "36 tokens were trained, and 20")])
-def test_a_step_that_cannot_be_right_stops_the_run(step, values, said):
-    engine = checking_engine()
-    tokens = 20 if "loss/total" in values else 0
-    if said is None:
-        LocalEngine.check(engine, step, values, tokens)
-    else:
-        with pytest.raises(EngineError, match=rf"(?s)^step {step} cannot be right:.*{said}"):
-            LocalEngine.check(engine, step, values, tokens)
-
-
-def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned_of_once():
-    far = VALUES | {"mismatch/k3": 7.7e-3}
-    LocalEngine.check(checking_engine(rollout=("gaussian",)), 10, far, 20)
-    engine = checking_engine(noise=False, dtype="bfloat16")
-    for step in (1, 2):
-        LocalEngine.check(engine, step, far, 20)
-    assert len(engine.said) == 1 and engine.said[0].startswith("Warning: k3 between")
-
-
 def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
     """A rollout engine that stops taking weights after step 4 ends the run at the next proof."""
     entry = dict(tensors=1, moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
@@ -226,7 +183,7 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
     data = SimpleNamespace(train=SimpleNamespace(rows=[ROW]))
     engine = LocalEngine(SimpleNamespace(run=Run(train_iters=8, prove_every=3)), SimpleNamespace(
         record=lambda **facts: recorded.append(facts["lora_proved_after"])), None,
-        SimpleNamespace(message=print), processes, data)
+        SimpleNamespace(message=print), processes, data, epoch=3)
     engine.sync_parts = 0
     for step in range(9):
         engine.sync(step)
@@ -252,19 +209,6 @@ def test_a_log_probability_of_the_trained_model_that_is_none_names_the_answer(tm
             TrainRank._check(rank, batch, logprobs)
 
 
-def test_the_warning_of_uneven_weights_comes_once():
-    said = []
-    engine = SimpleNamespace(recipe=SimpleNamespace(correction=Correction()), warned=set(),
-                             progress=SimpleNamespace(message=said.append))
-    engine.warn = partial(LocalEngine.warn, engine)
-    for sigma, size in ((0.0, 0.1), (0.01, 0.9), (0.01, 0.4), (0.01, 0.3)):
-        LocalEngine.warn_of_mismatch(engine, {"aqn/sigma": sigma, "mismatch/effective_sample_size": size})
-    assert len(said) == 1 and "effective sample size is 40% of the tokens" in said[0]
-    engine.recipe, engine.warned = SimpleNamespace(correction=Correction("token_tis")), set()
-    LocalEngine.warn_of_mismatch(engine, {"aqn/sigma": 0.01, "mismatch/effective_sample_size": 0.1})
-    assert len(said) == 1
-
-
 @pytest.mark.parametrize("state, position", [({"prompts_asked": 23}, 23), ({}, 5 * 4)])
 def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path, state, position):
     """A checkpoint from before the position was kept: each iteration had asked one batch."""
@@ -277,8 +221,8 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
                                 '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
     progress = SimpleNamespace(message=print)
     data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
-    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data), PromptOrder(10, seed=1)
+    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data, epoch=3), PromptOrder(10, seed=1)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
     unbroken.take(position)
-    assert engine.noise == [(0.05, 0.04)]  # is judged over the whole run
+    assert engine.checks.noise == [(0.05, 0.04)]  # is judged over the whole run
     assert engine.order.take(4) == unbroken.take(4)

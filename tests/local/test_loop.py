@@ -73,7 +73,7 @@ def loop(cls=LocalEngine, **parts):
                               log_rollouts=lambda *_: None)
     run = SimpleNamespace(record=lambda **_: None)
     processes = SimpleNamespace(on_rollouts=on_rollouts)
-    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data), calls
+    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data, 3), calls
 
 
 def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
@@ -147,14 +147,12 @@ class Watched(LocalEngine):
     def sync(self, step=0):
         self.done.append(("sync", step))
 
-    def check(self, step, values, tokens):
-        self.done.append(("check", step, values["loss/total"], tokens))
-
 
 def test_an_iteration_trains_then_syncs_then_checks_what_it_logged():
     engine, calls = loop(Watched)
     engine.ends = {EOS}
-    engine.warn_of_mismatch = lambda values: None
+    engine.checks = SimpleNamespace(check=lambda step, values, tokens: engine.done.append(
+        ("check", step, values["loss/total"], tokens)) or [])
     engine.iteration(4)
     assert engine.done == [("update", 10), ("sync", 4), ("check", 4, 0.5, 10)]
     step, values = calls[-1]

@@ -10,7 +10,7 @@ from mindspeed_qerl.recipe import keys
 CLASSES = {"megatron": ("megatron_config.py", "MegatronConfig"), "rl_config": ("rl_config.py", "RLConfig"),
            "generate_config": ("generate_config.py", "GenerateConfig")}
 # Upstream's defaults of these would be refused if a config set them; left out they do no harm: nothing obeys them.
-UNREAD = {"advantage_whiten", "beta", "do_sample", "token_level_loss", "tokenizer_name_or_path", "use_mcore_models"}
+UNREAD = {"advantage_whiten", "beta", "do_sample", "tokenizer_name_or_path", "use_mcore_models"}
 
 
 def initialiser(upstream, section):

@@ -1,9 +1,13 @@
 """Whole runs: three GRPO iterations of the real MindSpeed-RL, for each model family and layout."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from rehearsal import LAYERS, NOISY_NORMS, make_config, run_engine
+import yaml
+from rehearsal import LAYERS, NOISY_NORMS, environment, make_config, run_engine
 
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -64,6 +68,19 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     for target, entry in run.facts()["lora_movement"].items():
         assert entry["max_error"] <= entry["resolution"] and entry["lost"] < 0.01, target
         assert entry["moved"] == pytest.approx(entry["expected"], rel=0.01), target
+
+
+def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
+    config = make_config("qwen3", *tiny("qwen3"), tmp_path, npus=2, tp=1, infer_tp=2, samples=8)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    script = Path(__file__).with_name("lying_sync.py")
+    done = subprocess.run([sys.executable, script, tmp_path / "config.yaml"], check=False, capture_output=True,
+                          text=True, timeout=900, env=environment(upstream), cwd=tmp_path)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"the sync after step 1: linear_proj: the rollout engine's weights differ from base \+ "
+                     r"\(alpha/r\) B A by .* up to 100% of a tensor's move is lost", done.stderr), done.stderr[-3000:]
+    [run] = (tmp_path / "rehearsal").iterdir()
+    assert RunDirectory.open(run).status()["state"] == "failed"
 
 
 def test_a_rehearsal_of_a_config(upstream, tiny, tmp_path):
