@@ -17,7 +17,7 @@ MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
-LEAST_K3_PER_VARIANCE = 1e-4  # k3 / sigma^2; the lowest of 180 noisy steps of the quickstart is 6e-3
+LEAST_K3_PER_VARIANCE = 1e-4  # k3 / sigma^2; the lowest of 144 noisy steps of the quickstart is 6e-3
 LEAST_ENTROPY = 1e-3  # nats; a policy without choice has no k3
 NOISY_STEPS = 4  # after so many chance is small: one norm of 128 weights gives 1 +- 0.06 in a single step
 MOST_NOISE_OF_A_STEP = 1.5  # rounding gives up to 1.15 of any sigma (docs/faults.md), the rest is for chance

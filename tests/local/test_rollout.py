@@ -127,6 +127,24 @@ def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
             np.testing.assert_allclose(answer.logprobs, scored, atol=1e-5)
 
 
+def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(engine, model_dir):
+    """Those of transformers; an answer that was not cut off has its end token, one that was has all it may have."""
+    weights, prompts = changed_weights(model_dir), [row[:8] for row in sequences()]
+    sync(engine, weights)
+    completions, _ = engine.generate(prompts, 16, seed=4, sampling={**SAMPLING, "temperature": 2.0})
+    model, cut = reference_model(model_dir, weights), []
+    for prompt, group in zip(prompts, completions):
+        for answer in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1:-1]
+            expected = (logits / 2.0).log_softmax(-1)[range(len(answer.token_ids)), answer.token_ids]
+            np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
+            assert (answer.token_ids[-1] == 2) != answer.truncated
+            assert len(answer.token_ids) == SAMPLING["max_tokens"] or not answer.truncated
+            cut.append(answer.truncated)
+    assert set(cut) == {True, False}
+
+
 def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, model_dir):
     """Sampled by an engine that has no injector, then by one that has just sampled with noise."""
     sync(engine, changed_weights(model_dir))
