@@ -3,7 +3,7 @@ returns the sentence for what it cannot be, or None; `StepChecks` asks them of e
 faults that they were tried on."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,6 +183,28 @@ def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether every target moved so far that its arrival can be seen; arguments as `sync_faults`."""
     return all(entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values())
+
+
+def logprobs_fault(logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray,
+                   text: Callable[[np.ndarray], str]) -> str | None:
+    """Whether the log probabilities of the tokens to train are some; names the answer that has one that is none.
+
+    Args:
+        logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same shape; the token
+            that each speaks of. text: words for an answer's tokens.
+
+    >>> tokens = np.array([[7, 8, 9]])
+    >>> logprobs_fault(np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]]), tokens, str)[:81]
+    "the trained model gave nan as the log probability of token 2 of 2 of the answer '"
+    """
+    wrong = impossible(logprobs) & mask
+    if not wrong.any():
+        return None
+    row, column = np.argwhere(wrong)[0]
+    answer = text(tokens[row][mask[row]])[:200]
+    return (f"the trained model gave {logprobs[row, column]} as the log probability of token "
+            f"{mask[row, :column].sum() + 1} of {mask[row].sum()} of the answer {answer!r}: nothing "
+            "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl")
 
 
 def impossible(logprobs: np.ndarray) -> np.ndarray:

@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 import ray
-import torch
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
@@ -243,10 +242,6 @@ class RunObserver:
                             recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
         self.packed_rows = read_packed_rows(recipe.task.data_path)
         self.ends = {self.tokenizer.eos_token_id} - {None} | end_tokens(recipe.model.path)  # of an answer
-
-    def text(self, tokens: torch.Tensor) -> str:
-        """Of an answer, for a message."""
-        return self.tokenizer.decode(tokens)[:200]
 
     def started(self, ranks: list[dict[str, Any]]) -> None:
         """Names what is trained and what gets noise, once. ranks: QeRLWorker.describe() of each."""

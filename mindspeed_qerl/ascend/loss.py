@@ -5,6 +5,7 @@ each micro-batch (models/loss/grpo_actor_loss_func.py). Here algorithm/losses.py
 all ranks' micro-batches of the mini-batch have together.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from mindspeed_rl.models.loss.base_loss_func import BaseLossFunc
 from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
 from mindspeed_rl.utils.compute import get_parallel_state
 
+from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Metric, merge
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.tasks.prompts import text_of
 
 STAGE, ROLE = "ray_grpo", "actor"
 COLUMNS = ("rollout_log_prob", "trained")  # of the transfer dock, besides those that upstream's update asks for
@@ -49,7 +52,7 @@ class QeRLLoss(BaseLossFunc):
     def compute_loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor], forward_only: bool = False,
                      non_loss_data: bool = True, **kwargs: Any) -> tuple[torch.Tensor, dict] | torch.Tensor:
         """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no metrics: upstream would
-        take the mean of micro-batches of different lengths.
+        take the mean of micro-batches of different lengths. RuntimeError: a log probability is none.
 
         The schedule divides by the number of micro-batches, and the gradient is the mean over the data-parallel ranks
         (megatron/core/pipeline_parallel/schedules.py, distributed_data_parallel.py): both are undone here.
@@ -58,8 +61,12 @@ class QeRLLoss(BaseLossFunc):
             return self.compute_log_probs(output=output, batch=batch, **kwargs)[0]
         algorithm = self.recipe.algorithm
         logprobs, entropy = self.compute_log_probs(output=output, batch=batch, skip_entropy=False, **kwargs)
+        mask = trained_tokens(batch)
+        if fault := logprobs_fault(*(values.detach().cpu().numpy() for values in (logprobs, mask, batch["responses"])),
+                                   partial(text_of, self.recipe.model.path)):
+            raise RuntimeError(fault)
         inputs = LossInputs(logprobs, batch.get("old_log_prob", logprobs.detach()), batch["rollout_log_prob"],
-                            batch["advantages"][:, 0], trained_tokens(batch), batch["ref_log_prob"],
+                            batch["advantages"][:, 0], mask, batch["ref_log_prob"],
                             entropy if algorithm.entropy_coefficient else entropy.detach())
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
         self.parts.append(metrics)

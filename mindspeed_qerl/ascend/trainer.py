@@ -21,6 +21,7 @@ from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.lora.proof import join
+from mindspeed_qerl.tasks.prompts import text_of
 
 Answers = dict[str, list[torch.Tensor]]  # column of the transfer dock -> a tensor [length] for each answer
 
@@ -109,7 +110,7 @@ class QeRLTrainer(RayGRPOTrainer):
         logprobs = pad_sequence(answers["rollout_log_prob"], batch_first=True).numpy()
         if impossible(logprobs).any():
             row, place = np.argwhere(impossible(logprobs))[0]
-            text = self.observer.text(answers["responses"][row])
+            text = text_of(self.recipe.model.path, answers["responses"][row])[:200]
             raise EngineError(f"vLLM gave {logprobs[row, place]} as a log probability for token {place + 1} of the "
                               f"answer {text!r}: nothing can be trained on it")
         tokens = pad_sequence(answers["responses"], batch_first=True).numpy()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.algorithm.checks import impossible
+from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss, token_entropy, token_logprobs
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.families import read_shape
@@ -22,6 +22,7 @@ from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.seeds import derived_seed
+from mindspeed_qerl.tasks.prompts import text_of
 
 SUFFIXES = ("", ".exp_avg", ".exp_avg_sq")  # in checkpoints, of a factor and of AdamW's state, torch's names
 
@@ -129,18 +130,9 @@ class TrainRank:
 
     def _check(self, micro: Batch, logprobs: torch.Tensor) -> None:
         """RuntimeError that names the answer where a log probability of a token to train is none."""
-        wrong = impossible(logprobs.detach().cpu().numpy()) & micro.mask
-        if wrong.any():
-            row, column = np.argwhere(wrong)[0]
-            answer = micro.tokens[row, 1:][micro.mask[row]]
-            with contextlib.suppress(OSError, ValueError):  # a model without a tokenizer: token ids, then
-                from transformers import AutoTokenizer
-
-                answer = AutoTokenizer.from_pretrained(self.recipe.model.path).decode(answer)
-            raise RuntimeError(
-                f"the trained model gave {logprobs[row, column].item()} as the log probability of token "
-                f"{micro.mask[row, :column].sum() + 1} of {micro.mask[row].sum()} of the answer {str(answer)[:200]!r}"
-                ": nothing can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl")
+        if fault := logprobs_fault(logprobs.detach().cpu().numpy(), micro.mask, micro.tokens[:, 1:],
+                                   partial(text_of, self.recipe.model.path)):
+            raise RuntimeError(fault)
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:

@@ -61,3 +61,13 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
         raise ConfigError(f"{row.where}: its messages are a conversation, which has no plain form. Give a column "
                           "'prompt', or use a chat model and task.prompt=chat")
     return tokenizer.encode(row.prompt, add_special_tokens=False)
+
+
+def text_of(model_dir: str | Path, tokens: Any) -> str:
+    """Token ids in words, for a message; the numbers where the model has no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir).decode(tokens)
+    except (OSError, ValueError):
+        return str(tokens)

@@ -66,7 +66,8 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
     batch = {name: column[mine] for name, column in batch.items()}
     results = []
     for algorithm, correction in OPTIONS:
-        QeRLLoss.recipe = SimpleNamespace(algorithm=Algorithm(**algorithm), correction=Correction(**correction))
+        QeRLLoss.recipe = SimpleNamespace(algorithm=Algorithm(**algorithm), correction=Correction(**correction),
+                                          model=SimpleNamespace(path="nowhere"))
         loss, leaf, total = QeRLLoss(), shard.clone().requires_grad_(), 0.0
         loss.start(batch)
         parts = list(zip(leaf.split(micro_batch), *(column.split(micro_batch) for column in batch.values())))

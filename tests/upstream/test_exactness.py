@@ -244,8 +244,12 @@ def test_rewards_and_advantages(probe):
     assert [row["reward"] for row in batch] == [1.0 * score for score in right]
     assert 0 < sum(right) < len(right)
     rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(-1, SAMPLES)
-    expected = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
-    for row, advantage in zip(batch, expected):
+    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    if probe.options is DR_GRPO:
+        expected = rewards - rewards.mean(1, keepdim=True)
+    if probe.options is RLOO:
+        expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / (SAMPLES - 1)
+    for row, advantage in zip(batch, expected.flatten()):
         assert torch.allclose(row["advantages"].double(), advantage.expand(len(row["response"])))
 
 

@@ -60,7 +60,8 @@ def make(monkeypatch):
         batches = iter(batches)
         dock.columns |= next(batches)
         metrics = SimpleNamespace(metric={"timing/rollout": [2, 1]})
-        trainer.recipe = SimpleNamespace(algorithm=algorithm or Algorithm(), selection=Selection(**selection))
+        trainer.recipe = SimpleNamespace(model=SimpleNamespace(path="nowhere"), algorithm=algorithm or Algorithm(),
+                                         selection=Selection(**selection))
         trainer.transfer_dock, trainer.dataset_additional_keys = dock, ["labels"]
         trainer.n_samples_per_prompt, trainer.global_batch_size = N, PROMPTS
         trainer.batches_asked, trainer.values, trainer.tokens = 5, {}, 0
@@ -79,7 +80,7 @@ def make(monkeypatch):
 
         trainer.actor_worker = SimpleNamespace(generate_sequences=generate_sequences)
         trainer.reward_list = [SimpleNamespace(compute_rm_score=Remote(lambda: None))]
-        trainer.observer = SimpleNamespace(step=6, ends={EOS}, text=lambda tokens: "TEXT",
+        trainer.observer = SimpleNamespace(step=6, ends={EOS},
                                            progress=SimpleNamespace(message=said.append))
         return trainer, dock, said
     return build
@@ -149,7 +150,7 @@ def test_answers_that_were_cut_off_count_in_their_group_and_are_not_trained(make
 def test_a_log_prob_that_is_none_names_the_answer(make, logprob):
     trainer, _, _ = make([answers([1, 0, 1, 0], logprob=logprob)])
     with pytest.raises(EngineError, match=rf"vLLM gave {logprob} as a log probability for token 1 of the answer "
-                                          "'TEXT'"):
+                                          r"'tensor\(\[5, 3\]\)'"):
         trainer.compute_advantage()
 
 
