@@ -16,6 +16,7 @@ from mindspeed_qerl.recipe.types import Algorithm, Recipe
 MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
+MOST_K3_ROUTED = 0.5  # bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model (docs/faults.md)
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
 LEAST_K3_PER_VARIANCE = 1e-4  # k3 / sigma^2; the lowest of 144 noisy steps of the quickstart is 6e-3
 LEAST_ENTROPY = 1e-3  # nats; a policy without choice has no k3
@@ -30,7 +31,8 @@ DIFFERENT = ("Usual causes: the temperature of sampling is missing in the traine
              "stayed on")
 
 
-def mismatch_fault(k3: float, noise: float, entropy: float, dtype: str, other_arithmetic: bool) -> str | None:
+def mismatch_fault(k3: float, noise: float, entropy: float, dtype: str, other_arithmetic: bool,
+                   routed: bool = False) -> str | None:
     """Whether k3, from the policy that sampled to the one that is trained, before its update, can be true.
 
     Noise off: not above the bound of the dtype, if nothing computes as other hardware would. Noise on: not what
@@ -39,13 +41,14 @@ def mismatch_fault(k3: float, noise: float, entropy: float, dtype: str, other_ar
     Args:
         k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers, 0 for none.
         entropy: `entropy/mean`, nats. dtype: "float32" or "bfloat16". other_arithmetic: one of the two sides is
-            meant to compute otherwise (hardware_error), so that only the lower bound holds.
+            meant to compute otherwise (hardware_error), so that only the lower bound holds. routed: the model has
+            experts.
 
     >>> mismatch_fault(2e-13, noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
     >>> mismatch_fault(7.7e-3, noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)[:66]
     'k3 between the policy that sampled and the one that is trained is '
     """
-    most = MOST_K3 if dtype == "float32" else MOST_K3_BF16
+    most = MOST_K3 if dtype == "float32" else MOST_K3_ROUTED if routed else MOST_K3_BF16
     if not noise and not other_arithmetic and not k3 <= most:  # NaN is not <= either
         return (f"{BETWEEN} is {k3:.3g} nats per token with the noise off, in {dtype} at most {most:g} is rounding. "
                 f"{DIFFERENT}")
@@ -219,13 +222,16 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 class StepChecks:
     """The checks of one run, step by step, with what they keep: the noise so far, and what was warned of."""
 
-    def __init__(self, recipe: Recipe, epoch: int, earlier: Iterable[Mapping[str, float]] = ()):
-        """epoch: steps of one pass over the training rows. earlier: the metrics of the steps before a resume."""
-        self.recipe, self.epoch = recipe, epoch
-        # standard deviation of each step with noise, expected and measured
+    def __init__(self, recipe: Recipe, epoch: int, routed: bool):
+        """epoch: steps of one pass over the training rows. routed: the model has experts."""
+        self.recipe, self.epoch, self.routed = recipe, epoch, routed
+        self.noise: list[tuple[float, float]] = []  # std of each step with noise, expected and measured
+        self.warned: set[str] = set()
+
+    def resume(self, earlier: Iterable[Mapping[str, float]]) -> None:
+        """Take up the metrics of the steps before this start."""
         self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"])
                       for row in earlier if row.get("aqn/expected_std")]
-        self.warned: set[str] = set()
 
     def check(self, step: int, values: Mapping[str, float], tokens: int) -> list[str]:
         """New warnings, each once a run; EngineError for numbers that cannot be true.
@@ -243,7 +249,7 @@ class StepChecks:
         if tokens:
             k3, hardware = values["mismatch/k3"], recipe.hardware_error
             other = bool(hardware.rollout or hardware.training)
-            faults += [mismatch_fault(k3, noise, values["entropy/mean"], dtype, other),
+            faults += [mismatch_fault(k3, noise, values["entropy/mean"], dtype, other, self.routed),
                        loss_fault(values, recipe.algorithm),
                        tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs)]
             warnings["mismatch"] = mismatch_warning(k3, noise, dtype, other)

@@ -235,8 +235,9 @@ class RunObserver:
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.step = 0  # the last one
         self.is_proved = False  # that LoRA reaches vLLM
-        self.checks = StepChecks(recipe, epoch_steps(recipe),
-                                 read_jsonl(run.metrics_file) if recipe.run.resume else ())
+        self.checks = StepChecks(recipe, epoch_steps(recipe), read_shape(recipe.model.path).moe)
+        if recipe.run.resume:
+            self.checks.resume(read_jsonl(run.metrics_file))
         self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
         self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
                             recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)

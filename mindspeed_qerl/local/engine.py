@@ -59,21 +59,20 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         run.record(aqn_restart_every=epoch)
     progress.phase("starting engines")
     with launch(recipe, run, epoch) as processes:
-        LocalEngine(recipe, run, metrics, progress, processes, data, epoch).train()
+        checks = StepChecks(recipe, epoch, read_shape(recipe.model.path).moe)
+        LocalEngine(recipe, run, metrics, progress, processes, data, checks).train()
 
 
 class LocalEngine:
     """The loop, and what it keeps between iterations: the position in the data, and whether the sync is proved."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress,
-                 processes: Processes, data: Data, epoch: int):
-        """epoch: iterations of one pass over the training rows."""
+                 processes: Processes, data: Data, checks: StepChecks):
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
-        self.processes, self.data = processes, data
+        self.processes, self.data, self.checks = processes, data, checks
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
-        self.checks = StepChecks(recipe, epoch)
         self.proved = False
 
     @cached_property
@@ -276,7 +275,7 @@ class LocalEngine:
         self.processes.on_ranks("restore", str(folder), iteration, self.updates)
         # before it was written there, each iteration asked one batch
         self.order.position = state.get("prompts_asked", iteration * self.recipe.batch.global_batch_size)
-        self.checks = StepChecks(self.recipe, self.checks.epoch, read_jsonl(self.run.metrics_file))
+        self.checks.resume(read_jsonl(self.run.metrics_file))
         self.progress.message(f"Resumes after step {iteration}")
         return iteration
 

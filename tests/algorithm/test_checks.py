@@ -23,6 +23,7 @@ NORMAL = dict(noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
     (2e-13, {}, None), (9e-7, {}, None), (1.1e-6, {}, "stale sync"), (math.nan, {}, "nan nats"),
     (7.7e-3, {"other_arithmetic": True}, None), (7.7e-3, {"noise": 0.05}, None),
     (1.9e-3, {"dtype": "bfloat16"}, None), (0.116, {"dtype": "bfloat16"}, "in bfloat16 at most 0.05"),
+    (0.116, {"dtype": "bfloat16", "routed": True}, None), (1.1, {"dtype": "bfloat16", "routed": True}, "at most 0.5"),
     (0.0, {}, None), (0.0, {"noise": 0.05}, "impossible"), (2e-13, {"noise": 5e-4}, "come from the sampler"),
     (0.0, {"noise": 0.05, "other_arithmetic": True, "dtype": "bfloat16"}, "impossible"),
     (3e-9, {"noise": 5e-4}, None), (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
@@ -144,7 +145,7 @@ def checks_of(noise=True, dtype="float32", correction="none", **hardware_error):
     return StepChecks(SimpleNamespace(
         run=Run(train_iters=20), batch=Batch(epochs=2), algorithm=Algorithm(kl_coefficient=0.1),
         model=SimpleNamespace(dtype=dtype), noise=Noise(enabled=noise, num_stages=2),
-        correction=Correction(correction), hardware_error=HardwareError(**hardware_error)), epoch=5)
+        correction=Correction(correction), hardware_error=HardwareError(**hardware_error)), epoch=5, routed=False)
 
 
 @pytest.mark.parametrize("step, values, said", [
@@ -182,4 +183,6 @@ def test_the_warning_of_uneven_weights_comes_once():
 def test_the_noise_before_a_resume_is_judged_with_what_follows():
     rows = [{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0},
             {"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}, {"step": 6}]
-    assert StepChecks(None, 5, rows).noise == [(0.05, 0.04)]
+    of_run = StepChecks(None, 5, routed=True)
+    of_run.resume(rows)
+    assert of_run.noise == [(0.05, 0.04)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch as TokenBatch
 from mindspeed_qerl.local.batch import PromptOrder
@@ -105,7 +106,7 @@ def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
     processes = SimpleNamespace(ranks=ranks, gather=lambda calls: list(calls.values()))
     data = SimpleNamespace(train=SimpleNamespace(rows=range(8)))
     asked.run = SimpleNamespace(seed=1)
-    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data, epoch=3)
+    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data, None)
     policy, reference = engine.logprobs_before(batch)
     assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
     assert engine.seconds.keys() == {"time/logprobs"}
@@ -183,7 +184,7 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
     data = SimpleNamespace(train=SimpleNamespace(rows=[ROW]))
     engine = LocalEngine(SimpleNamespace(run=Run(train_iters=8, prove_every=3)), SimpleNamespace(
         record=lambda **facts: recorded.append(facts["lora_proved_after"])), None,
-        SimpleNamespace(message=print), processes, data, epoch=3)
+        SimpleNamespace(message=print), processes, data, None)
     engine.sync_parts = 0
     for step in range(9):
         engine.sync(step)
@@ -221,7 +222,8 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
                                 '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
     progress = SimpleNamespace(message=print)
     data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
-    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data, epoch=3), PromptOrder(10, seed=1)
+    checks = StepChecks(recipe, 3, routed=True)
+    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data, checks), PromptOrder(10, seed=1)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
     unbroken.take(position)
     assert engine.checks.noise == [(0.05, 0.04)]  # is judged over the whole run

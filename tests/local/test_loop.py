@@ -73,7 +73,7 @@ def loop(cls=LocalEngine, **parts):
                               log_rollouts=lambda *_: None)
     run = SimpleNamespace(record=lambda **_: None)
     processes = SimpleNamespace(on_rollouts=on_rollouts)
-    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data, 3), calls
+    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data, None), calls
 
 
 def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
