@@ -93,7 +93,6 @@ def test_each_family_is_accepted(raw, family):
     ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
     ("run.resume", "somewhere", "run.resume needs actor_config.load"),
     ("eval.every", 0, "eval.every = 0 must be at least 1"),
-    ("rollout_correction.method", "token_tis", "rollout_correction.method = 'token_tis' must be 'none'"),
     ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
     ("rl_config.overlong_buffer_enable", True,
      "overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens"),
@@ -105,6 +104,29 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     with pytest.raises(ConfigError) as refused:
         checked(config)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"filter_groups_train_batch_size": 2, "mini_batch_size": 2},
+     r"filter_groups_train_batch_size = 2 must be megatron_training\.global_batch_size = 4, or left out"),
+    ({"filter_groups_metric": "gsm8k", "verifier_function": ["gsm8k", "format"], "verifier_weight": [1.0, 1.0]},
+     r"filter_groups_metric = 'gsm8k' with several verifiers must be left out")])
+def test_dynamic_sampling_that_the_transfer_dock_has_no_room_for(raw, changes, message):
+    config = raw()
+    config["rl_config"] |= {"filter_groups_enable": True}
+    checked(config)
+    config["rl_config"] |= changes
+    with pytest.raises(ConfigError, match=message):
+        checked(config)
+
+
+def test_upstream_filters_and_costs_nothing_itself(raw):
+    """The selection is ours: upstream's own keys for it have their defaults in what it is given."""
+    config = raw()
+    config["rl_config"] |= {"filter_groups_enable": True, "overlong_buffer_enable": True, "overlong_buffer": 4}
+    recipe, *_ = checked(config)
+    given = settings.upstream_sections(recipe)["rl_config"]
+    assert not given["filter_groups_enable"] and not given["overlong_buffer_enable"]
 
 
 def test_tensor_parallel_experts_need_sequence_parallelism(raw):
