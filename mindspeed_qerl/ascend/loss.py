@@ -5,6 +5,7 @@ each micro-batch (models/loss/grpo_actor_loss_func.py). Here algorithm/losses.py
 all ranks' micro-batches of the mini-batch have together.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,12 +87,40 @@ class QeRLActor(Actor):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         step = self.optimizer.step
-        self.optimizer.step = lambda: step() if self.loss_func.divisor else (True, 0.0, 0)
+
+        def step_if_trained() -> tuple[bool, float, int]:
+            if self.loss_func.divisor:
+                return step()
+            if not all(inner.state for inner in _inner(self.optimizer)):
+                make_state(self.optimizer, step)
+            return True, 0.0, 0
+
+        self.optimizer.step = step_if_trained
 
     def _forward_backward_batch(self, batch: dict[str, torch.Tensor], forward_only: bool = False) -> list:
         if not forward_only:
             self.loss_func.start(batch)
         return super()._forward_backward_batch(batch, forward_only)
+
+
+def make_state(optimizer: Any, step: Callable[[], Any]) -> None:
+    """AdamW's moments before its first update, which a checkpoint must have (distrib_optimizer.py:1007): by a `step`
+    on gradients of 0 with a learning rate of 0, which is then forgotten."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+    for inner in _inner(optimizer):
+        for counted in (*inner.param_groups, *inner.state.values()):
+            if "step" in counted:
+                counted["step"] = counted["step"] * 0
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    """torch's optimizers in Megatron's."""
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 def install(recipe: Recipe) -> None:

@@ -16,8 +16,8 @@ from mindspeed_qerl.runs.metrics import read_jsonl
 LAYOUTS = [dict(npus=2, ep=2, infer_ep=2), dict(npus=2, tp=2, ep=1, infer_ep=2)]
 DYNAMIC = {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_max_batches": 3,
            "rl_config.use_kl_in_reward": True, "rl_config.init_kl_coef": 0.01}
-MASKED = {"algorithm": {"mask_truncated_completions": True}, "rl_config.mini_batch_size": 2,
-          "rollout_correction": {"method": "token_tis"}}
+GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean"}, "rl_config.mini_batch_size": 2,
+        "rollout_correction": {"method": "token_tis"}}
 
 
 def numbers(run: RunDirectory) -> list[dict]:
@@ -26,7 +26,7 @@ def numbers(run: RunDirectory) -> list[dict]:
     return [{name: value for name, value in row.items() if "tim" not in name and "tps" not in name} for row in rows]
 
 
-@pytest.mark.parametrize("layout, options", zip(LAYOUTS, (DYNAMIC, MASKED)), ids=["ep2", "tp2"])
+@pytest.mark.parametrize("layout, options", zip(LAYOUTS, (DYNAMIC, GSPO)), ids=["ep2", "tp2"])
 def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
     model, data = tiny("qwen3_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout["ep"])
@@ -83,6 +83,21 @@ def check_selection(run: RunDirectory) -> None:
         assert row["loss/kl"] == 0 and "reward/kl" in row
     left = json.loads((run.checkpoints_dir / "iter_0000002" / "data.json").read_text())
     assert left == {"batches_asked": sum(batches[:2])}
+
+
+def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny, tmp_path):
+    """Every answer is cut off after its first token, and those are not trained; AdamW has made no step yet."""
+    changes = {"algorithm": {"mask_truncated_completions": True}, "actor_config.weight_decay": 0.1,
+               "generate_config.sampling_config.max_tokens": 1}
+    config = make_config("qwen3", *tiny("qwen3"), tmp_path, npus=2, infer_tp=2, train_iters=1, changes=changes)
+    done = run_engine(config, upstream, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Warning: step 1 trains nothing: every answer was cut off" in done.stdout
+    run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
+    adapters = load_adapters(run.checkpoints_dir, 1).weights
+    assert adapters and not any(b.any() for _, b in adapters.values())
+    [row] = read_jsonl(run.metrics_file)
+    assert "loss/total" not in row and row["grad_norm"] == 0 and row["response/truncated_fraction"] == 1
 
 
 def test_what_cannot_be_resumed_is_refused(upstream, tiny, tmp_path):
