@@ -67,7 +67,7 @@ def mismatch_warning(k3: float, noise: float, dtype: str, other_arithmetic: bool
     if noise or other_arithmetic or dtype == "float32" or k3 <= UNUSUAL_K3_BF16:
         return None
     return (f"{BETWEEN} is {k3:.3g} nats per token with the noise off; two correct implementations in {dtype} stay "
-            f"below {UNUSUAL_K3_BF16:g}. {DIFFERENT}")
+            f"below {UNUSUAL_K3_BF16:g}, unless rounding sends many tokens to other experts. {DIFFERENT}")
 
 
 def loss_fault(metrics: Mapping[str, float], algorithm: Algorithm) -> str | None:
