@@ -18,7 +18,7 @@ from mindspeed_rl.utils.compute import get_parallel_state
 
 from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
-from mindspeed_qerl.algorithm.metrics import Metric, merge
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks.prompts import text_of
 
@@ -70,10 +70,15 @@ class QeRLLoss(BaseLossFunc):
                             batch["advantages"][:, 0], mask, batch["ref_log_prob"],
                             entropy if algorithm.entropy_coefficient else entropy.detach())
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
-        self.parts.append(metrics)
+        if not self.divisor:
+            self.parts.append(metrics)
+            return total * 0.0, {}
         micro_batches = self.answers / kwargs["actual_micro_batch_size"]
-        ranks = get_parallel_state().get_data_parallel_world_size()
-        return total * (micro_batches * ranks / self.divisor if self.divisor else 0.0), {}
+        scale = micro_batches * get_parallel_state().get_data_parallel_world_size() / self.divisor
+        trained = total * scale
+        # logged is what is trained
+        self.parts.append(metrics | {"loss/total": Mean(trained.item() / scale, metrics["loss/total"].count)})
+        return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
         """Of all micro-batches of this rank since the last call."""
