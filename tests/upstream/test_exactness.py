@@ -308,7 +308,9 @@ def test_the_local_engine_computes_the_same(probe):
     for name in compared:
         value, in_bf16, actual = exact["metrics"][name], rounded["metrics"][name], probe.metrics[name]
         print(f"{name:45} {value:12.6f} bf16 {in_bf16:12.6f} NPU {actual:12.6f}")
-        assert abs(actual - value) <= 2 * abs(in_bf16 - value) + 0.02 * abs(value) + 1e-3, name
+        # a maximum is one token's, whose log-prob moves by more in bfloat16 than the mean of all
+        share = 0.05 if "max" in name else 0.02
+        assert abs(actual - value) <= 2 * abs(in_bf16 - value) + share * abs(value) + 1e-3, name
     if probe.family == "qwen3_moe" and not probe.options:
         assert probe.metrics["clip_fraction_low"] > 0 and probe.metrics["clip_fraction_high"] > 0
 
