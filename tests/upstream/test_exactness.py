@@ -305,12 +305,14 @@ def test_the_local_engine_computes_the_same(probe):
     compare_gradients(probe, exact["gradients"], rounded["gradients"], "the local engine")
     compared = [name for name in exact["metrics"] if name in probe.metrics and not name.startswith(("time/", "lr"))]
     assert {"loss/total", "loss/kl", "entropy/mean", "mismatch/k3", "clip_fraction_high", "grad_norm"} < set(compared)
+    tokens = int(probe.experience["response_length"].sum())
     for name in compared:
         value, in_bf16, actual = exact["metrics"][name], rounded["metrics"][name], probe.metrics[name]
         print(f"{name:45} {value:12.6f} bf16 {in_bf16:12.6f} NPU {actual:12.6f}")
-        # a maximum is one token's, whose log-prob moves by more in bfloat16 than the mean of all
+        # bfloat16 moves a maximum, which is one token's, by more than a mean, and a few tokens over the clip's edge
         share = 0.05 if "max" in name else 0.02
-        assert abs(actual - value) <= 2 * abs(in_bf16 - value) + share * abs(value) + 1e-3, name
+        count = 3 / tokens if "fraction" in name else 1e-3
+        assert abs(actual - value) <= 2 * abs(in_bf16 - value) + share * abs(value) + count, name
     if probe.family == "qwen3_moe" and not probe.options:
         assert probe.metrics["clip_fraction_low"] > 0 and probe.metrics["clip_fraction_high"] > 0
 
