@@ -217,6 +217,12 @@ ROLLOUT = (
          lambda it, p: p.shape.moe and it.infer_tp * it.infer_ep > 1 and not it.enable_expert_parallel
          and f"enable_expert_parallel must be true for a mixture of experts with infer TP {it.infer_tp} x EP "
          f"{it.infer_ep}: the sync deals whole experts to vLLM's ranks"),
+    Rule("shared_expert_is_summed", "vllm-ascend vllm_ascend/ops/register_custom_ops.py:231",
+         "A model with a shared expert has infer TP 1: its columns would be computed on infer TP ranks, and where "
+         "tokens go to experts by MC2 or all-to-all (910C) nobody adds the ranks' parts. vLLM answers on, wrongly.",
+         lambda it, p: it.infer_tp > 1 and p.shape.shared_expert_intermediate_size and
+         f"infer TP {it.infer_tp} with a shared expert: vllm-ascend leaves its parts unsummed on a 910C, and every "
+         "answer is wrong; infer TP must be 1 (infer EP may be more)"),
     Rule("two_ranks", f"{PARALLEL_STATE}:80",
          "There are at least 2 NPUs: the groups that vLLM's ranks are found by are not made for one.",
          lambda it, p: it.world == 1 and
