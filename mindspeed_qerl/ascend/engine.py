@@ -52,7 +52,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
 
         environment |= emulation.environment(recipe.layout.world)
         sys.path.insert(0, str(emulation.STAND_INS))
-    for warning in check_upstream(recipe.emulate_npu):
+    for warning in check_upstream():
         progress.message(f"Warning: {warning}")
     if recipe.noise.restart_every == "epoch":
         run.record(aqn_restart_every=epoch_steps(recipe))
@@ -82,15 +82,14 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         private_ray.stop()
 
 
-def check_upstream(emulated: bool) -> list[str]:
+def check_upstream() -> list[str]:
     """Warnings of another version than the pin; EngineError if upstream is missing or not what we rely on
     (contract.py)."""
-    needed = [package for package in PINS if not (emulated and package == "vllm_ascend")]  # emulated: a stand-in
     copies = installed()
-    if missing := [PINS[package].title for package in needed if package not in copies]:
+    if missing := [pin.title for package, pin in PINS.items() if package not in copies]:
         raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their "
                           "checkouts on PYTHONPATH (docs/ascend.md)")
-    return require(check({package: copies[package] for package in needed}))
+    return require(check(copies))
 
 
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:

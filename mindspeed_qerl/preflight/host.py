@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
+from mindspeed_qerl.emulation import CANN_VERSIONS
 from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.layout.memory import adapter_weights, settings_of, training_weights
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
@@ -155,3 +156,19 @@ def cann(machine: Machine, case: Case) -> Iterator[Check]:
                     f"export PYTHONPATH=$PYTHONPATH:{home}/python/site-packages")
     else:
         yield Check("CANN's paths", PASSED, f"ASCEND_HOME_PATH={home}, acl is importable")
+        yield cann_version(machine, home)
+
+
+def cann_version(machine: Machine, home: str) -> Check:
+    """What torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71): vllm-ascend chooses code
+    by it."""
+    files = machine.glob(f"{home}/ascend_*_install.info") + machine.glob(f"{home}/*/ascend_*_install.info")
+    texts = [machine.read(file) or "" for file in files]
+    found = next((match[1] for text in texts if (match := re.search(r"^version=(\S+)", text, re.MULTILINE))), None)
+    tested = " and ".join(CANN_VERSIONS)
+    if found in CANN_VERSIONS:
+        return Check("CANN's version", PASSED, f"{found}, one that vllm-ascend was run for on emulated NPUs")
+    return Check("CANN's version", WARNING,
+                 f"{found or 'not in any ascend_*_install.info below ASCEND_HOME_PATH'}; vllm-ascend was run for "
+                 f"{tested} on emulated NPUs, and chooses code by this version",
+                 f"docs/ascend.md, Install: CANN {CANN_VERSIONS[0]}")

@@ -65,7 +65,7 @@ def _not_proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], unused: Se
     yield ("The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about "
            "accuracy.")
     if engine_of(recipe).UPSTREAM:
-        yield "The real vllm-ascend: the emulation dresses vLLM's CPU build."
+        yield "vllm-ascend's kernels: its real code ran, on torch formulas for them (docs/emulation.md)."
         return
     yield ("Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true the same rehearsal "
            "runs upstream's own.")

@@ -91,6 +91,7 @@ class Box:
     disk: int = 2 * 10**12
     taken: tuple[int, ...] = ()
     panic: str = "0\n"
+    cann: str | None = "8.5.0"
     packages: dict[str, str] = field(default_factory=lambda: dict(PACKAGES))
     python_version: tuple[int, int] = (3, 11)
     reports: list[Report] = field(default_factory=lambda: [at_the_pin(package) for package in PINS])
@@ -111,10 +112,14 @@ class Box:
     def glob(self, pattern):
         if pattern.startswith("/dev/davinci"):
             return [f"/dev/davinci{i}" for i in range(self.davinci)]
+        if pattern == f"{self.environment.get('ASCEND_HOME_PATH')}/*/ascend_*_install.info":
+            return ["ascend_toolkit_install.info"] if self.cann else []
         return [JEMALLOC] if pattern in (JEMALLOC, "/usr/lib/*/libjemalloc.so.2") else []
 
     def read(self, path):
-        return {"/proc/sys/vm/panic_on_oom": self.panic}.get(path)
+        return {"/proc/sys/vm/panic_on_oom": self.panic,
+                "ascend_toolkit_install.info": f"package_name=Ascend-cann-toolkit\nversion={self.cann}\narch=aarch64\n"
+                }.get(path)
 
     def version(self, distribution):
         return self.packages.get(distribution)
@@ -373,6 +378,9 @@ def test_a_table_of_npu_smi_in_another_form(ready):
      "which is not there", JEMALLOC),
     ({"environment": {"LD_PRELOAD": JEMALLOC}}, "CANN's paths", FAILED, "set_env.sh was not sourced",
      "source /usr/local/Ascend"),
+    ({"cann": "8.2.RC1"}, "CANN's version", WARNING, "8.2.RC1; vllm-ascend was run for 8.5.0 and 8.3.RC1",
+     "CANN 8.5.0"),
+    ({"cann": None}, "CANN's version", WARNING, "not in any ascend_*_install.info", "CANN 8.5.0"),
     ({"packages": {**PACKAGES, "triton-ascend": "3.2.0"}}, "triton-ascend", WARNING, "3.2.0",
      "pip uninstall --yes triton-ascend"),
     ({"packages": {**PACKAGES, "vllm": "0.11.1"}}, "vllm", FAILED, "0.11.1 is installed, the pin is 0.11.0",
@@ -469,13 +477,13 @@ def test_upstream(ready):
     assert not_passed(look(ready, Box(reports=[rl, second, mindspeed, *others]))) == {"MindSpeed-LLM": WARNING}
 
 
-def test_a_stand_in_for_vllm_ascend_is_not_compared(ready):
+def test_vllm_ascend_is_compared_on_emulated_npus_too(ready):
     *others, vllm_ascend = Box().reports
-    stand_in = replace(vllm_ascend, content="another",
-                       findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone", "", 0)])
-    box = Box(smi=None, davinci=0, acl=None, reports=[*others, stand_in])
-    assert "vllm-ascend" not in not_passed(look({**ready, "emulate_npu": True}, box))
-    assert not_passed(look(ready, Box(reports=[*others, stand_in]))) == {"vllm-ascend": FAILED}
+    changed = replace(vllm_ascend, content="another",
+                      findings=[Finding("vllm_ascend/x.py", "f", "we read it", "gone", "", 0)])
+    box = Box(smi=None, davinci=0, acl=None, reports=[*others, changed])
+    assert not_passed(look({**ready, "emulate_npu": True}, box))["vllm-ascend"] == FAILED
+    assert not_passed(look(ready, Box(reports=[*others, changed]))) == {"vllm-ascend": FAILED}
 
 
 def test_the_versions_are_those_of_the_guide():
