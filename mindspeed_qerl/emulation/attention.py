@@ -86,7 +86,7 @@ def npu_fusion_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden = _hidden(q.shape[2], k.shape[2], atten_mask, sparse_mode, pre_tockens, next_tockens)
-        return _softmax_attention(q, k, v, hidden, scale)
+        return softmax_attention(q, k, v, scale, hidden=hidden)
 
     if input_layout == "TND":
         if atten_mask is not None and sparse_mode < 2:
@@ -131,15 +131,22 @@ def _hidden(s1: int, s2: int, mask: Tensor | None, sparse_mode: int, before: int
     return {0: mask.bool() | outside, 1: mask.bool()}[sparse_mode] if sparse_mode < 2 else outside
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor,
-                       Tensor]:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, hidden: Tensor | None = None,
+                      added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of (B, N, S, D) tensors, computed in float32 (float64 for float64); with the softmax's maximum and
-    sum."""
+    sum.
+
+    Args:
+        hidden: (S1, S2), or what can be broadcast to (B, N, S1, S2): True where a query does not see a key.
+        added: of the same shape, added to scale * Q K^T.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q.to(wide) @ k.transpose(-1, -2) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(wide).min)
+    if added is not None:
+        scores = scores + added
     maximum = scores.amax(-1, keepdim=True)
     total = (scores - maximum).exp().sum(-1, keepdim=True)
     out = (F.softmax(scores, -1) @ v).to(q.dtype)

@@ -10,17 +10,8 @@ from types import SimpleNamespace
 import torch.library
 import torch.utils.cpp_extension
 
-from mindspeed_qerl.emulation import operators
-
-
-def not_emulated(name: str):
-    """A function that raises NotImplementedError naming itself: for what may be read but not called."""
-
-    def raise_error(*args, **kwargs):
-        raise NotImplementedError(f"{name} is not emulated (docs/emulation.md)")
-
-    return raise_error
-
+from mindspeed_qerl.emulation import not_emulated, operators
+from mindspeed_qerl.emulation.formats import converting
 
 _GMM = SimpleNamespace(
     npu_gmm=operators.npu_gmm,
@@ -40,6 +31,8 @@ EXTENSIONS = {
     "algorithm": SimpleNamespace(reuse_data_ptr=not_emulated("reuse_data_ptr (reuse_fp32_param)")),
 }
 
+CPU_LIBRARIES = ("mindspeed", "vllm")  # whose kernels for NPU tensors are Python, and run on CPU tensors
+
 
 def load(name, *args, **kwargs):
     """Stands for torch.utils.cpp_extension.load.
@@ -54,17 +47,17 @@ def load(name, *args, **kwargs):
 
 
 def install() -> None:
-    """Answer cpp_extension.load, and register the kernels of library "mindspeed" for CPU tensors. A second call does
-    nothing."""
+    """Answer cpp_extension.load, and register kernels of `CPU_LIBRARIES` for CPU tensors. A second call does nothing.
+    """
     if torch.utils.cpp_extension.load is load:
         return
-    real_impl = torch.library.impl
+    real_impl = torch.library.Library.impl
     cpu_key = {"PrivateUse1": "CPU", "AutogradPrivateUse1": "AutogradCPU"}
 
-    def impl(lib, name, dispatch_key="", **kwargs):
-        if getattr(lib, "ns", "") == "mindspeed":
+    def impl(self, op_name, fn, dispatch_key="", **kwargs):
+        if self.ns in CPU_LIBRARIES:
             dispatch_key = cpu_key.get(dispatch_key, dispatch_key)
-        return real_impl(lib, name, dispatch_key, **kwargs)
+        return real_impl(self, op_name, converting(fn) if self.ns in CPU_LIBRARIES else fn, dispatch_key, **kwargs)
 
-    torch.library.impl = impl
+    torch.library.Library.impl = impl
     torch.utils.cpp_extension.load = load

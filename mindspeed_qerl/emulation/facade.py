@@ -11,27 +11,32 @@ a tensor is doing nothing, and work is finished when the call returns.
 | Tensor.type() | "torch.npu.FloatTensor", as torch_npu says |
 | streams and events | objects that do nothing; time between events is 0 |
 | random numbers | one generator: the device's seed and state are the CPU's |
-| memory | nothing allocated, 64 GiB in all |
-| process groups hccl and nccl | gloo; their options are dropped |
-| batch_isend_irecv with oneself as peer | a copy, which gloo cannot do and HCCL can |
+| memory | 2 GiB in all, so that vLLM's share for its cache stays small; each question costs a page of it |
+| process groups hccl and nccl | gloo; their options are dropped; `get_hccl_comm_name` is a name that mc2.py knows |
+| batch_isend_irecv with oneself as peer, all_gather of different lengths | as HCCL does |
+| histc of integers | as CANN does |
+| kernels for NPU tensors (PrivateUse1) of the libraries vllm and mindspeed | kernels for CPU tensors |
 | anything else of torch.cuda | torch's own answer, usually an error that says CUDA is missing |
 
-`Tensor.device` stays "cpu". `torch.device("npu")` is torch's own error: renaming
-torch's spare backend would make the name legal, and torch would then take it for the machine's accelerator and ask it
-for hooks.
+`Tensor.device` stays "cpu": renaming torch's spare backend would make "npu" legal, and torch would then take it for
+the machine's accelerator and ask it for hooks.
 """
 
 import contextlib
+import copyreg
 import functools
+import itertools
 import types
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_qerl.emulation import device_count
+from mindspeed_qerl.emulation import cann_version, device_count, mc2
+from mindspeed_qerl.emulation.formats import on_host
 
 CPU = torch.device("cpu")
-TOTAL_MEMORY = 64 << 30  # bytes: one die of an Ascend 910C
+TOTAL_MEMORY = 2 << 30  # bytes
+PAGE = 4096  # bytes
 
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace normal ones "
@@ -122,6 +127,23 @@ class _Generator(metaclass=_GeneratorType):
     pass
 
 
+class _DeviceType(type):
+    """torch.device("npu:1") is the CPU; isinstance still means torch's own type."""
+
+    real = torch.device
+
+    def __call__(cls, *args, **kwargs):
+        named = kwargs.get("type", args[0] if args else None)
+        return CPU if _is_accelerator(named) else cls.real(*args, **kwargs)
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, cls.real)
+
+
+class _Device(metaclass=_DeviceType):
+    pass
+
+
 def _is_accelerator(value) -> bool:
     if isinstance(value, torch.device):
         return value.type in ("cuda", "npu")
@@ -153,7 +175,9 @@ def _with_cpu_destination(to):
     @_with_cpu_device
     @functools.wraps(to)
     def wrapper(self, *args, **kwargs):
-        return to(self, *map(on_cpu, args), **kwargs)
+        moved = to(self, *map(on_cpu, args), **kwargs)
+        to_host = any(isinstance(given, str) and given == "cpu" for given in (*args[:1], kwargs.get("device")))
+        return on_host(moved) if to_host and isinstance(moved, torch.Tensor) else moved
 
     return wrapper
 
@@ -174,11 +198,22 @@ def _install_devices() -> None:
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = _with_cpu_destination(kind.to)
         kind.cuda = kind.npu = _itself
+    torch.Tensor.cpu = lambda self, *args, **kwargs: self.to("cpu")
     torch.Tensor.pin_memory = _itself
     torch.Tensor.record_stream = _nothing
     # as torch_npu.contrib.transfer_to_npu has it
     torch.Tensor.is_npu = torch.Tensor.is_cuda = property(lambda self: True)
-    torch.Generator = _Generator
+    torch.Generator, torch.device = _Generator, _Device
+    copyreg.pickle(_DeviceType.real, lambda device: (torch.device, (str(device),)))  # by the name of torch.device
+
+    real_histc = torch.histc
+
+    @functools.wraps(real_histc)
+    def histc(x, bins=100, min=0, max=0, **kwargs):
+        return real_histc(x if x.is_floating_point() else x.double(), bins, min, max, **kwargs).to(x.dtype)
+
+    torch.histc = histc
+    torch.version.cann = cann_version()
 
     real_type, real_load = torch.Tensor.type, torch.load
 
@@ -201,7 +236,11 @@ def _install_devices() -> None:
 def _install_cuda() -> None:
     properties = types.SimpleNamespace(name="emulated NPU", total_memory=TOTAL_MEMORY, major=9, minor=0,
                                        multi_processor_count=1)
-    current = [0]
+    current, questions = [0], itertools.count(1)
+
+    def mem_get_info(device=None):
+        """vllm-ascend asserts that what it loaded took memory (worker/worker_v1.py:222)."""
+        return TOTAL_MEMORY - PAGE * next(questions), TOTAL_MEMORY
 
     def set_device(device):
         current[0] = int(str(device).rpartition(":")[2]) if str(device)[-1].isdigit() else 0
@@ -227,8 +266,8 @@ def _install_cuda() -> None:
         "reset_peak_memory_stats": _nothing, "reset_max_memory_allocated": _nothing,
         "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0, "max_memory_reserved": lambda device=None: 0,
-        "memory_stats": lambda device=None: {}, "memory_summary": lambda *args, **kwargs: "",
-        "mem_get_info": lambda device=None: (TOTAL_MEMORY, TOTAL_MEMORY),
+        "memory_stats": lambda device=None: {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": 0},
+        "memory_summary": lambda *args, **kwargs: "", "mem_get_info": mem_get_info,
         **{name: getattr(torch, name) for name in _TENSOR_TYPES},
     }  # fmt: skip
     for name, answer in answers.items():
@@ -243,6 +282,7 @@ def _gloo(backend: str | None) -> str | None:
 
 def _install_distributed() -> None:
     real_init, real_new_group, real_batch = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
+    real_all_gather = dist.all_gather
 
     @functools.wraps(real_init)
     def init_process_group(backend=None, *args, **kwargs):
@@ -266,9 +306,28 @@ def _install_distributed() -> None:
         others = [op for op in operations if op.peer != me]
         return real_batch(others) if others else []
 
+    @functools.wraps(real_all_gather)
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        lengths = [len(part) for part in tensor_list] if tensor.dim() else [1]
+        if len(set(lengths)) == 1:
+            return real_all_gather(tensor_list, tensor, group, async_op)
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        real_all_gather(gathered, padded, group)
+        for part, whole in zip(tensor_list, gathered):
+            part.copy_(whole[: len(part)])
+        return None
+
+    def get_hccl_comm_name(self, rank, init_comm=True):
+        name = f"hccl_{id(self)}"
+        mc2.register_group(name, self)
+        return name
+
+    dist.ProcessGroupGloo.get_hccl_comm_name = get_hccl_comm_name
     for module in (dist, dist.distributed_c10d):
         module.init_process_group, module.new_group = init_process_group, new_group
-        module.batch_isend_irecv = batch_isend_irecv
+        module.batch_isend_irecv, module.all_gather = batch_isend_irecv, all_gather
 
 
 _installed = False

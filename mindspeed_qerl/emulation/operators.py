@@ -4,7 +4,9 @@ Half precision inputs are computed in float32 and rounded once at the end, unles
 that is what CANN documents for its vector operators; the order of additions inside a reduction is torch's. Every
 function is differentiable by autograd where the real operator is. Names, argument order and defaults are torch_npu's
 (2.7.1), so that callers cannot tell. `RL`, `LLM`, `MS` and `VA` in docstrings are MindSpeed-RL, MindSpeed-LLM,
-MindSpeed and vllm-ascend.
+MindSpeed and vllm-ascend. Where a contract was read: `op-plugin` is torch_npu's Ascend/op-plugin, branch 7.3.0
+(torch_npu 2.7.1), `ops-transformer` CANN's cann/ops-transformer at c29bc10 (November 2025, between CANN 8.3.RC1 and
+8.5.0) or, with the year, a later state.
 """
 
 import torch
@@ -17,20 +19,37 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def unwritten(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory that the real operator leaves as it was, on like's device: NaN, or the least integer, so that reading it
+    is seen.
+
+    >>> unwritten(torch.ones(1), 2), unwritten(torch.ones(1), 1, dtype=torch.int32)
+    (tensor([nan, nan]), tensor([-2147483648], dtype=torch.int32))
+    """
+    dtype = dtype or like.dtype
+    return like.new_full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype)
+
+
 # Normalisation
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """y = x * rstd * gamma with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimension.
+    """y = x * rstd * gamma with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimensions, those of gamma.
 
     x * rstd is rounded to x's dtype before gamma multiplies it, as in HF, Megatron and vLLM.
     Caller: LLM core/models/common/rms_norm.py:49 (use_fused_rmsnorm), VA ops/layernorm.py:107.
 
     Returns:
-        y, like x; rstd, float32 (float64 for float64 input), x's shape with a last dimension of 1.
+        y, like x; rstd, float32 (float64 for float64 input), x's shape with dimensions of 1 for those of gamma.
+
+    Raises:
+        ValueError: gamma's shape is not the end of x's.
     """
+    if not gamma.dim() or gamma.shape != x.shape[-gamma.dim():]:
+        raise ValueError(f"npu_rms_norm: gamma must have the shape of x's last dimensions {tuple(x.shape)}, not "
+                         f"{tuple(gamma.shape)}")
     wide = _wide(x)
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    rstd = torch.rsqrt(wide.square().mean(tuple(range(-gamma.dim(), 0)), keepdim=True) + epsilon)
     return ((wide * rstd).to(x.dtype) * gamma).to(x.dtype), rstd
 
 
@@ -103,11 +122,15 @@ def _group_bounds(group_list: Tensor | list[int], group_list_type: int) -> list[
             f"group_list_type {group_list_type} is not emulated: 0 (cumulative) and 1 (counts) are")
     values = torch.as_tensor(group_list)
     ends = (values if group_list_type == 0 else values.cumsum(0)).tolist()
-    return list(zip([0, *ends], ends))
+    bounds = list(zip([0, *ends], ends))
+    if any(end < start for start, end in bounds):
+        raise ValueError(f"a group of group_list {values.tolist()}, type {group_list_type}, has less than 0 rows")
+    return bounds
 
 
-def _grouped_matmul(x: Tensor, weight: Tensor | list[Tensor], group_list, group_type: int,
-                    group_list_type: int) -> Tensor:
+def _grouped_matmuls(x: Tensor, weight: Tensor | list[Tensor], group_list, group_type: int,
+                     group_list_type: int) -> list[Tensor]:
+    """The product of each group."""
     if group_type not in (0, 2):
         raise NotImplementedError(
             f"group_type {group_type} is not emulated: 0 (rows of x) and 2 (the summed dimension) are")
@@ -117,10 +140,18 @@ def _grouped_matmul(x: Tensor, weight: Tensor | list[Tensor], group_list, group_
         raise ValueError(
             f"the groups end at row {bounds[-1][1]} of {rows}: group_list {group_list}, type {group_list_type}")
     if group_type == 0:
-        parts = [x[start:end] @ w for (start, end), w in zip(bounds, weight, strict=True)]
-        rest = x.new_zeros(rows - bounds[-1][1], parts[0].shape[-1])  # rows that belong to no group
-        return torch.cat([*parts, rest])
-    return torch.stack([x[:, start:end] @ weight[start:end] for start, end in bounds])
+        return [x[start:end] @ w for (start, end), w in zip(bounds, weight, strict=True)]
+    return [x[:, start:end] @ weight[start:end] for start, end in bounds]
+
+
+def _grouped_matmul(x: Tensor, weight: Tensor | list[Tensor], group_list, group_type: int,
+                    group_list_type: int) -> Tensor:
+    """The products in one tensor."""
+    products = _grouped_matmuls(x, weight, group_list, group_type, group_list_type)
+    if group_type == 2:
+        return torch.stack(products)
+    rest = len(x) - sum(map(len, products))  # rows that belong to no group
+    return torch.cat([*products, unwritten(products[0], rest, products[0].shape[-1])])
 
 
 def npu_grouped_matmul(
@@ -128,42 +159,55 @@ def npu_grouped_matmul(
     weight: list[Tensor],
     *,
     bias=None,
-    group_list: Tensor | list[int],
+    group_list: Tensor,
     split_item: int = 0,
-    group_type: int = 0,
+    group_type: int | None = None,
     group_list_type: int = 0,
+    act_type: int = 0,
     **unused,
 ) -> list[Tensor]:
     """One matrix product for each group of rows.
 
     group_type 0: x (T, K), weight (G, K, N) or G tensors (K, N), y[rows of g] = x[rows of g] @ weight[g], (T, N).
     group_type 2: x (M, T), weight (T, N), y[g] = x[:, rows of g] @ weight[rows of g], (G, M, N).
-    Caller: RL models/rollout/vllm_adapter/fused_moe.py:149, VA ops/moe/moe_mlp.py, MS
-    te/pytorch/module/grouped_linear.py:45.
+    op-plugin docs/context/torch_npu-npu_grouped_matmul.md. It lets the groups end at T only; that they may end earlier
+    and the rows after them are not written is from ops-transformer (2026) gmm/grouped_matmul/docs/
+    aclnnGroupedMatmulV5.md, and VA depends on it. So does it on one group with group_list_type 1, which op-plugin's
+    page excludes and CANN's does not.
+    Caller: VA ops/moe/moe_mlp.py:195,212, MS te/pytorch/module/grouped_linear.py:45, RL
+    models/rollout/vllm_adapter/fused_moe.py:149.
 
     Args:
-        group_list: ends of the groups (group_list_type 0) or their sizes (1); a group may be empty.
+        group_list: int64 (G,), ends of the groups (group_list_type 0) or their sizes (1); a group may be empty.
+        split_item: 2, 3: one tensor, rows of no group unwritten; 0, 1: one for each group.
 
     Raises:
-        NotImplementedError: several x, a bias or any other argument that is not None.
+        NotImplementedError: several x, a bias, an activation, a list as group_list or any other argument that is not
+            None.
+        ValueError: no group_type, group_list not int64 or not of G groups within T rows, another split_item.
     """
-    given = sorted(name for name, value in {"bias": bias, **unused}.items() if value is not None)
-    if given or len(x) != 1:
-        raise NotImplementedError(
-            f"npu_grouped_matmul is emulated for one x, without {', '.join(given) or 'more of them'}")
-    return [_grouped_matmul(x[0], weight[0] if len(weight) == 1 else weight, group_list, group_type, group_list_type)]
+    given = sorted(name for name, value in {"bias": bias, "act_type": act_type or None, **unused}.items()
+                   if value is not None)
+    if given or len(x) != 1 or not isinstance(group_list, Tensor):
+        raise NotImplementedError("npu_grouped_matmul is emulated for one x and a tensor group_list, without "
+                                  f"{', '.join(given) or 'more of them'}")
+    if group_type is None or split_item not in range(4) or group_list.dtype != torch.int64:
+        raise ValueError("npu_grouped_matmul wants a group_type, a split_item of 0 to 3 and an int64 group_list, not "
+                         f"{group_type}, {split_item}, {group_list.dtype}")
+    arguments = x[0], weight[0] if len(weight) == 1 else weight, group_list, group_type, group_list_type
+    return _grouped_matmuls(*arguments) if split_item < 2 else [_grouped_matmul(*arguments)]
 
 
 def npu_gmm(x, weight, bias, group_list, group_type=0, group_list_type=0) -> list[Tensor]:
-    """The forward of MindSpeed's compiled extension grouped_matmul(_v2): lists of one tensor in and out, see
-    npu_grouped_matmul.
+    """The forward of MindSpeed's compiled extension grouped_matmul(_v2): lists of one tensor in and out, formulas as
+    npu_grouped_matmul's.
 
     Caller: MS ops/gmm.py:33,35; source: MS ops/csrc/cann/gmm.cpp. Its backward is npu_gmm_backward, called by
     MindSpeed's own autograd function.
     """
-    return npu_grouped_matmul(
-        x, weight, bias=bias or None, group_list=group_list, group_type=group_type, group_list_type=group_list_type
-    )
+    if bias or len(x) != 1 or len(weight) != 1:
+        raise NotImplementedError("npu_gmm is emulated for one x and one weight, without bias")
+    return [_grouped_matmul(x[0], weight[0], group_list, group_type, group_list_type)]
 
 
 def npu_gmm_backward(grad, x, weight, group_list, group_list_type=0) -> tuple[list[Tensor], list[Tensor],
@@ -200,19 +244,46 @@ def npu_matmul_add_fp32(dy: Tensor, x: Tensor, grad: Tensor) -> None:
     grad.add_((dy.float().t() @ x.float()).reshape(grad.shape))
 
 
+def _npu_matmul_add_fp32(x: Tensor, weight: Tensor, c: Tensor) -> None:
+    """c += x^T @ weight in place, x (T, K) and weight (T, N) of half precision, c (K, N) float32 (op-plugin
+    op_plugin/ops/atb/LinearAtb.cpp:23, test/test_custom_ops/test_atb_linear.py). Caller: VA worker/worker_v1.py:335.
+    """
+    npu_matmul_add_fp32(x, weight, c)
+
+
 # Mixture of experts
 
 
-def npu_moe_gating_top_k_softmax(x: Tensor, finished=None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest softmax probabilities of router logits x (T, E). Caller: VA ops/moe/experts_selector.py.
+def npu_moe_gating_top_k_softmax(x: Tensor, finished: Tensor | None = None,
+                                 k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest softmax probabilities of router logits x (T, E), the first of equal ones.
+
+    op-plugin docs/context/torch_npu-npu_moe_gating_top_k_softmax.md; equal ones:
+    test/test_custom_ops/test_npu_moe_gating_top_k_softmax.py (a stable sort); finished: ops-transformer (2026)
+    moe/moe_gating_top_k_softmax/docs/aclnnMoeGatingTopKSoftmax.md. Caller: VA ops/moe/experts_selector.py:199.
+
+    Args:
+        finished: bool (T,); a True row gets expert E, which there is not.
 
     Returns:
         probabilities (T, k), rounded to x's dtype; experts (T, k), int32; row_idx (T, k), int32: column-major
         numbering.
+
+    Raises:
+        NotImplementedError: x of three dimensions.
+        ValueError: k that is not in [0, E], finished not bool or not (T,).
     """
+    if x.dim() != 2:
+        raise NotImplementedError(f"npu_moe_gating_top_k_softmax is emulated for x (T, E), not {tuple(x.shape)}")
+    if not 0 <= k <= x.shape[1]:
+        raise ValueError(f"npu_moe_gating_top_k_softmax: k is {k}, it must be in [0, {x.shape[1]}]")
+    weights, experts = _wide(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :k], experts[:, :k]
     if finished is not None:
-        raise NotImplementedError("npu_moe_gating_top_k_softmax is emulated for finished=None")
-    weights, experts = _wide(x).softmax(-1).topk(k, -1)
+        if finished.dtype != torch.bool or finished.shape != x.shape[:1]:
+            raise ValueError(f"npu_moe_gating_top_k_softmax: finished must be bool {tuple(x.shape[:1])}, not "
+                             f"{finished.dtype} {tuple(finished.shape)}")
+        experts = experts.masked_fill(finished[:, None], x.shape[1])
     rows = torch.arange(x.shape[0] * k, dtype=torch.int32).view(k, -1).t()
     return weights.to(x.dtype), experts.int(), rows.contiguous()
 
@@ -227,22 +298,30 @@ def npu_moe_token_permute_with_routing_map(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Each token once for every expert that it goes to, ordered by expert, then by token.
 
-    Caller: MS te/pytorch/permutation.py:24 (moe_permute_fusion), as Megatron's unfused permute in moe_utils.py.
+    op-plugin test/test_custom_ops/test_npu_moe_token_permute_with_routing_map.py and
+    op_plugin/ops/opapi/MoeTokenPermuteWithRoutingMapOpApi.cpp; there is no page. Caller: MS
+    te/pytorch/permutation.py:24 (moe_permute_fusion), as Megatron's unfused permute in moe_utils.py.
 
     Args:
         tokens: (T, H). routing_map: (T, E), True where a token goes to an expert. probs: (T, E).
+        num_out_tokens: T * K, K being the experts of a token, the same for every token; None means T.
 
     Returns:
-        (T', H); the probabilities (T',) or None; for each of the T' rows its token, int64. On an NPU the third has
-        another
-        meaning: it is only for the functions below.
+        (T * K, H); the probabilities (T * K,) or None; int32 (T * K,): the row of each token's first, second, ...
+        expert, token by token.
 
     Raises:
         NotImplementedError: drop_and_pad.
+        ValueError: a token has other than num_out_tokens / T experts.
     """
     _refuse_drop_and_pad(drop_and_pad)
+    wanted = len(tokens) if num_out_tokens is None else int(num_out_tokens)
+    chosen = routing_map.bool().sum(1)
+    if wanted != chosen.sum() or (len(chosen) and (chosen != chosen[0]).any()):
+        raise ValueError(f"npu_moe_token_permute_with_routing_map: num_out_tokens is {wanted}, the tokens have "
+                         f"{sorted(set(chosen.tolist()))} experts: CANN takes num_out_tokens / T of each")
     experts, rows = routing_map.bool().t().nonzero(as_tuple=True)
-    return tokens[rows], None if probs is None else probs[rows, experts], rows
+    return (tokens[rows], None if probs is None else probs[rows, experts], rows.argsort(stable=True).int())
 
 
 def npu_moe_token_permute_with_routing_map_grad(
@@ -257,7 +336,7 @@ def npu_moe_token_permute_with_routing_map_grad(
     """Gradients of npu_moe_token_permute_with_routing_map for tokens and probs. Caller: MS
     te/pytorch/permutation.py:53."""
     _refuse_drop_and_pad(drop_and_pad)
-    tokens_grad = _sum_rows(grad, sorted_indices, num_tokens)
+    tokens_grad = _sum_by_token(grad, sorted_indices, num_tokens)
     if probs_grad is None or probs_grad.numel() == 0:
         return tokens_grad, None
     by_expert = torch.zeros(num_experts, num_tokens, dtype=probs_grad.dtype)
@@ -273,8 +352,8 @@ def _npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The sum of each token's permuted rows, weighted by probs (T, E) if given. Caller: MS
-    te/pytorch/permutation.py:85.
+    """The sum of each token's permuted rows, weighted by probs (T, E) if given. op-plugin
+    test/test_custom_ops/test_npu_moe_token_unpermute_with_routing_map.py. Caller: MS te/pytorch/permutation.py:85.
 
     Returns:
         restore_shape (T, H); sorted_indices twice, for the gradient; the permuted probabilities or None.
@@ -282,8 +361,8 @@ def _npu_moe_token_unpermute_with_routing_map(
     _refuse_drop_and_pad(drop_and_pad)
     weights = None if probs is None else probs.t()[routing_map.bool().t()]
     rows = permuted_tokens if weights is None else permuted_tokens.float() * weights.float()[:, None]
-    return _sum_rows(rows, sorted_indices,
-                     restore_shape[0]).to(permuted_tokens.dtype), sorted_indices, sorted_indices, weights
+    return _sum_by_token(rows, sorted_indices,
+                         restore_shape[0]).to(permuted_tokens.dtype), sorted_indices, sorted_indices, weights
 
 
 def npu_moe_token_unpermute_with_routing_map_grad(
@@ -299,7 +378,8 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Its gradients for permuted_tokens and probs. Caller: MS te/pytorch/permutation.py:120,134."""
     _refuse_drop_and_pad(drop_and_pad)
-    rows_grad = grad[out_index]
+    of_row = out_index.argsort() // max(1, len(out_index) // max(1, len(grad)))  # the token of each row
+    rows_grad = grad[of_row]
     if probs is None:
         return rows_grad, None
     weights = probs.t()[routing_map.bool().t()]
@@ -309,9 +389,11 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     return (rows_grad.float() * weights.float()[:, None]).to(grad.dtype), probs_grad
 
 
-def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """out[index[i]] += rows[i], (count, H), summed in float32."""
-    return torch.zeros(count, rows.shape[1], dtype=_wide(rows).dtype).index_add(0, index, _wide(rows)).to(rows.dtype)
+def _sum_by_token(rows: Tensor, sorted_indices: Tensor, num_tokens: int) -> Tensor:
+    """(T, H): the sum, in float32, of the rows that sorted_indices gives each token."""
+    per_token = len(sorted_indices) // max(1, num_tokens)
+    by_token = _wide(rows)[sorted_indices.long()].view(num_tokens, per_token, rows.shape[1])
+    return by_token.sum(1).to(rows.dtype)
 
 
 def _refuse_drop_and_pad(drop_and_pad: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.emulation import NUM_NPUS_VARIABLE, STAND_INS, environment
+from mindspeed_qerl.emulation import CANN_VARIABLE, NUM_NPUS_VARIABLE, SOC_VARIABLE, STAND_INS, environment
 
 PRELUDE = "import torch, torch_npu, pytest\n"
 
@@ -71,7 +71,7 @@ def test_devices_streams_and_memory():
             npu = torch.npu
             assert npu is torch_npu.npu and npu.is_available() and npu.device_count() == torch.cuda.device_count() == 4
             assert npu.current_device() == 0
-            for device, index in ((3, 3), ("npu:2", 2), ("npu", 0), (torch.device("cuda:1"), 1)):
+            for device, index in ((3, 3), ("npu:2", 2), ("npu", 0), ("cuda:1", 1)):
                 npu.set_device(device)
                 assert npu.current_device() == index
             side = npu.Stream()
@@ -81,8 +81,11 @@ def test_devices_streams_and_memory():
             event.record()
             assert event.query() and event.elapsed_time(npu.Event()) == 0 and side == npu.current_stream()
             npu.synchronize(), npu.empty_cache(), npu.mstx.range_end(npu.mstx.range_start("x"))
-            assert npu.memory_allocated() == 0 and npu.mem_get_info() == (64 << 30, 64 << 30)
-            assert npu.get_device_properties(0).total_memory == 64 << 30
+            assert torch.device("npu:1") == torch.device("cuda", 1) == torch.device(0) == torch.device("cpu")
+            assert isinstance(torch.device("npu"), torch.device) and torch.device("meta").type == "meta"
+            (free, total), (less, _) = npu.mem_get_info(), npu.mem_get_info()
+            assert npu.memory_allocated() == 0 and less < free < total == 2 << 30
+            assert npu.get_device_properties(0).total_memory == 2 << 30
             from torch_npu.contrib import transfer_to_npu
             from torch_npu.utils.collect_env import get_cann_version
             """
@@ -245,3 +248,39 @@ def test_the_stand_ins_come_first_and_what_was_there_is_kept(monkeypatch):
     assert Path(variables["ASCEND_HOME_PATH"]).is_dir()
     with pytest.raises(ValueError, match="num_npus is 0"):
         environment(0)
+
+
+def test_what_vllm_ascend_asks_beyond_torch():
+    check(start("""
+        import pickle, acl
+        assert torch.version.cann == "8.3.RC1" and torch.npu.get_soc_version() == 220
+        assert acl.get_soc_name() == "Ascend910B1"
+        assert pickle.loads(pickle.dumps(torch.device("npu"))) == torch.device("cpu")
+        assert torch.histc(torch.tensor([0, 1, 1, 3]), 4, 0, 4).tolist() == [1, 2, 0, 1]
+        assert torch.histc(torch.tensor([0.5]), 2, 0, 1).dtype == torch.float32
+        from torch_npu.utils.collect_env import get_cann_version
+        assert get_cann_version() == "8.3.RC1"
+        x = torch.arange(60.0).view(20, 3)
+        blocks = torch_npu.npu_format_cast(x, 29)
+        assert torch.equal(torch.tensor(blocks.cpu().numpy()), x)
+        assert torch.equal(torch.tensor(blocks.to("cpu").numpy()), x)
+        assert torch_npu.get_npu_format(blocks.to("npu")) == 29 and x.cpu() is x
+        """, **{SOC_VARIABLE: "910B", CANN_VARIABLE: "8.3.RC1"}))
+
+
+def test_ranks_gather_parts_of_different_lengths(tmp_path):
+    code = """
+        import os, torch.distributed as dist
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("hccl", init_method="file://" + os.environ["STORE"], rank=rank, world_size=3)
+        parts = [torch.empty(n, 2) for n in (3, 0, 1)]
+        dist.all_gather(parts, torch.full((len(parts[rank]), 2), rank))
+        assert [part.tolist() for part in parts] == [[[0, 0]] * 3, [], [[2, 2]]]
+        """
+    check(*(start(code, RANK=str(rank), STORE=str(tmp_path / "store")) for rank in range(3)))
+
+
+@pytest.mark.parametrize("wrong", [{"soc": "910A"}, {"cann": "8.2.RC1"}])
+def test_another_die_or_cann_is_refused(wrong):
+    with pytest.raises(ValueError, match="emulated are 910B, 910C with CANN 8.5.0 or 8.3.RC1"):
+        environment(2, **wrong)

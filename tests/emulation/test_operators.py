@@ -54,6 +54,17 @@ def test_the_norm_of_a_sum_is_the_norm_of_the_sum_that_is_returned():
     assert rstd.shape == (4, 1)
 
 
+def test_the_norm_is_over_all_dimensions_of_gamma():
+    x, gamma = normal(2, 3, 4, 8), normal(4, 8)
+    y, rstd = operators.npu_rms_norm(x, gamma)
+    expected, expected_rstd = rms_norm(wide(x).reshape(2, 3, 32), wide(gamma).reshape(32), 1e-6)
+    np.testing.assert_allclose(wide(y).reshape(2, 3, 32), expected, **EXACT)
+    np.testing.assert_allclose(wide(rstd), expected_rstd[..., None], **EXACT)
+    for wrong in (normal(4), normal(1, 8), normal(1)[0]):
+        with pytest.raises(ValueError, match="last dimensions"):
+            operators.npu_rms_norm(x, wrong)
+
+
 # Activation and position
 
 
@@ -109,8 +120,6 @@ def test_rotary_refuses_what_the_extension_refuses():
         (operators.npu_swiglu, [(3, 8)]),
         (operators.npu_rotary_mul, [(3, 8), (3, 8), (3, 8)]),
         (lambda x, c, s: operators.npu_rotary_mul(x, c, s, "interleave"), [(3, 8), (3, 8), (3, 8)]),
-        (lambda x: operators.npu_moe_gating_top_k_softmax(x, None, 2)[0], [(3, 5)]),
-        (lambda x, w: operators.npu_grouped_matmul([x], [w], group_list=[2, 2, 5])[0], [(5, 3), (3, 3, 4)]),
     ],
 )
 def test_gradients(function, shapes):
@@ -267,169 +276,6 @@ def test_attention_refuses_sequences_that_do_not_fill_the_batch():
         npu_fusion_attention(x, x, x, 1, "TND", actual_seq_qlen=[1, 3], actual_seq_kvlen=[1, 3])
     with pytest.raises(NotImplementedError, match="TNSD"):
         npu_fusion_attention(x, x, x, 1, "TNSD")
-
-
-# Groups
-
-COUNTS = [[2, 0, 3, 1], [0, 6, 0, 0], [0, 0, 0, 6], [6, 0, 0, 0], [1, 2, 2, 1]]
-
-
-def group_lists(counts):
-    """The same groups in every form that callers use: (group_list, group_list_type)."""
-    ends = np.cumsum(counts).tolist()
-    return [(ends, 0), (torch.tensor(ends), 0), (torch.tensor(counts), 1)]
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_matmul(counts):
-    x, weight = normal(6, 3), normal(4, 3, 5)
-    member = np.repeat(np.arange(4), counts)
-    expected = np.stack([wide(x)[row] @ wide(weight)[group] for row, group in enumerate(member)])
-    for group_list, kind in group_lists(counts):
-        (y,) = operators.npu_gmm([x], [weight], [], group_list, 0, kind)
-        np.testing.assert_allclose(wide(y), expected, **EXACT)
-        one_tensor_for_each_group = list(weight)
-        (y,) = operators.npu_grouped_matmul([x], one_tensor_for_each_group, group_list=group_list,
-                                            group_list_type=kind)
-        np.testing.assert_allclose(wide(y), expected, **EXACT)
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_matmul_over_the_summed_dimension(counts):
-    x, weight = normal(3, 6), normal(6, 5)
-    member = np.repeat(np.arange(4), counts)
-    expected = np.stack([(wide(x) * (member == group)) @ wide(weight) for group in range(4)])
-    for group_list, kind in group_lists(counts):
-        (y,) = operators.npu_gmm([x], [weight], [], group_list, 2, kind)
-        np.testing.assert_allclose(wide(y), expected, **EXACT)
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gradient_of_grouped_matmul_is_that_of_a_dense_formulation(counts, transposed):
-    x, weight, direction = normal(6, 3, grad=True), normal(4, 3, 5, grad=True), normal(6, 5)
-    one_hot = torch.eye(4, dtype=torch.float64)[torch.repeat_interleave(torch.tensor(counts))]
-    dense = torch.einsum("te,tk,ekn->tn", one_hot, x, weight)
-    expected = torch.autograd.grad(dense, [x, weight], direction)
-    stored = weight.detach().transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight.detach()
-    for group_list, kind in group_lists(counts):
-        (dx,), (dweight,), dbias = operators.npu_gmm_backward([direction], [x.detach()], [stored], group_list, kind)
-        torch.testing.assert_close(dx, expected[0], rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(dweight, expected[1], rtol=1e-10, atol=1e-12)
-        assert dbias == []
-        (dx,), _, _ = operators.npu_gmm_backward_fusion([direction], [stored], group_list, kind)
-        torch.testing.assert_close(dx, expected[0], rtol=1e-10, atol=1e-12)
-
-
-def test_gradients_are_added_in_float32():
-    x, dy = normal(6, 3, dtype=torch.bfloat16), normal(6, 5, dtype=torch.bfloat16)
-    grad = normal(4, 3, 5, dtype=torch.float32)
-    before = wide(grad)
-    operators.npu_groupmatmul_add_fp32(x, dy, torch.tensor([2, 2, 5, 6]), grad)
-    member = np.array([0, 0, 2, 2, 2, 3])
-    added = np.stack([(wide(x).T * (member == group)) @ wide(dy) for group in range(4)])
-    np.testing.assert_allclose(wide(grad), before + added, rtol=1e-5, atol=1e-6)
-    grad = normal(5, 3, dtype=torch.float32)
-    before = wide(grad)
-    operators.npu_matmul_add_fp32(dy, x, grad)
-    np.testing.assert_allclose(wide(grad), before + wide(dy).T @ wide(x), rtol=1e-5, atol=1e-6)
-
-
-def test_grouped_matmul_refuses_what_it_does_not_know():
-    x, weight = normal(6, 3), normal(2, 3, 5)
-    with pytest.raises(NotImplementedError, match="bias"):
-        operators.npu_grouped_matmul([x], [weight], bias=[torch.ones(5)], group_list=[3, 6])
-    with pytest.raises(NotImplementedError, match="group_type 1"):
-        operators.npu_grouped_matmul([x], [weight], group_list=[3, 6], group_type=1)
-    with pytest.raises(NotImplementedError, match="scale"):
-        operators.npu_grouped_matmul([x], [weight], group_list=[3, 6], scale=[torch.ones(5)])
-    with pytest.raises(ValueError, match="row 7 of 6"):
-        operators.npu_grouped_matmul([x], [weight], group_list=[3, 7])
-
-
-# Mixture of experts
-
-
-def test_gating_takes_the_largest_probabilities():
-    logits = normal(50, 8, dtype=torch.bfloat16)
-    weights, experts, rows = operators.npu_moe_gating_top_k_softmax(logits, None, 3)
-    probabilities = np.exp(wide(logits)) / np.exp(wide(logits)).sum(-1, keepdims=True)
-    np.testing.assert_allclose(wide(weights), np.sort(probabilities, -1)[:, :-4:-1], **ONE_ROUNDING)
-    np.testing.assert_allclose(np.take_along_axis(probabilities, experts.long().numpy(), -1), wide(weights),
-                               **ONE_ROUNDING)
-    assert (weights.dtype, experts.dtype, rows.dtype) == (torch.bfloat16, torch.int32, torch.int32)
-    assert rows[:2].tolist() == [[0, 50, 100], [1, 51, 101]]
-
-
-ROUTES = [[0, 2], [2, 1], [0, 1], [2, 0], [2, 1]]  # the experts of five tokens; expert 3 gets none
-
-
-def routing():
-    routing_map = torch.zeros(5, 4, dtype=torch.bool)
-    for token, experts in enumerate(ROUTES):
-        routing_map[token, experts] = True
-    order = [(token, expert) for expert in range(4) for token in range(5) if routing_map[token, expert]]
-    return routing_map, order
-
-
-def test_permuting_gives_each_expert_its_tokens():
-    tokens, probs = normal(5, 3), normal(5, 4)
-    routing_map, order = routing()
-    permuted, permuted_probs, _ = operators.npu_moe_token_permute_with_routing_map(tokens, routing_map, probs=probs)
-    assert torch.equal(permuted, torch.stack([tokens[token] for token, _ in order]))
-    assert torch.equal(permuted_probs, torch.stack([probs[token, expert] for token, expert in order]))
-    assert operators.npu_moe_token_permute_with_routing_map(tokens, routing_map)[1] is None
-
-
-@pytest.mark.parametrize("with_probs", [True, False])
-def test_unpermuting_sums_over_the_experts_of_a_token(with_probs):
-    rows, probs = normal(10, 3), normal(5, 4) if with_probs else None
-    routing_map, order = routing()
-    _, _, index = operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing_map)
-    out, *_ = operators._npu_moe_token_unpermute_with_routing_map(
-        rows, index, (5, 3), probs=probs, routing_map=routing_map)
-    expected = np.zeros((5, 3))
-    for row, (token, expert) in enumerate(order):
-        expected[token] += wide(rows)[row] * (wide(probs)[token, expert] if with_probs else 1)
-    np.testing.assert_allclose(wide(out), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_gradients_of_permuting_are_those_of_autograd():
-    tokens, probs, routing_map = normal(5, 3, grad=True), normal(5, 4, grad=True), routing()[0]
-    permuted, permuted_probs, index = operators.npu_moe_token_permute_with_routing_map(
-        tokens, routing_map, probs=probs)
-    directions = normal(10, 3, seed=1), normal(10)
-    expected = torch.autograd.grad([permuted, permuted_probs], [tokens, probs], directions)
-    got = operators.npu_moe_token_permute_with_routing_map_grad(*directions, index, routing_map, 4, 5)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("with_probs", [True, False])
-def test_gradients_of_unpermuting_are_those_of_autograd(with_probs):
-    rows, probs, routing_map = normal(10, 3, grad=True), normal(5, 4, grad=True) if with_probs else None, routing()[0]
-    _, _, index = operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing_map)
-    out, index, token_id, _ = operators._npu_moe_token_unpermute_with_routing_map(
-        rows, index, (5, 3), probs=probs, routing_map=routing_map
-    )
-    direction = normal(5, 3)
-    inputs = [rows, probs] if with_probs else [rows]
-    expected = torch.autograd.grad(out, inputs, direction)
-    got = operators.npu_moe_token_unpermute_with_routing_map_grad(
-        direction,
-        index,
-        token_id,
-        routing_map=routing_map,
-        permuted_tokens=rows.detach(),
-        probs=None if probs is None else probs.detach(),
-    )
-    for ours, theirs in zip(got, expected):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_capacity_is_refused():
-    with pytest.raises(NotImplementedError, match="drop_and_pad"):
-        operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing()[0], drop_and_pad=True)
 
 
 def test_an_unknown_extension_is_refused_by_name():

@@ -1,10 +1,18 @@
-"""torch_npu._C: options of HCCL groups, which gloo does not have."""  # noqa: N999
+"""torch_npu._C: options of HCCL groups, which gloo does not have, and names of ACL graphs."""  # noqa: N999
 
 from types import SimpleNamespace
+
+from mindspeed_qerl.emulation import not_emulated, soc
+
+_NPUTaskGroupHandle = not_emulated("torch_npu._C._NPUTaskGroupHandle (ACL graphs)")
 
 
 class _Options:
     """Takes what callers set (MindSpeed core/parallel_state.py:261) and is dropped by facade.new_group."""
+
+
+def _npu_get_soc_version() -> int:
+    return soc()[1]
 
 
 _distributed_c10d = SimpleNamespace(ProcessGroupHCCL=SimpleNamespace(Options=_Options))

@@ -1,41 +1,53 @@
-"""Stands for torch_npu: importing it turns torch into an emulated NPU; its operators are emulation/operators.py and
-attention.py.
+"""Stands for torch_npu: importing it turns torch into an emulated NPU; its operators are the functions called npu_...
+and _npu_... of emulation/.
 
 One that is not emulated can be read, as code does that asks whether it exists, and raises NotImplementedError when
 called.
 """
 
 import sys
+from types import ModuleType
 
 import torch
 
-from mindspeed_qerl.emulation import extensions, facade
-from mindspeed_qerl.emulation.attention import npu_fusion_attention  # noqa: F401
-from mindspeed_qerl.emulation.operators import (  # noqa: F401
-    _npu_moe_token_unpermute_with_routing_map,
-    npu_add_rms_norm,
-    npu_grouped_matmul,
-    npu_moe_gating_top_k_softmax,
-    npu_moe_token_permute_with_routing_map,
-    npu_moe_token_permute_with_routing_map_grad,
-    npu_moe_token_unpermute_with_routing_map_grad,
-    npu_rms_norm,
-    npu_rotary_mul,
-    npu_swiglu,
+from mindspeed_qerl.emulation import (
+    attention,
+    experts,
+    extensions,
+    facade,
+    formats,
+    fused_infer,
+    mc2,
+    not_emulated,
+    operators,
+    paged,
+    quantised,
+    serving,
+    soc,
 )
+from mindspeed_qerl.emulation.formats import get_npu_format  # noqa: F401
+
+for _module in (attention, experts, formats, fused_infer, mc2, operators, paged, quantised, serving):
+    globals().update({name: value for name, value in vars(_module).items() if name.startswith(("npu_", "_npu_"))})
 
 facade.install()
 extensions.install()
 
-from torch_npu import _C, npu, profiler, utils  # noqa: F401
+from torch_npu import _C, npu, op_plugin, profiler, utils, version  # noqa: F401
 
 torch.npu = npu
-sys.modules["torch.npu"] = npu
+for _name in ("", ".streams", ".memory"):
+    sys.modules[f"torch.npu{_name}"] = sys.modules[f"torch_npu.npu{_name}"]
 
-__version__ = "2.7.1"
+__version__ = version.__version__
+
+# Written where vllm-ascend is installed (setup.py:62); its compiled extension, which sleep mode needs, is not there.
+_build_info = ModuleType("vllm_ascend._build_info")
+_build_info.__soc_version__, _build_info.__sleep_mode_enabled__ = soc()[0], False
+sys.modules["vllm_ascend._build_info"] = _build_info
 
 
 def __getattr__(name: str):
-    if not name.startswith(("npu_", "_npu_")):
+    if not name.startswith(("npu_", "_npu_", "atb")):
         raise AttributeError(f"the emulated torch_npu has no {name} (docs/emulation.md)")
-    return extensions.not_emulated(f"torch_npu.{name}")
+    return not_emulated(f"torch_npu.{name}")

@@ -1,7 +1,10 @@
-"""Stands for torchair: MindSpeed's op builders register graph converters when they are imported; no graph is ever
-built."""
+"""Stands for torchair: MindSpeed's op builders and vllm-ascend register graph converters when they are imported; no
+graph is ever built."""
 
-from torchair import ge  # noqa: F401
+from mindspeed_qerl.emulation import not_emulated
+from torchair import ge, scope  # noqa: F401
+
+patch_for_hcom = not_emulated("torchair.patch_for_hcom")
 
 
 def register_fx_node_ge_converter(*args, **kwargs):

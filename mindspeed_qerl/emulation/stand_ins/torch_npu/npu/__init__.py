@@ -1,0 +1,35 @@
+"""torch_npu.npu, which is also torch.npu: torch.cuda under another name, and a few calls that torch.cuda has not."""
+
+from types import SimpleNamespace
+
+import torch
+
+from mindspeed_qerl.emulation import not_emulated, soc
+from torch_npu.npu import memory, streams  # noqa: F401
+
+# Markers for the profiler.
+mstx = SimpleNamespace(
+    range_start=lambda *args, **kwargs: 0, range_end=lambda *args, **kwargs: None, mark=lambda *args, **kwargs: None
+)
+config = SimpleNamespace(allow_internal_format=False)  # set by vllm-ascend (worker/worker_v1.py), read by nobody here
+NPUGraph = not_emulated("torch.npu.NPUGraph (ACL graphs)")
+ExternalEvent = not_emulated("torch.npu.ExternalEvent (ACL graphs)")
+
+
+def set_option(option):
+    """Options of the operator compiler: there is none."""
+
+
+def set_compile_mode(jit_compile=False):
+    """Modes of the operator compiler: there is none."""
+
+
+def get_soc_version() -> int:
+    """The die's number in torch_npu (csrc/core/npu/NpuVariables.h)."""
+    return soc()[1]
+
+
+def __getattr__(name: str):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(torch.cuda, name)

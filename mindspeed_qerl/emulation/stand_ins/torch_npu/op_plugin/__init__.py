@@ -1,0 +1,1 @@
+"""Operators that torch_npu registers on demand."""

@@ -1,0 +1,1 @@
+"""Those of the Ascend Transformer Boost."""

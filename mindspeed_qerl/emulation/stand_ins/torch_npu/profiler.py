@@ -1,1 +1,0 @@
-"""torch_npu.profiler: there is nothing to profile; the profiling options of MindSpeed are to stay off."""

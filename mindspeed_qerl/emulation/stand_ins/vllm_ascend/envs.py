@@ -1,1 +1,0 @@
-"""vllm-ascend's environment variables: none has a meaning here."""

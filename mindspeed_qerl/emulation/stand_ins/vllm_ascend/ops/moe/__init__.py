@@ -1,1 +1,0 @@
-"""Parts of the mixture of experts that MindSpeed-RL imports."""

@@ -1,1 +1,0 @@
-"""Nothing is left to patch: see vllm_ascend/platform.py."""

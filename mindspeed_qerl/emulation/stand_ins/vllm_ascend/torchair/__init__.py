@@ -1,1 +1,0 @@
-"""Graph mode is not emulated: keep torchair_graph off."""

@@ -1,1 +1,0 @@
-"""The worker and its model runner."""

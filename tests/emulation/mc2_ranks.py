@@ -1,0 +1,144 @@
+"""One rank of test_mc2.py: mc2_ranks.py FOLDER RANK WORLD_SIZE. Saves what it gave to the MC2 operators and what they
+returned, in FOLDER/RANK."""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_qerl.emulation import mc2
+from mindspeed_qerl.emulation.operators import npu_grouped_matmul, npu_swiglu
+
+EXPERTS, K, H, FFN = 8, 2, 6, 5
+UNEQUAL = [3, 1, 4, 2]
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(case: str, rank: int, world: int) -> dict:
+    """What a rank gives to the dispatch and, weights apart, to the combine."""
+    bs = UNEQUAL[rank] if "unequal" in case else 4
+    generator = torch.Generator().manual_seed(100 * world + rank)
+    among = {"few experts": 3}.get(case, EXPERTS)
+    chosen = [torch.randperm(among, generator=generator)[:K] for _ in range(bs)]
+    given = dict(x=normal(bs, H, seed=rank), expert_ids=torch.stack(chosen).int(), moe_expert_num=EXPERTS,
+                 ep_world_size=world, ep_rank_id=rank, group_ep="process group" if case == "equal" else "backend")
+    if "unequal" in case:
+        given["global_bs"] = max(UNEQUAL[:world]) * world
+    if case == "bfloat16":
+        given["x"] = given["x"].bfloat16()
+    if case == "tokens masked":
+        given["x_active_mask"] = torch.arange(bs) < [2, 0, 4, 1][rank]
+    if case == "choices masked":
+        given["x_active_mask"] = torch.rand(bs, K, generator=generator) < 0.5
+    if case == "an expert twice":
+        given["expert_ids"] = torch.randint(0, EXPERTS, (bs, K), generator=generator, dtype=torch.int32)
+        given["expert_ids"][1] = given["expert_ids"][1, 0]
+    if case in ("sums", "tokens masked"):
+        given["expert_token_nums_type"] = 0
+    if case == "as vllm-ascend":  # ops/moe/token_dispatcher.py:117-158 on A3
+        given |= dict(expert_shard_type=0, shared_expert_rank_num=0, global_bs=0, expert_token_nums_type=0,
+                      scales=None, quant_mode=0, group_tp="backend", tp_world_size=1, tp_rank_id=0,
+                      x_active_mask=torch.arange(bs) < 3)
+    return given
+
+
+CASES = ["equal", "unequal", "tokens masked", "choices masked", "few experts", "an expert twice", "bfloat16", "sums",
+         "as vllm-ascend"]  # fmt: skip
+
+
+def experts(x, nums, kind, w13, w2):
+    groups = dict(group_list=nums, group_list_type=kind, group_type=0, split_item=2)
+    return npu_grouped_matmul([npu_swiglu(npu_grouped_matmul([x], [w13], **groups)[0])], [w2], **groups)[0]
+
+
+def run(given: dict) -> dict:
+    mine = slice(given["ep_rank_id"] * EXPERTS // given["ep_world_size"],
+                 (given["ep_rank_id"] + 1) * EXPERTS // given["ep_world_size"])
+    dtype, bs = given["x"].dtype, len(given["x"])
+    w13, w2 = normal(EXPERTS, H, 2 * FFN, seed=-1).to(dtype), normal(EXPERTS, FFN, H, seed=-2).to(dtype)
+    weights = normal(bs, K, seed=given["ep_rank_id"] + 50).float()
+    dispatched = mc2.npu_moe_distribute_dispatch_v2(**given)
+    rows, _, assist_info, nums, recv_counts, tp_recv_counts, expand_scales = dispatched
+    results = experts(rows, nums, given.get("expert_token_nums_type", 1), w13[mine], w2[mine])
+    common = {name: given[name] for name in given if name in (
+        "expert_ids", "moe_expert_num", "ep_world_size", "ep_rank_id", "group_ep", "global_bs", "x_active_mask",
+        "expert_shard_type", "shared_expert_rank_num", "group_tp", "tp_world_size", "tp_rank_id")}  # fmt: skip
+    combined = mc2.npu_moe_distribute_combine_v2(
+        expand_x=results, assist_info_for_combine=assist_info, ep_send_counts=recv_counts, expert_scales=weights,
+        tp_send_counts=tp_recv_counts, expand_scales=expand_scales, **common)
+    return dict(dispatched=dispatched, results=results, combined=combined, w13=w13, w2=w2, weights=weights)
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Name -> the error that every rank gets."""
+    known = inputs("equal", rank, world)
+    swapped = known["expert_ids"].flip(0) if rank else known["expert_ids"]
+    wrong = {
+        "unknown expert": dict(expert_ids=torch.full_like(known["expert_ids"], EXPERTS * (rank == world - 1))),
+        "experts": dict(moe_expert_num=7 * world + 1),
+        "global_bs": dict(global_bs=3 * world),
+        "too many tokens": dict(x=torch.ones(513, H), expert_ids=torch.ones(513, K, dtype=torch.int32)),
+        "no tokens": dict(x=torch.ones(0, H), expert_ids=torch.ones(0, K, dtype=torch.int32)),
+        "int64": dict(expert_ids=known["expert_ids"].long()),
+        "hole": dict(x_active_mask=torch.tensor([True, False, True, True])),
+        "mask": dict(x_active_mask=torch.ones(3, dtype=torch.bool)),
+        "group": dict(group_ep="nobody"),
+        "rank": dict(ep_rank_id=rank + 1),
+        "quantised": dict(quant_mode=2),
+        "hierarchy": dict(expert_scales=torch.ones(4, K)),
+        "shared": dict(shared_expert_rank_num=1),
+        "tp": dict(tp_world_size=2),
+        "algorithm": dict(comm_alg="hierarchy"),
+        "nums": dict(expert_token_nums_type=2),
+        "no room": dict(x=torch.ones(4, H), expert_ids=torch.zeros(4, K, dtype=torch.int32), moe_expert_num=world),
+    }
+    calls = {name: lambda change=change: mc2.npu_moe_distribute_dispatch_v2(**known | change)
+             for name, change in wrong.items()}
+    unequal = inputs("unequal", rank, world)
+    calls["unequal without global_bs"] = lambda: mc2.npu_moe_distribute_dispatch_v2(**unequal | dict(global_bs=0))
+    masked = dict(x_active_mask=torch.arange(len(unequal["x"])) < 1)
+    calls["unequal with a mask"] = lambda: mc2.npu_moe_distribute_dispatch_v2(**unequal | masked)
+
+    rows, _, assist_info, _, recv_counts, *_ = mc2.npu_moe_distribute_dispatch_v2(**known)
+    back = dict(expand_x=rows, assist_info_for_combine=assist_info, ep_send_counts=recv_counts,
+                expert_scales=torch.ones(4, K), **{name: known[name] for name in known if name != "x"})
+    for name, change in {
+        "combine: rows": dict(expand_x=rows[1:]),
+        "combine: weights": dict(expert_scales=torch.ones(4, K + 1)),
+        "combine: bfloat16 weights": dict(expert_scales=torch.ones(4, K, dtype=torch.bfloat16)),
+        "combine: info": dict(assist_info_for_combine=assist_info.long()),
+        "combine: mask": dict(x_active_mask=torch.arange(4) < 3, expert_ids=swapped),
+        "combine: shared": dict(shared_expert_x=torch.ones(4, H)),
+    }.items():
+        calls[name] = lambda change=change: mc2.npu_moe_distribute_combine_v2(**back | change)
+
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+            errors[name] = "none"
+        except (ValueError, NotImplementedError) as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+if __name__ == "__main__":
+    folder, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=60))
+    group = dist.new_group()
+    mc2.register_group("process group", dist.group.WORLD)
+    mc2.register_group("backend", group._get_backend(torch.device("cpu")))
+    found = {}
+    with torch.inference_mode():  # as vLLM calls them
+        for case in CASES:
+            given = inputs(case, rank, world)
+            found[case] = given | run(given)
+        found["refusals"] = refusals(rank, world)
+    torch.save(found, f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
