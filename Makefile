@@ -63,7 +63,7 @@ $(VENV)/.local: requirements/local.txt setup.py
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# Upstream's own Python packages, with a vLLM for CPUs in place of torch_npu and vllm-ascend, which mindspeed_qerl/emulation stands for.
+# Upstream's own Python packages, with a vLLM for CPUs; mindspeed_qerl/emulation stands for torch_npu and CANN.
 # --no-deps: the list is complete, and two of its packages ask for versions of a third that exclude each other.
 upstream-env: $(UPSTREAM_VENV)/.installed
 $(UPSTREAM_VENV)/.installed: requirements/upstream.txt setup.py

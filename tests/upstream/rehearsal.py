@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-CHECKOUTS = ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM")
+CHECKOUTS = ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM", "vllm-ascend")
 VOCABULARY = 128
 LAYERS = 2
 

@@ -1,0 +1,232 @@
+"""One engine of the real vllm-ascend on emulated NPUs beside transformers, as a process of its own for each rank.
+
+`UPSTREAM=DIR python tests/upstream/ascend_rollout.py` runs all cases and prints the tables of docs/emulation.md.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SIGMA = 0.05
+SHARED, LONG, ANSWER = 140, 9, 6  # tokens: of the prefix that all prompts share, of the shortest rest, of an answer
+FUNCTIONS = "MINDSPEED_QERL_TEST_FUNCTIONS"  # set: say which functions of vllm-ascend were called
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is served and where. dp: engines, each of tp ranks; experts are spread over all of them."""
+
+    family: str
+    dtype: str = "float32"
+    tp: int = 1
+    dp: int = 1
+    soc: str = "910C"
+    cann: str = "8.5.0"
+    nz: int = 0
+    chunked: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [self.family, self.dtype, f"tp{self.tp}", f"dp{self.dp}", self.soc, self.cann, f"nz{self.nz}"]
+        return "-".join([*parts, *["chunked"] * self.chunked, *self.variables])
+
+    @property
+    def shared(self) -> int:
+        """Tokens that the prompts share, more than a block of the cache (128): but with CANN 8.5 vllm-ascend reads
+        cached prompts in half precision only (attention/attention_mask.py:94)."""
+        return 0 if self.dtype == "float32" and not self.cann.startswith("8.3") else SHARED
+
+
+CASES = [
+    Case("qwen2", cann="8.3.RC1", nz=1),
+    Case("qwen2", "bfloat16", tp=2, soc="910B"),
+    Case("qwen3", tp=2, nz=1),
+    Case("qwen3", "bfloat16", cann="8.3.RC1", nz=1),
+    Case("qwen3", soc="910B", cann="8.3.RC1", chunked=True),
+    Case("qwen3", "bfloat16", chunked=True),
+    Case("qwen3", "bfloat16", tp=2, variables={"VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1"}),
+    Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", variables={"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}),
+    Case("qwen3_moe", cann="8.3.RC1"),
+    Case("qwen3_moe", tp=2, cann="8.3.RC1"),
+    Case("qwen3_moe", dp=2, nz=1),
+    Case("qwen3_moe", tp=2, soc="910B", nz=1),
+    Case("qwen3_moe", dp=2, soc="910B", cann="8.3.RC1"),
+    Case("qwen3_moe", "bfloat16", dp=2),
+    Case("qwen3_moe", "bfloat16", tp=2, dp=2, cann="8.3.RC1", nz=1),
+    Case("qwen3_moe", dp=4, cann="8.3.RC1"),
+    Case("qwen2_moe", dp=2, cann="8.3.RC1"),
+    Case("qwen2_moe", tp=2, soc="910B", cann="8.3.RC1"),
+    Case("qwen2_moe", "bfloat16", dp=4, nz=1),
+]
+UNSUMMED = Case("qwen2_moe", tp=2, cann="8.3.RC1")  # the shared expert's parts: rule shared_expert_is_summed
+
+
+def make(case: Case, folder: Path) -> Path:
+    """The model of `case` below `folder`. In bfloat16 all experts are active: no rounding can change a route. Heads of
+    64 are the smallest that CANN's fused infer attention takes."""
+    from rehearsal import make_model
+
+    model = folder / f"{case.family}-{case.dtype}"
+    changes = {"num_experts_per_tok": 8} if "moe" in case.family and case.dtype == "bfloat16" else {}
+    changes |= {"head_dim": 64} if "qwen3" in case.family else {}
+    return model if model.is_dir() else make_model(case.family, model, **changes)
+
+
+def run_case(case: Case, model: Path, upstream: Path) -> list[dict]:
+    """What each rank measured of `model`, with the checkouts in `upstream`."""
+    from rehearsal import environment
+
+    from mindspeed_qerl import emulation
+
+    world, variables = case.tp * case.dp, environment(upstream)
+    emulated = emulation.environment(world, case.soc, case.cann)
+    emulated["PYTHONPATH"] = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
+    variables = {**variables, **emulated, **case.variables, "VLLM_DP_SIZE": str(case.dp), "HF_HUB_OFFLINE": "1",
+                 "VLLM_ASCEND_ENABLE_NZ": str(case.nz), "VLLM_LOGGING_LEVEL": "ERROR"}
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                              str(world), __file__, json.dumps(asdict(case)), str(model), folder], env=variables,
+                             check=False, capture_output=True, text=True, timeout=400)
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def main(case: Case, folder: str, results: Path) -> None:
+    """This rank's part, written into `results`: greedy answers clean, with noise, and clean again, each beside
+    transformers."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    torch.distributed.init_process_group("hccl")  # Megatron has done so when MindSpeed-RL makes its engine
+    replica = int(os.environ["RANK"]) // case.tp
+    os.environ["VLLM_DP_RANK"] = str(replica)
+    import vllm_ascend
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+    from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+    package, called = os.path.dirname(vllm_ascend.__file__), set()
+    if FUNCTIONS in os.environ:
+        sys.setprofile(lambda frame, event, _: event == "call" and frame.f_code.co_filename.startswith(package)
+                       and called.add((frame.f_code.co_filename, frame.f_code.co_qualname)))
+    chosen = set()
+    select = NPUModelRunner._select_moe_comm_method
+
+    def selected(self, *args, **kwargs):
+        method = select(self, *args, **kwargs)
+        chosen.add(method.name)
+        return method
+
+    NPUModelRunner._select_moe_comm_method = selected
+    scheduler = {"enabled": True, **({"enable_chunked_prefill": True} if case.chunked else {})}
+    engine = LLM(folder, dtype=case.dtype, enforce_eager=True, max_model_len=256, max_num_seqs=4, seed=0,
+                 skip_tokenizer_init=True, gpu_memory_utilization=0.5, enable_prefix_caching=True,
+                 max_num_batched_tokens=64 if case.chunked else 512, distributed_executor_backend="external_launcher",
+                 enable_expert_parallel="moe" in case.family and case.tp * case.dp > 1, tensor_parallel_size=case.tp,
+                 additional_config={"ascend_scheduler_config": scheduler})
+    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    injector = NoiseInjector(model, NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=2, total_steps=4),
+                             seed=1)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    clean, cached = answers(engine, case, replica)
+    worst, own = distances(clean, reference, rounded, case, replica)
+    injector.apply(3)
+    for twin in (reference, rounded):
+        weights = dict(twin.named_parameters())
+        for target in injector.targets:
+            weights[f"{target.name}.weight"].data.copy_(target.module.weight)
+    engine.reset_prefix_cache()
+    noisy, _ = answers(engine, case, replica)
+    worst_noisy, own_noisy = distances(noisy, reference, rounded, case, replica)
+    injector.remove()
+    engine.reset_prefix_cache()
+    (results / f"{os.environ['RANK']}.json").write_text(json.dumps({
+        "package": vllm_ascend.__file__, "methods": sorted(chosen), "worst": worst, "own": own,
+        "worst_noisy": worst_noisy, "own_noisy": own_noisy, "noise_moved": clean != noisy,
+        "clean_again": answers(engine, case, replica)[0] == clean, "cached": cached,
+        "classes": sorted({type(module).__name__ for module in model.modules()}),
+        "called": sorted((os.path.relpath(file, package), name) for file, name in called)}))
+
+
+def prompts(case: Case, replica: int) -> list[list[int]]:
+    """Of one engine: the second is asked less than the first, the lengths differ."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    prefix = torch.randint(1, 100, (case.shared,), generator=generator).tolist()
+    rests = [torch.randint(1, 100, (LONG + 7 * i,), generator=generator).tolist() for i in range(3)]
+    return [prefix + rest for rest in rests[: 3 - replica % 2]]
+
+
+def answers(engine, case: Case, replica: int) -> tuple[list[tuple[list[int], list[float]]], int]:
+    """Token ids and their log-probs for each prompt; and how many tokens of a prompt were cached, at most: the first
+    prompt is asked alone before."""
+    from vllm import SamplingParams, TokensPrompt
+
+    sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
+    asked = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(case, replica)]
+    outputs = [engine.generate(part, sampling, use_tqdm=False) for part in (asked[:1], asked)][1]
+    found = []
+    for output in outputs:
+        [answer] = output.outputs
+        found.append((list(answer.token_ids), [entry[token].logprob for token, entry in
+                                               zip(answer.token_ids, answer.logprobs)]))
+    return found, max(output.num_cached_tokens for output in outputs)
+
+
+def distances(found: list, reference, rounded, case: Case, replica: int) -> tuple[float, float]:
+    """Largest difference of a log-prob from `reference`, and of `rounded`, transformers in bfloat16, from it."""
+    import torch
+
+    ours, theirs = [], []
+    for ids, (tokens, logprobs) in zip(prompts(case, replica), found):
+        with torch.no_grad():
+            exact, half = (twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
+                           for twin in (reference, rounded))
+        picked, picked_half = (x.gather(1, torch.tensor(tokens)[:, None])[:, 0] for x in (exact, half))
+        ours.append((torch.tensor(logprobs) - picked).abs().max().item())
+        theirs.append((picked_half - picked).abs().max().item())
+    return torch.tensor(ours).max().item(), torch.tensor(theirs).max().item()  # NaN, if there is one
+
+
+def tables(upstream: Path) -> None:
+    """Run all cases; print what each measured, and how many functions of each file of vllm-ascend ran."""
+    called, root = set(), upstream / "vllm-ascend" / "vllm_ascend"
+    columns = ("model", "dtype", "TP x DP", "die, CANN", "NZ", "also", "experts by", "worst", "transformers' bfloat16",
+               "with noise")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in [*CASES, UNSUMMED]:
+            ranks = run_case(case, make(case, Path(folder)), upstream)
+            worst, own, noisy = (max(rank[key] for rank in ranks) for key in ("worst", "own", "worst_noisy"))
+            also = ["prefix hits"] * bool(case.shared) + ["chunked"] * case.chunked + list(case.variables)
+            methods = ranks[0]["methods"] if "moe" in case.family else []
+            called |= {tuple(entry) for rank in ranks for entry in rank["called"]}
+            print(f"| {case.family} | {case.dtype} | {case.tp} x {case.dp} | {case.soc}, {case.cann} | {case.nz} | "
+                  f"{', '.join(also)} | {', '.join(methods)} | {worst:.1e} | {own:.1e} | {noisy:.1e} |", flush=True)
+    print("\n| file of vllm_ascend | functions that ran | of |\n|---|---|---|")
+    ran = Counter(file for file, name in called if not name.startswith("<module>"))
+    for file in sorted(root.rglob("*.py")):
+        name = str(file.relative_to(root))
+        functions = sum(isinstance(node, ast.FunctionDef) for node in ast.walk(ast.parse(file.read_text())))
+        if functions:
+            print(f"| `{name}` | {ran[name]} | {functions} |")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Case(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3]))
+    else:
+        os.environ[FUNCTIONS] = "1"
+        sys.path.insert(0, str(Path(__file__).parent))
+        tables(Path(os.environ["UPSTREAM"]).resolve())
