@@ -10,7 +10,7 @@ from mindspeed_qerl.preflight.machine import Machine
 
 # Variables that stop a run, or spoil it, with a value other than the engine's; the others are somebody's choice.
 HARMFUL = {
-    "VLLM_ASCEND_ENABLE_NZ": "weights in FRACTAL_NZ cannot be updated after a step",
+    "VLLM_ASCEND_ENABLE_NZ": "upstream trains with 0, and later vllm-ascend refuses FRACTAL_NZ in RL",
     "VLLM_USE_V1": "upstream's workers are written for vLLM's V1 engine",
     "VLLM_VERSION": "vllm-ascend would take the code for another vLLM",
 }

@@ -435,7 +435,7 @@ def test_the_room_that_the_conversion_needs(ready):
 # ---- environment and upstream ----
 
 @pytest.mark.parametrize("name, value, state, found", [
-    ("VLLM_ASCEND_ENABLE_NZ", "1", FAILED, "'1' in the shell, the engine would set '0': weights in FRACTAL_NZ"),
+    ("VLLM_ASCEND_ENABLE_NZ", "1", FAILED, "'1' in the shell, the engine would set '0': upstream trains with 0"),
     ("VLLM_USE_V1", "0", FAILED, "the engine would set '1'"),
     ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "", FAILED, "hide all but one die"),
     ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "1", WARNING, "the engine would set 'true'"),

@@ -150,12 +150,30 @@ def main(case: Case, folder: str, results: Path) -> None:
     worst_noisy, own_noisy = distances(noisy, reference, rounded, case, replica)
     injector.remove()
     engine.reset_prefix_cache()
+    again = answers(engine, case, replica)[0]
+    in_blocks = write_bytes(model)
+    engine.reset_prefix_cache()
+    raw, _ = answers(engine, case, replica)
     (results / f"{os.environ['RANK']}.json").write_text(json.dumps({
         "package": vllm_ascend.__file__, "methods": sorted(chosen), "worst": worst, "own": own,
         "worst_noisy": worst_noisy, "own_noisy": own_noisy, "noise_moved": clean != noisy,
-        "clean_again": answers(engine, case, replica)[0] == clean, "cached": cached,
+        "clean_again": again == clean, "cached": cached, "in_blocks": in_blocks, "bytes_moved": raw != clean,
         "classes": sorted({type(module).__name__ for module in model.modules()}),
         "called": sorted((os.path.relpath(file, package), name) for file, name in called)}))
+
+
+def write_bytes(model) -> int:
+    """Write the values of every weight in FRACTAL_NZ over it as bytes in plain order, as a copy would that goes round
+    torch's operators; how many there are."""
+    import ctypes
+
+    from torch_npu import get_npu_format
+
+    in_blocks = [weight for weight in model.parameters() if get_npu_format(weight) == 29]
+    for weight in in_blocks:
+        values = weight.detach().clone()
+        ctypes.memmove(weight.untyped_storage().data_ptr(), values.data_ptr(), values.nbytes)
+    return len(in_blocks)
 
 
 def prompts(case: Case, replica: int) -> list[list[int]]:
