@@ -246,8 +246,7 @@ def npu_matmul_add_fp32(dy: Tensor, x: Tensor, grad: Tensor) -> None:
 
 def _npu_matmul_add_fp32(x: Tensor, weight: Tensor, c: Tensor) -> None:
     """c += x^T @ weight in place, x (T, K) and weight (T, N) of half precision, c (K, N) float32 (op-plugin
-    op_plugin/ops/atb/LinearAtb.cpp:23, test/test_custom_ops/test_atb_linear.py). Caller: VA worker/worker_v1.py:335.
-    """
+    op_plugin/ops/atb/LinearAtb.cpp:23, test/test_custom_ops/test_atb_linear.py). Caller: VA worker_v1.py:335."""
     npu_matmul_add_fp32(x, weight, c)
 
 
