@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -50,8 +49,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     if recipe.emulate_npu:
         from mindspeed_qerl import emulation
 
-        environment |= emulation.environment(recipe.layout.world)
-        sys.path.insert(0, str(emulation.STAND_INS))
+        environment |= emulation.enter(recipe.layout.world)
     for warning in check_upstream():
         progress.message(f"Warning: {warning}")
     if recipe.noise.restart_every == "epoch":

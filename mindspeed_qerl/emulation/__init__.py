@@ -98,3 +98,12 @@ def environment(num_npus: int, soc: str | None = None, cann: str | None = None) 
         # Megatron asserts it for tensor parallelism, whatever the device.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+
+
+def enter(num_npus: int) -> dict[str, str]:
+    """Put this process, which has imported neither torch nor vLLM, and those that it starts on emulated NPUs; returns
+    `environment(num_npus)`."""
+    variables = environment(num_npus)
+    os.environ.update(variables)
+    sys.path.insert(0, str(STAND_INS))
+    return variables

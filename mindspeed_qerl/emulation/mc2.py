@@ -1,4 +1,5 @@
-"""MC2: the operators that send rows to the ranks of their experts and bring the results back, on gloo.
+"""MC2: the operators that send rows to the ranks of their experts and bring the results back, and a product that is
+summed and shared out over ranks, on gloo.
 
 They are told their process group by its HCCL name; `register_group` says which group a name means. Abbreviations are
 those of operators.py. Of the documented limits those are checked that a model for tests can keep; left out are
@@ -11,6 +12,7 @@ those of operators.py. Of the documented limits those are checked that a model f
 | A2: BS <= 256, E <= 512, at most 24 experts of a rank | the operators do not know which device is emulated |
 | HCCL_BUFFSIZE holds the windows of all ranks | a property of the group; tests are far from its 200 MB |
 | a token's K experts differ | VA's profile run draws them with repetition (ops/common_fused_moe.py:135) |
+| k from 256 in a product | a model for tests is smaller |
 | group_tp is not group_ep on A3 | VA passes one name for both (ops/moe/token_dispatcher.py:144) |
 """
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mindspeed_qerl.emulation.contract import HALF, require_dtype
 from mindspeed_qerl.emulation.experts import check_dtype, refuse
 from mindspeed_qerl.emulation.operators import unwritten
 
@@ -229,6 +232,37 @@ def npu_moe_distribute_combine_v2(
     return out
 
 
+def npu_mm_reduce_scatter_base(input: Tensor, x2: Tensor, hcom: str, world_size: int, *, reduce_op: str = "sum",
+                               bias: Tensor | None = None, x1_scale=None, x2_scale=None, comm_turn: int = 0,
+                               output_dtype=None, comm_mode: str | None = None) -> Tensor:
+    """input @ x2, summed over the ranks in float32 and rounded once: this rank's m / world_size rows of it. Every rank
+    of the group has to call it.
+
+    op-plugin docs/zh/custom_APIs/torch_npu/torch_npu-npu_mm_reduce_scatter_base.md. Caller: VA ops/linear_op.py:414.
+
+    Args:
+        input: (m, k), m a multiple of world_size. x2: (k, n), in FRACTAL_NZ too where comm_mode is "aiv".
+        comm_mode: None, "ai_cpu" or "aiv".
+
+    Raises:
+        NotImplementedError: int8, scales, another reduction, a bias, which the page has no support for, comm_turn.
+        ValueError: shapes, dtypes or a group that CANN refuses.
+    """
+    operator = "npu_mm_reduce_scatter_base"
+    refuse(operator, x1_scale=(x1_scale, (None,)), x2_scale=(x2_scale, (None,)), output_dtype=(output_dtype, (None,)),
+           reduce_op=(reduce_op, ("sum",)), bias=(bias, (None,)), comm_turn=(comm_turn, (0,)),
+           comm_mode=(comm_mode, (None, "ai_cpu", "aiv")))
+    require_dtype(operator, HALF, input=input, x2=x2)
+    group = _group(operator, hcom, world_size)
+    if input.dim() != 2 or x2.dim() != 2 or input.shape[1] != x2.shape[0] or len(input) % world_size:
+        raise ValueError(f"{operator} wants input (m, k), m a multiple of world_size {world_size}, and x2 (k, n), not "
+                         f"{tuple(input.shape)} and {tuple(x2.shape)}")
+    wide = torch.promote_types(input.dtype, torch.float32)
+    total = input.to(wide) @ x2.to(wide)
+    _wait_for(group.allreduce, [total])
+    return total.chunk(world_size)[group.rank()].to(input.dtype)
+
+
 def _refuse_kinds(operator: str, elastic_info, performance_info, tp_world_size: int, expert_shard_type: int,
                   shared_expert_num: int, shared_expert_rank_num: int, zero_expert_num: int, copy_expert_num: int,
                   const_expert_num: int) -> None:
@@ -239,14 +273,14 @@ def _refuse_kinds(operator: str, elastic_info, performance_info, tp_world_size: 
            const_expert_num=(const_expert_num, (0,)))
 
 
-def _group(operator: str, name: str, world_size: int, rank: int):
+def _group(operator: str, name: str, world_size: int, rank: int | None = None):
     if name not in _groups:
         raise ValueError(f"{operator}: no process group is registered as {name!r} (mc2.register_group), known are "
                          f"{', '.join(map(repr, _groups)) or 'none'}")
     group = _groups[name]
-    if (group.size(), group.rank()) != (world_size, rank):
-        raise ValueError(f"{operator}: {name!r} has {group.size()} ranks and this is {group.rank()}, not "
-                         f"ep_world_size {world_size} and ep_rank_id {rank}")
+    if group.size() != world_size or rank not in (None, group.rank()):
+        raise ValueError(f"{operator}: {name!r} has {group.size()} ranks and this is {group.rank()}, not world size "
+                         f"{world_size} and rank {rank}")
     return group
 
 

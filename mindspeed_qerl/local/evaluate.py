@@ -7,14 +7,17 @@ One folder for each evaluation, in a run RUN/evaluations/<name>/:
     greedy.jsonl     the greedy answers, if there are samples as well
 """
 
+import importlib.util
 import json
 import os
 import tempfile
+from argparse import BooleanOptionalAction
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.recipe.reader import read
@@ -27,10 +30,11 @@ from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward
 
 def option(default: Any, help: str, least: int | None = None, **more: Any) -> Any:
     """A field that tools/evaluate.py has an option for: argparse's arguments, and the least value."""
-    if default not in (None, MISSING):
+    if default not in (None, MISSING, False):
         help = f"{help} (default: {default})"
-    kind = type(default) if isinstance(default, int | float) else str if least is None else int
-    return field(default=default, metadata={"help": help, "type": kind, "least": least, **more})
+    if "action" not in more:
+        more["type"] = type(default) if isinstance(default, int | float) else str if least is None else int
+    return field(default=default, metadata={"help": help, "least": least, **more})
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Evaluation:
     kv_cache_gib: int = option(4, "vLLM's memory for keys and values on a CPU", 1)
     tensor_parallel_size: int = option(1, "processes that share the model", 1)
     seed: int = option(1, "of the samples")
+    emulate_npu: bool = option(False, "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the "
+                               "run did", action=BooleanOptionalAction)
     hardware_error: dict[str, Any] | None = None  # keyword arguments of `HardwareErrorMode` besides the seed
 
     def __post_init__(self) -> None:
@@ -71,6 +77,8 @@ class Evaluation:
             if self.tensor_parallel_size > 1:
                 raise ConfigError(
                     "errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
+            if self.emulate_npu:
+                raise ConfigError("errors of other hardware are modelled on vLLM for CPUs: add --no-emulate-npu")
             if not 0 < self.hardware_error.get("gaussian_std", 0.05) < 1 or self.hardware_error.get("block", 64) < 1:
                 raise ConfigError(f"hardware_error = {self.hardware_error}: gaussian_std must be between 0 and 1, and "
                                   "block at least 1")
@@ -90,6 +98,10 @@ def of_run(path: str, **given: Any) -> Evaluation:
     if not recipe.model.path or not recipe.task.test_file:
         raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
                           "task.test_file: give --model, --data and --adapter instead of --run")
+    upstream = recipe.engine == "mindspeed_rl"
+    if upstream and not recipe.model.load:
+        raise ConfigError(f"{path}/config.yaml has no actor_config.load: the base weights were random and are not "
+                          "kept, so its adapters fit no model")
     asked, samples = recipe.evaluation, {"samples": 0}
     if asked.temperature:
         samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature}
@@ -98,6 +110,7 @@ def of_run(path: str, **given: Any) -> Evaluation:
         verifier=first_reward(recipe.task.verifiers), problems=asked.n_problems, **samples,
         max_tokens=recipe.sampling.max_tokens, max_prompt_length=recipe.sampling.max_prompt_length,
         max_num_seqs=recipe.rollout.max_num_seqs, dtype=recipe.model.dtype, seed=run.status()["seed"],
+        tensor_parallel_size=recipe.layout.infer_tp if upstream else 1, emulate_npu=upstream and recipe.emulate_npu,
         hardware_error=recipe.hardware_error.arguments("evaluation"))
     return Evaluation(**values | given)
 
@@ -105,10 +118,15 @@ def of_run(path: str, **given: Any) -> Evaluation:
 def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at
     each stage. ValueError or OSError: something that was given cannot be read, does not fit, or is there already."""
-    from transformers import AutoTokenizer
-
     if output.exists():
         raise FileExistsError(f"{output} exists: an evaluation is written once. Choose another name, or remove it")
+    if what.emulate_npu:
+        if importlib.util.find_spec("vllm_ascend") is None:
+            raise ConfigError("emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on PYTHONPATH "
+                              "(docs/emulation.md), or serve with this machine's own vLLM: --no-emulate-npu")
+        emulation.enter(what.tensor_parallel_size)
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(what.model)
     task = Prompts(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems)
     try_reward(what.verifier, task.rows)
@@ -167,6 +185,10 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
             prompts, n, seed, dict(common, temperature=temperature), hardware_error=what.hardware_error)[0]
     if what.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed)
+    from vllm.platforms import current_platform
+
+    npu = current_platform.device_name == "npu"  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
+    more = {"additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}} if npu else {}
+    llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed, **more)
     return lambda prompts, n, temperature, seed: complete(llm, prompts, use_tqdm=True, n=n, seed=seed,
                                                           temperature=temperature, **common)

@@ -73,6 +73,15 @@ def run(given: dict) -> dict:
     return dict(dispatched=dispatched, results=results, combined=combined, w13=w13, w2=w2, weights=weights)
 
 
+def product(rank: int, world: int) -> dict:
+    """What a rank gives to the product of FlashComm1, and what comes back; in float64 and in bfloat16."""
+    given = {dtype: dict(input=normal(2 * world, 7, seed=rank).to(dtype), x2=normal(7, 5, seed=9 + rank).to(dtype))
+             for dtype in (torch.float64, torch.bfloat16)}
+    back = {dtype: mc2.npu_mm_reduce_scatter_base(**one, hcom="backend", world_size=world, comm_mode="aiv")
+            for dtype, one in given.items()}
+    return {"given": given, "back": back}
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Name -> the error that every rank gets."""
     known = inputs("equal", rank, world)
@@ -116,6 +125,18 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     }.items():
         calls[name] = lambda change=change: mc2.npu_moe_distribute_combine_v2(**back | change)
 
+    plain = dict(input=torch.ones(2 * world, 3), x2=torch.ones(3, 2), hcom="backend", world_size=world)
+    for name, change in {
+        "product: rows": dict(input=torch.ones(2 * world + 1, 3)),
+        "product: width": dict(input=torch.ones(2 * world, 4)),
+        "product: bias": dict(bias=torch.ones(2)),
+        "product: int8": dict(input=torch.ones(2 * world, 3).to(torch.int8), x2=torch.ones(3, 2).to(torch.int8)),
+        "product: dtypes": dict(x2=torch.ones(3, 2).half()),
+        "product: ranks": dict(world_size=world + 1),
+        "product: mode": dict(comm_mode="ccu"),
+    }.items():
+        calls[name] = lambda change=change: mc2.npu_mm_reduce_scatter_base(**plain | change)
+
     errors = {}
     for name, call in calls.items():
         try:
@@ -138,6 +159,7 @@ if __name__ == "__main__":
         for case in CASES:
             given = inputs(case, rank, world)
             found[case] = given | run(given)
+        found["product"] = product(rank, world)
         found["refusals"] = refusals(rank, world)
     torch.save(found, f"{folder}/{rank}")
     dist.barrier()

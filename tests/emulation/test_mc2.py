@@ -103,6 +103,15 @@ def test_the_sum_rounds_once(ranks):
         np.testing.assert_allclose(wide(mine["combined"]), total, rtol=2**-8 * 1.01, atol=1e-6)
 
 
+def test_the_product_is_summed_and_shared_out(ranks):
+    for dtype, bounds in ((torch.float64, dict(rtol=1e-12)), (torch.bfloat16, dict(rtol=2**-8 * 1.01, atol=1e-6))):
+        given = [rank["product"]["given"][dtype] for rank in ranks]
+        total = sum(wide(one["input"]) @ wide(one["x2"]) for one in given)
+        for rows, rank in zip(np.split(total, len(ranks)), ranks):
+            assert rank["product"]["back"][dtype].dtype == dtype
+            np.testing.assert_allclose(wide(rank["product"]["back"][dtype]), rows, **bounds)
+
+
 def test_the_cases_have_what_they_are_named_after(ranks):
     """A rank without a token, an expert without one, ranks of different length, a token with an expert twice."""
     assert not any(active(ranks[-1]["tokens masked"]).any(1)) or len(ranks) != 2
@@ -122,7 +131,7 @@ REFUSED = {
     "hole": "ValueError: .*True after False",
     "mask": r"ValueError: .*x_active_mask is \(3,\)",
     "group": "ValueError: .*'nobody'.*'process group'",
-    "rank": "ValueError: .*ep_rank_id",
+    "rank": r"ValueError: .*and this is \d, not world size",
     "quantised": "NotImplementedError: .*quant_mode 2",
     "hierarchy": "NotImplementedError: .*expert_scales",
     "shared": "NotImplementedError: .*shared_expert_rank_num 1",
@@ -137,12 +146,19 @@ REFUSED = {
     "combine: info": "ValueError: .*assist_info_for_combine is torch.int64",
     "combine: mask": "ValueError: .*other expert_ids or another x_active_mask",
     "combine: shared": "NotImplementedError: .*shared_expert_x",
+    "product: rows": r"ValueError: .*m a multiple of world_size",
+    "product: width": r"ValueError: .*wants input \(m, k\)",
+    "product: bias": "NotImplementedError: .*bias",
+    "product: int8": "ValueError: .*int8",
+    "product: dtypes": "ValueError: .*one dtype",
+    "product: ranks": "ValueError: .*'backend' has",
+    "product: mode": "NotImplementedError: .*comm_mode 'ccu'",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_every_rank(ranks, name):
-    if len(ranks) == 1 and (name.startswith("unequal") or name == "experts"):
+    if len(ranks) == 1 and (name.startswith("unequal") or name in ("experts", "product: rows")):
         assert ranks[0]["refusals"][name] == "none"  # one rank disagrees with nobody
         return
     for rank in ranks:

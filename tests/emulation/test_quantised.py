@@ -151,3 +151,49 @@ def test_the_extension_of_dtypes_can_be_switched_off(monkeypatch):
                  lambda: quantised.npu_quantize(x.double(), x[0], None, torch.qint8, -1, False)):
         with pytest.raises(ValueError, match="bfloat16, not float"):
             call()
+
+
+@pytest.mark.parametrize("pertoken", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.int32, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale_shape", [(5,), (1,)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quant_matmul(pertoken, bias, scale_shape, dtype):
+    if dtype == torch.float16 and not pertoken:
+        pytest.skip("refused")
+    x1, x2 = ((60 * normal(*shape, seed=s)).round().clamp(-128, 127).to(torch.int8)
+              for s, shape in enumerate(((7, 64), (64, 5))))
+    scale = normal(*scale_shape, seed=2).abs().float() / 100
+    rows = normal(7, seed=3).abs().float() if pertoken else None
+    added = None if bias is None else (1000 * normal(5, seed=4)).to(bias)
+    out = quantised.npu_quant_matmul(x1, x2, scale, pertoken_scale=rows, bias=added, output_dtype=dtype)
+    product = x1.numpy().astype(np.int64) @ x2.numpy().astype(np.int64)
+    if bias == torch.int32:
+        product = product + added.numpy()
+    expected = product * wide(scale) * (wide(rows)[:, None] if pertoken else 1)
+    if bias in (torch.float32, torch.bfloat16):
+        expected = expected + wide(added)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(wide(out), wide(torch.from_numpy(expected).float().to(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "change"),
+    [
+        (NotImplementedError, "offset", dict(offset=torch.ones(1))),
+        (NotImplementedError, "group_sizes", dict(group_sizes=[0, 0, 32])),
+        (NotImplementedError, "int64", dict(scale=torch.ones(5).long())),
+        (NotImplementedError, "result in None", dict(output_dtype=None)),
+        (ValueError, "must be int8", dict(x1=torch.ones(3, 4))),
+        (ValueError, r"x1 must be \(m, k\)", dict(x1=torch.ones(3, 6).to(torch.int8))),
+        (ValueError, "float16 needs", dict(output_dtype=torch.float16)),
+        (ValueError, r"scale must be .* \(5,\) or \(1,\)", dict(scale=torch.ones(4))),
+        (ValueError, "scale must be torch.float32", dict(scale=torch.ones(5).half())),
+        (ValueError, r"pertoken_scale must be torch.float32 \(3,\)", dict(pertoken_scale=torch.ones(5))),
+        (ValueError, "bias must be", dict(bias=torch.ones(5).half())),
+    ],
+)
+def test_quant_matmul_refuses(error, match, change):
+    arguments = dict(x1=torch.ones(3, 4).to(torch.int8), x2=torch.ones(4, 5).to(torch.int8), scale=torch.ones(5),
+                     output_dtype=torch.bfloat16)
+    with pytest.raises(error, match=match):
+        quantised.npu_quant_matmul(**arguments | change)

@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 SIGMA = 0.05
@@ -30,19 +30,28 @@ class Case:
     cann: str = "8.5.0"
     nz: int = 0
     chunked: bool = False
+    eager: bool = True
+    quantised: str = ""  # a kind that w8a8.quantise knows
     variables: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [self.family, self.dtype, f"tp{self.tp}", f"dp{self.dp}", self.soc, self.cann, f"nz{self.nz}"]
-        return "-".join([*parts, *["chunked"] * self.chunked, *self.variables])
+        also = ["chunked"] * self.chunked + ["graphs"] * (not self.eager) + [self.quantised] * bool(self.quantised)
+        return "-".join([*parts, *also, *self.variables])
 
     @property
     def shared(self) -> int:
         """Tokens that the prompts share, more than a block of the cache (128): but with CANN 8.5 vllm-ascend reads
         cached prompts in half precision only (attention/attention_mask.py:94)."""
-        return 0 if self.dtype == "float32" and not self.cann.startswith("8.3") else SHARED
+        if self.dtype == "float32" and not self.cann.startswith("8.3"):
+            return 0
+        return 1010 if self.variables == FLASHCOMM else SHARED
 
 
+# vllm-ascend prefetches below 500 tokens, and shares a dense model's tokens out among the ranks above 1000
+# (ascend_forward_context.py:114, 141)
+PREFETCH = {"VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE": "1", "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1"}
+FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 CASES = [
     Case("qwen2", cann="8.3.RC1", nz=1),
     Case("qwen2", "bfloat16", tp=2, soc="910B"),
@@ -50,8 +59,8 @@ CASES = [
     Case("qwen3", "bfloat16", cann="8.3.RC1", nz=1),
     Case("qwen3", soc="910B", cann="8.3.RC1", chunked=True),
     Case("qwen3", "bfloat16", chunked=True),
-    Case("qwen3", "bfloat16", tp=2, variables={"VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1"}),
-    Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", variables={"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}),
+    Case("qwen3", "bfloat16", tp=2, variables=PREFETCH),
+    Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
     Case("qwen3_moe", cann="8.3.RC1"),
     Case("qwen3_moe", tp=2, cann="8.3.RC1"),
     Case("qwen3_moe", dp=2, nz=1),
@@ -59,10 +68,14 @@ CASES = [
     Case("qwen3_moe", dp=2, soc="910B", cann="8.3.RC1"),
     Case("qwen3_moe", "bfloat16", dp=2),
     Case("qwen3_moe", "bfloat16", tp=2, dp=2, cann="8.3.RC1", nz=1),
+    Case("qwen3_moe", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
     Case("qwen3_moe", dp=4, cann="8.3.RC1"),
     Case("qwen2_moe", dp=2, cann="8.3.RC1"),
     Case("qwen2_moe", tp=2, soc="910B", cann="8.3.RC1"),
     Case("qwen2_moe", "bfloat16", dp=4, nz=1),
+    Case("qwen2", "bfloat16", quantised="W8A8"),
+    Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", quantised="W8A8"),
+    Case("qwen3", "bfloat16", quantised="W8A8_DYNAMIC"),
 ]
 UNSUMMED = Case("qwen2_moe", tp=2, cann="8.3.RC1")  # the shared expert's parts: rule shared_expert_is_summed
 
@@ -71,10 +84,15 @@ def make(case: Case, folder: Path) -> Path:
     """The model of `case` below `folder`. In bfloat16 all experts are active: no rounding can change a route. Heads of
     64 are the smallest that CANN's fused infer attention takes."""
     from rehearsal import make_model
+    from w8a8 import quantise
 
     model = folder / f"{case.family}-{case.dtype}"
+    if case.quantised:
+        plain, model = make(replace(case, quantised=""), folder), folder / f"{case.family}-{case.quantised}"
+        return model if model.is_dir() else quantise(plain, model, case.quantised)
     changes = {"num_experts_per_tok": 8} if "moe" in case.family and case.dtype == "bfloat16" else {}
     changes |= {"head_dim": 64} if "qwen3" in case.family else {}
+    changes["max_position_embeddings"] = 1200
     return model if model.is_dir() else make_model(case.family, model, **changes)
 
 
@@ -101,7 +119,8 @@ def main(case: Case, folder: str, results: Path) -> None:
     """This rank's part, written into `results`: greedy answers clean, with noise, and clean again, each beside
     transformers."""
     import torch
-    import torch_npu  # noqa: F401
+    import torch_npu
+    import w8a8
 
     torch.distributed.init_process_group("hccl")  # Megatron has done so when MindSpeed-RL makes its engine
     replica = int(os.environ["RANK"]) // case.tp
@@ -109,6 +128,7 @@ def main(case: Case, folder: str, results: Path) -> None:
     import vllm_ascend
     from transformers import AutoModelForCausalLM
     from vllm import LLM
+    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     from mindspeed_qerl.aqn.injector import NoiseInjector
@@ -117,8 +137,8 @@ def main(case: Case, folder: str, results: Path) -> None:
     package, called = os.path.dirname(vllm_ascend.__file__), set()
     if FUNCTIONS in os.environ:
         sys.setprofile(lambda frame, event, _: event == "call" and frame.f_code.co_filename.startswith(package)
-                       and called.add((frame.f_code.co_filename, frame.f_code.co_qualname)))
-    chosen = set()
+                       and called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno)))
+    chosen, operators = set(), set()
     select = NPUModelRunner._select_moe_comm_method
 
     def selected(self, *args, **kwargs):
@@ -126,27 +146,40 @@ def main(case: Case, folder: str, results: Path) -> None:
         chosen.add(method.name)
         return method
 
+    def counted(function, name):
+        return lambda *args, **kwargs: operators.add(name) or function(*args, **kwargs)
+
     NPUModelRunner._select_moe_comm_method = selected
+    GroupCoordinator.reduce_scatter = counted(GroupCoordinator.reduce_scatter, "reduce_scatter")
+    for name, operator in list(vars(torch_npu).items()):
+        if name.startswith(("npu_", "_npu_")):
+            setattr(torch_npu, name, counted(operator, name))
+    if case.variables == FLASHCOMM:  # takes rows that this rank has not (model_runner_v1.py:2571), unchecked there
+        NPUModelRunner.profile_run = lambda self: None
     scheduler = {"enabled": True, **({"enable_chunked_prefill": True} if case.chunked else {})}
-    engine = LLM(folder, dtype=case.dtype, enforce_eager=True, max_model_len=256, max_num_seqs=4, seed=0,
+    engine = LLM(folder, dtype=case.dtype, enforce_eager=case.eager, max_model_len=1200, max_num_seqs=4, seed=0,
                  skip_tokenizer_init=True, gpu_memory_utilization=0.5, enable_prefix_caching=True,
-                 max_num_batched_tokens=64 if case.chunked else 512, distributed_executor_backend="external_launcher",
+                 max_num_batched_tokens=64 if case.chunked else 1200, distributed_executor_backend="external_launcher",
                  enable_expert_parallel="moe" in case.family and case.tp * case.dp > 1, tensor_parallel_size=case.tp,
+                 quantization="ascend" if case.quantised else None,
                  additional_config={"ascend_scheduler_config": scheduler})
-    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    graphs = [type(runner).__name__, runner.use_aclgraph, runner.compilation_config.level]
+    model = runner.get_model()
     injector = NoiseInjector(model, NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=2, total_steps=4),
                              seed=1)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    load = w8a8.load if case.quantised else partial(AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
+    reference, rounded = load(folder, dtype=torch.float32), load(folder, dtype=torch.bfloat16)
     clean, cached = answers(engine, case, replica)
     worst, own = distances(clean, reference, rounded, case, replica)
     injector.apply(3)
+    engine.reset_prefix_cache()
+    noisy, _ = answers(engine, case, replica)
+    unmatched, _ = distances(noisy, reference, rounded, case, replica)
     for twin in (reference, rounded):
         weights = dict(twin.named_parameters())
         for target in injector.targets:
             weights[f"{target.name}.weight"].data.copy_(target.module.weight)
-    engine.reset_prefix_cache()
-    noisy, _ = answers(engine, case, replica)
     worst_noisy, own_noisy = distances(noisy, reference, rounded, case, replica)
     injector.remove()
     engine.reset_prefix_cache()
@@ -155,11 +188,11 @@ def main(case: Case, folder: str, results: Path) -> None:
     engine.reset_prefix_cache()
     raw, _ = answers(engine, case, replica)
     (results / f"{os.environ['RANK']}.json").write_text(json.dumps({
-        "package": vllm_ascend.__file__, "methods": sorted(chosen), "worst": worst, "own": own,
-        "worst_noisy": worst_noisy, "own_noisy": own_noisy, "noise_moved": clean != noisy,
+        "package": vllm_ascend.__file__, "methods": sorted(chosen), "operators": sorted(operators), "graphs": graphs,
+        "worst": worst, "own": own, "worst_noisy": worst_noisy, "own_noisy": own_noisy, "unmatched": unmatched,
         "clean_again": again == clean, "cached": cached, "in_blocks": in_blocks, "bytes_moved": raw != clean,
         "classes": sorted({type(module).__name__ for module in model.modules()}),
-        "called": sorted((os.path.relpath(file, package), name) for file, name in called)}))
+        "called": sorted((os.path.relpath(file, package), line) for file, line in called)}))
 
 
 def write_bytes(model) -> int:
@@ -227,18 +260,19 @@ def tables(upstream: Path) -> None:
         for case in [*CASES, UNSUMMED]:
             ranks = run_case(case, make(case, Path(folder)), upstream)
             worst, own, noisy = (max(rank[key] for rank in ranks) for key in ("worst", "own", "worst_noisy"))
-            also = ["prefix hits"] * bool(case.shared) + ["chunked"] * case.chunked + list(case.variables)
+            also = ["prefix hits"] * bool(case.shared) + ["chunked"] * case.chunked
+            also += [case.quantised] * bool(case.quantised) + list(case.variables)
             methods = ranks[0]["methods"] if "moe" in case.family else []
             called |= {tuple(entry) for rank in ranks for entry in rank["called"]}
             print(f"| {case.family} | {case.dtype} | {case.tp} x {case.dp} | {case.soc}, {case.cann} | {case.nz} | "
                   f"{', '.join(also)} | {', '.join(methods)} | {worst:.1e} | {own:.1e} | {noisy:.1e} |", flush=True)
     print("\n| file of vllm_ascend | functions that ran | of |\n|---|---|---|")
-    ran = Counter(file for file, name in called if not name.startswith("<module>"))
     for file in sorted(root.rglob("*.py")):
         name = str(file.relative_to(root))
-        functions = sum(isinstance(node, ast.FunctionDef) for node in ast.walk(ast.parse(file.read_text())))
+        functions = {min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                     for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
         if functions:
-            print(f"| `{name}` | {ran[name]} | {functions} |")
+            print(f"| `{name}` | {sum((name, line) in called for line in functions)} | {len(functions)} |")
 
 
 if __name__ == "__main__":

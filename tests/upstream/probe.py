@@ -4,7 +4,8 @@
 
 FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the rank's place, its
 training weights, vLLM's weights after a sync with zero adapters, with the given ones and with noise, and the gradients
-of the update; experience.pt with the transfer dock's content at the end of the iteration.
+of the update, what each of some cycles of waking up and falling asleep left; experience.pt with the transfer dock's
+content at the end of the iteration.
 """
 
 import sys
@@ -57,6 +58,27 @@ def probe_classes():
             self.actor_offloader.onload_param()
             return weights
 
+        def cycle(self, noise_step):
+            """As between two steps: training weights out, vLLM's in, greedy answers with that noise, vLLM's out, and
+            training's in again; what held memory while vLLM slept, and while it was awake."""
+            rollout, worker = self.inference_model, self.inference_model.llm.llm_engine.model_executor.driver_worker
+            rollout.noise_step = noise_step
+            self.sharding_manager.enter_infer_mode()
+            held = [buffer.param_data.untyped_storage().size() for chunk in self.model for buffer in
+                    [*chunk.buffers, *chunk.expert_parallel_buffers]]
+            groups = rollout.sample([[5, 6, 7, 8], [9, 10, 11]], n=1, temperature=0.0, max_tokens=5)
+            self.sharding_manager.exit_infer_mode()
+            weights, container = dict(rollout.model.named_parameters()), self.sharding_manager.vllm_weight_container
+            found = {
+                "answers": [(list(answer.token_ids), [of_token[token].logprob for token, of_token in
+                                                      zip(answer.token_ids, answer.logprobs)]) for [answer] in groups],
+                "training_held": held, "caches": worker.worker.model_runner.kv_caches,
+                "buffers": [buffer.memory_buffers for buffer in container.weight_buffers],
+                "asleep": {name for name, parameter in weights.items()
+                           if parameter.data_ptr() == rollout.cpu_model[name].data_ptr()}, "all": set(weights)}
+            self.actor_offloader.onload_param()
+            return found
+
         def look(self, folder):
             """The syncs; then keep the gradients of the coming update."""
             self.seen = {"place": self._place(), "rank": self._rank}
@@ -66,6 +88,10 @@ def probe_classes():
             self.seen["train"] = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
+            self.seen["cycles"] = {name: self.cycle(step) for name, step in (
+                ("clean", None), ("noisy", 1), ("clean again", None), ("other noise", 2), ("noisy again", 1))}
+            self.seen["train_after"] = {name: parameter.detach().clone()
+                                        for name, parameter in self._parameters().items()}
             apply = self.inference_model.injector.apply  # the noise of step 1, where it is on: the policy that samples
             self.inference_model.injector.apply = lambda step: apply(step + 1)  # is not the one that is trained
             self.seen["rollouts"] = []

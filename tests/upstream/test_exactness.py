@@ -186,6 +186,22 @@ def test_noise_is_on_the_norms_only_and_the_same_on_every_rank(probe):
                            or not mixture and name.endswith(("input_layernorm.weight", "model.norm.weight"))}
 
 
+def test_vllm_wakes_up_with_the_weights_and_the_noise_of_its_step(probe):
+    """Through MindSpeed-RL's offloading, five times: what was on before has no part in what is sampled after; asleep
+    vLLM holds no cache and no buffer, and training has back what it had."""
+    for rank in probe.ranks:
+        cycles = rank["cycles"]
+        answers = {name: cycle["answers"] for name, cycle in cycles.items()}
+        assert answers["clean"] == answers["clean again"] and answers["noisy"] == answers["noisy again"]
+        assert answers["clean"] != answers["noisy"] != answers["other noise"] != answers["clean"]
+        for cycle in cycles.values():
+            assert cycle["training_held"] and not any(cycle["training_held"])
+            assert cycle["caches"] == [] and cycle["buffers"] and set(cycle["buffers"]) == {None}
+            assert cycle["asleep"] == cycle["all"]
+        assert rank["train"].keys() == rank["train_after"].keys()
+        assert all(torch.equal(weight, rank["train_after"][name]) for name, weight in rank["train"].items())
+
+
 def answers_log_probs(probe, weights: dict, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """By transformers, for each answer that has tokens."""
     model = probe.model.to(dtype)

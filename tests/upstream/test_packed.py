@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rehearsal import CHECKOUTS
 
 from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.tasks.gsm8k.convert import convert
@@ -17,8 +18,8 @@ from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.rows import read_rows
 
 UPSTREAM = os.environ.get("UPSTREAM")
-pytestmark = pytest.mark.skipif(not UPSTREAM, reason="UPSTREAM names no folder with MindSpeed-RL, MindSpeed-LLM, "
-                                                     "MindSpeed and Megatron-LM: nothing is compared with upstream's "
+pytestmark = pytest.mark.skipif(not UPSTREAM, reason=f"UPSTREAM names no folder with {', '.join(CHECKOUTS)}: "
+                                                     "nothing is compared with upstream's "
                                                      "preprocessor")
 
 READ = """
@@ -47,7 +48,7 @@ print("RESULT", json.dumps([rows, unreadable]))
 def run_upstream(*arguments):
     """Standard output of a Python command that imports upstream, on one emulated NPU."""
     variables = environment(1)
-    checkouts = [f"{UPSTREAM}/{name}" for name in ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM")]
+    checkouts = [f"{UPSTREAM}/{name}" for name in CHECKOUTS]
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *checkouts])
     done = subprocess.run([sys.executable, *map(str, arguments)], check=False, capture_output=True, text=True,
                           env=os.environ | variables)

@@ -2,9 +2,10 @@
 noise on the norms, on every path that its selectors choose."""
 
 import pytest
-from ascend_rollout import CASES, UNSUMMED, make, run_case
+from ascend_rollout import CASES, FLASHCOMM, PREFETCH, UNSUMMED, Case, make, run_case
 
 FLOAT32 = 2e-5  # log-probs of a hundred products each, rounded on their way through two layers
+EAGER = ["NPUModelRunner", False, 0]  # no runner of torchair's graphs, no ACL graph, nothing compiled
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +18,15 @@ def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
     ranks = run_case(case, make(case, models), upstream)
     for rank in ranks:
         assert rank["package"] == str(upstream / "vllm-ascend" / "vllm_ascend" / "__init__.py")
-        assert "AscendRMSNorm" in rank["classes"] and "RMSNorm" not in rank["classes"]
+        norm = "AscendQuantRMSNorm" if case.quantised == "W8A8_DYNAMIC" else "AscendRMSNorm"
+        assert norm in rank["classes"] and "RMSNorm" not in rank["classes"]
         for worst, own in ((rank["worst"], rank["own"]), (rank["worst_noisy"], rank["own_noisy"])):
             # two computations in bfloat16, and transformers' own distance from float32
             assert worst < (FLOAT32 if case.dtype == "float32" else 3 * own)
-        assert rank["noise_moved"] and rank["clean_again"]
+        assert rank["unmatched"] > 2 * rank["worst_noisy"]  # from transformers without the noise
+        assert rank["clean_again"]
+        assert EAGER == rank["graphs"]
+        assert operators(case) <= set(rank["operators"])
         assert (rank["cached"] >= 128) == bool(case.shared)
         # linear weights with CANN 8.3 in half precision, expert weights always
         half_83 = case.dtype == "bfloat16" and case.cann.startswith("8.3")
@@ -34,6 +39,20 @@ def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
 def expected_methods(case) -> set[str]:
     """By which tokens go to experts (worker/model_runner_v1.py:1861-1890)."""
     return {"MC2", "ALLTOALL"} if case.soc == "910C" and case.tp * case.dp > 1 else {"ALLGATHER", "NAIVE_MULTICAST"}
+
+
+def operators(case) -> set[str]:
+    """What runs only where the variables or the quantisation of `case` are acted upon."""
+    if case.variables == FLASHCOMM:  # and its fused product with CANN 8.3
+        return {"reduce_scatter", "npu_mm_reduce_scatter_base"}
+    quantised = {"W8A8": {"npu_add_rms_norm_quant"}, "W8A8_DYNAMIC": {"npu_add_rms_norm", "npu_dynamic_quant"}}
+    return {"npu_prefetch"} if case.variables == PREFETCH else quantised.get(case.quantised, {"npu_rms_norm"})
+
+
+def test_graphs_are_captured_where_they_are_not_refused(upstream, models):
+    """What generate_config.enforce_eager, which the settings ask for, turns off."""
+    case = Case("qwen3", "bfloat16", eager=False)
+    assert [rank["graphs"] for rank in run_case(case, make(case, models), upstream)] == [["NPUModelRunner", True, 3]]
 
 
 def test_the_parts_of_a_shared_expert_stay_apart_on_a_910c(upstream, models):
