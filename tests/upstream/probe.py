@@ -64,15 +64,15 @@ def probe_classes():
             rollout, worker = self.inference_model, self.inference_model.llm.llm_engine.model_executor.driver_worker
             rollout.noise_step = noise_step
             self.sharding_manager.enter_infer_mode()
-            held = [buffer.param_data.untyped_storage().size() for chunk in self.model for buffer in
-                    [*chunk.buffers, *chunk.expert_parallel_buffers]]
+            held = [parameter.untyped_storage().size() for parameter in self._parameters().values()
+                    if parameter.requires_grad]
             groups = rollout.sample([[5, 6, 7, 8], [9, 10, 11]], n=1, temperature=0.0, max_tokens=5)
             self.sharding_manager.exit_infer_mode()
             weights, container = dict(rollout.model.named_parameters()), self.sharding_manager.vllm_weight_container
             found = {
                 "answers": [(list(answer.token_ids), [of_token[token].logprob for token, of_token in
                                                       zip(answer.token_ids, answer.logprobs)]) for [answer] in groups],
-                "training_held": held, "caches": worker.worker.model_runner.kv_caches,
+                "training_held": held, "caches": len(worker.worker.model_runner.kv_caches),
                 "buffers": [buffer.memory_buffers for buffer in container.weight_buffers],
                 "asleep": {name for name, parameter in weights.items()
                            if parameter.data_ptr() == rollout.cpu_model[name].data_ptr()}, "all": set(weights)}

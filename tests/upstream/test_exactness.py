@@ -196,7 +196,7 @@ def test_vllm_wakes_up_with_the_weights_and_the_noise_of_its_step(probe):
         assert answers["clean"] != answers["noisy"] != answers["other noise"] != answers["clean"]
         for cycle in cycles.values():
             assert cycle["training_held"] and not any(cycle["training_held"])
-            assert cycle["caches"] == [] and cycle["buffers"] and set(cycle["buffers"]) == {None}
+            assert not cycle["caches"] and cycle["buffers"] and set(cycle["buffers"]) == {None}
             assert cycle["asleep"] == cycle["all"]
         assert rank["train"].keys() == rank["train_after"].keys()
         assert all(torch.equal(weight, rank["train_after"][name]) for name, weight in rank["train"].items())
