@@ -17,7 +17,7 @@ def quantise(model: Path, folder: Path, kind: str) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     twin = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    largest = _largest_inputs(twin)
+    largest, generator = _largest_inputs(twin), torch.Generator().manual_seed(1)
     weights, description = {}, {}
     for name, weight in twin.state_dict().items():
         module, _, part = name.rpartition(".")
@@ -37,7 +37,7 @@ def quantise(model: Path, folder: Path, kind: str) -> Path:
                             f"{module}.input_offset": torch.tensor([OFFSET], dtype=torch.int8),
                             f"{module}.quant_bias": (bias - OFFSET * rows.sum(1)).round().int()}
         if kind == "W8A8_DYNAMIC" and part == "weight" and module.endswith("_layernorm"):
-            weights[f"{module}.bias"] = 0.1 * torch.randn(weight.shape).bfloat16()
+            weights[f"{module}.bias"] = 0.1 * torch.randn(weight.shape, generator=generator).bfloat16()
             description["norm.bias"] = "FLOAT"
     twin.config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
