@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def use_checkout() -> None:
     if unfit and python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
         os.execv(python, [str(python), *getattr(sys, "orig_argv", ["", *sys.argv])[1:]])
     if sys.version_info < (3, 11) or lacking not in ([], ["torch"]):
-        _explain(f"has no {', '.join(lacking)}" if lacking else "is older than Python 3.11")
+        is_old = sys.version_info < (3, 11)
+        old = [f"is Python {platform.python_version()}, where 3.11 is needed,"] if is_old else []
+        _explain(" and ".join([*old, *([f"has no {', '.join(lacking)}"] if lacking else [])]))
         sys.exit(2)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, "" if str(CHECKOUT) in paths else str(CHECKOUT)]))

@@ -1,5 +1,5 @@
-"""Is this machine ready for this config? A table of checks, each passed, warning, failed or skipped, with what to
-type.
+"""Is this machine ready for this config? A table of checks, each passed, warning, failed, accepted or skipped, with
+what to type.
 
     checks = preflight(raw, name, Machine())     # tools/preflight.py prints them
 
@@ -9,7 +9,7 @@ limit.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,33 +18,49 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Check, case_of
+from mindspeed_qerl.preflight.accepted import PLAIN, accept
+from mindspeed_qerl.preflight.cann import cann
+from mindspeed_qerl.preflight.case import ACCEPTED, FAILED, PASSED, SKIPPED, WARNING, Check, case_of, plain
+from mindspeed_qerl.preflight.compiling import helpers, operators
 from mindspeed_qerl.preflight.config import config, layout_rules, memory, model
-from mindspeed_qerl.preflight.files import base_checkpoint, test_data, training_data
-from mindspeed_qerl.preflight.host import cann, cpus, disk, jemalloc, open_files, panic_on_oom, ports, shared_memory
+from mindspeed_qerl.preflight.files import base_checkpoint, overlap, test_data, training_data
+from mindspeed_qerl.preflight.host import (
+    cpus,
+    disk,
+    host_memory,
+    jemalloc,
+    open_files,
+    panic_on_oom,
+    ports,
+    ray_disk,
+    shared_memory,
+)
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.npus import NO_NPU, npus, see_npus
-from mindspeed_qerl.preflight.software import environment, sources, versions
+from mindspeed_qerl.preflight.software import environment, sources, versions, vllm_ascend
+from mindspeed_qerl.preflight.variables import variables
 
-STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "dim"}
+STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "dim", ACCEPTED: "magenta"}
 GROUPS = {
     "NPUs": (npus,),
-    "host": (cpus, open_files, shared_memory, disk, ports, panic_on_oom, jemalloc, cann),
-    "environment": (environment,),
-    "versions": (versions, sources),
+    "host": (cpus, host_memory, open_files, shared_memory, ray_disk, disk, ports, panic_on_oom, jemalloc,
+             cann, helpers, operators),
+    "environment": (environment, variables),
+    "versions": (versions, sources, vllm_ascend),
     "config": (config, layout_rules, memory),
     "model": (model,),
-    "data": (training_data, test_data),
+    "data": (training_data, test_data, overlap),
     "checkpoints": (base_checkpoint,),
 }
 
 
 def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1,
-              own_ray: bool = False) -> list[Check]:
+              own_ray: bool = False, say: Callable[[str], None] = lambda _: None) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is a failed line,
-    never an error."""
+    never an error. `say` is told what may take long, before it does."""
     case = case_of(raw, name, nodes, own_ray)
     if case.on_npus:
+        say("asking npu-smi, CANN and Ray at once, for at most 20 s ...")
         case = replace(case, seen=see_npus(machine, own_ray))
     checks = []
     for group, functions in GROUPS.items():
@@ -54,13 +70,14 @@ def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 
             except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on with the others
                 checks.append(Check(function.__name__.replace("_", " "), FAILED,
                                     f"could not be checked: {type(error).__name__}: {error}", group=group))
-    return checks
+    return accept(checks, case.recipe.run.accepted_checks)
 
 
 def headline(checks: Iterable[Check]) -> str:
     """"3 failed, 1 warning, 20 passed, 5 skipped"."""
     counts = Counter(check.state for check in checks)
-    return ", ".join(f"{counts[state]} {state}" for state in (FAILED, WARNING, PASSED, SKIPPED) if counts[state])
+    return ", ".join(f"{counts[state]} {state}" for state in (FAILED, ACCEPTED, WARNING, PASSED, SKIPPED)
+                     if counts[state])
 
 
 def print_table(checks: list[Check], title: str, console: Console) -> None:
@@ -88,4 +105,7 @@ def print_table(checks: list[Check], title: str, console: Console) -> None:
         console.print(f"[bold]{escape(f'[{number}]')} {escape(check.name)}[/bold]", highlight=False)
         for line in check.fix.splitlines():
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
+    if false := [plain(check.name) for check in checks if check.state == FAILED and plain(check.name) in PLAIN]:
+        console.print(f"\nIf a check is wrong about this machine: --accept NAME, of {', '.join(false)}; the run "
+                      "directory keeps it", highlight=False, soft_wrap=True)
     console.print(f"\n{headline(checks)}", highlight=False)

@@ -1,6 +1,7 @@
 """One line of the table, what is to be launched, and the NPUs that the machine sees."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, read
 from mindspeed_qerl.recipe.types import Recipe
 
-PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
+PASSED, WARNING, FAILED, SKIPPED, ACCEPTED = "passed", "warning", "failed", "skipped", "accepted"
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it; memory in MB."""
+    """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB."""
 
     card: int
     chip: int
+    number: int
     health: str
     used: int
     total: int
@@ -43,11 +45,19 @@ class Seen:
     """How many NPUs each part of the machine sees: a number, or a sentence why it could not be asked."""
 
     smi: list[Die] | str = "not asked"  # at least one
-    davinci: int = 0
+    held: Mapping[int, list[str]] = field(default_factory=dict)  # number of a die -> processes by npu-smi, in words
+    closed: tuple[str, ...] = ()  # device nodes that cannot be opened, and why
+    driver: str | None = None  # its version by npu-smi
+    mapped: tuple[int, ...] = ()  # the numbers of /dev/davinci*
     cann: int | str = "not asked"
     visible: str | None = None  # ASCEND_RT_VISIBLE_DEVICES
-    ray: Mapping[str, Any] | str | None = None  # resources and nodes of the running cluster; None if there is none
+    ray: Mapping[str, Any] | str | None = None  # the running cluster (ascend/cluster.py); None if there is none
+    address: str | None = None  # RAY_ADDRESS, where no Ray runs on this machine
     stale: list[str] = field(default_factory=list)  # how the environment of the running Ray differs from the shell's
+
+    @property
+    def davinci(self) -> int:
+        return len(self.mapped)
 
     @property
     def any(self) -> bool:
@@ -106,6 +116,10 @@ class Case:
     def npus_here(self) -> int:
         return -(-self.npus // self.nodes)
 
+    def accepts(self, name: str) -> bool:
+        """Whether check `name` may fail (run.accepted_checks)."""
+        return plain(name) in map(plain, self.recipe.run.accepted_checks)
+
     @property
     def legal(self) -> bool:
         return self.plan is not None and not broken(self.plan)
@@ -135,6 +149,15 @@ def needs(what: str, name: str, why: str) -> Callable:
         return checks
 
     return decorate
+
+
+def plain(name: str) -> str:
+    """A check's name as it is typed without quotes.
+
+    >>> plain("CANN's version"), plain("/dev/davinci*")
+    ('canns-version', 'dev-davinci')
+    """
+    return "-".join(re.findall(r"[a-z0-9._]+", name.lower().replace("'", "")))
 
 
 def gigabytes(size: float) -> str:

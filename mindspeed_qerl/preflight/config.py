@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families import shape_of
-from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.families import ModelShape, shape_of
+from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.layout.memory import BF16, estimate, model_parameters, settings_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
+from mindspeed_qerl.preflight.files import NEARLY, is_pointer
 from mindspeed_qerl.preflight.machine import Machine
 
 ABOUT_DATA = ("megatron_training.data_path", "task.test_file", "task.train_file")
@@ -98,13 +100,26 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
                     f"++model.{name}.rotary_base={shape.rope_theta:.0f}    # an override of the config")
     if case.upstream and not rotary:
         yield Check("rotary base", PASSED, f"{shape.rope_theta:,.0f} in both")
+    longest, most = case.recipe.batch.max_model_len, shape.max_position_embeddings
+    if case.upstream and longest > most:
+        yield Check("context", FAILED, f"generate_config.max_model_len = {longest}, and max_position_embeddings = "
+                    f"{most} in {folder / 'config.json'}: vLLM refuses it",
+                    f"generate_config.max_model_len={most}    # an override; prompt and answer must fit")
+    if case.upstream and case.recipe.npu.padded_vocab_size is None and case.plan:  # Megatron-LM tokenizer.py:103
+        yield Check("vocabulary", FAILED, "padded_vocab_size is left out of the config: Megatron would take the "
+                    f"tokenizer's own number of tokens, and vLLM's embedding has {case.plan.vllm_rows:,} rows",
+                    f"++model.{name}.padded_vocab_size={case.plan.vllm_rows}    # an override of the config")
     yield tokenizer(folder, case.recipe.task.prompt)
-    yield weights(folder)
+    converted = case.recipe.model.load and (Path(case.recipe.model.load) / TRACKER).is_file()
+    yield weights(folder, shape, FAILED if case.upstream and case.recipe.model.load and not converted else WARNING)
 
 
 def tokenizer(folder: Path, prompt: str) -> Check:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         return Check("tokenizer", FAILED, f"{folder} has no tokenizer.json", "Download the model's whole directory")
+    if any(is_pointer(file) for file in folder.glob("*.json")):
+        return Check("tokenizer", FAILED, f"tokenizer.json or another file of {folder} is a pointer of git-lfs",
+                     f"(cd {folder} && git lfs pull)")
     if prompt != "chat":
         return Check("tokenizer", PASSED, f"there; {prompt} prompts need no chat template")
     if (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json"):
@@ -113,17 +128,25 @@ def tokenizer(folder: Path, prompt: str) -> Check:
                  "Take an instruct or chat model, or add its chat_template.jinja")
 
 
-def weights(folder: Path) -> Check:
-    """All files that the model's index names; they are needed for the conversion only."""
-    index = _json(folder / "model.safetensors.index.json").get("weight_map")
-    files = [folder / name for name in sorted(set(index.values()) if index else ["model.safetensors"])]
+def weights(folder: Path, shape: ModelShape, state: str) -> Check:
+    """All files that the model's index names, of the size of this model; `state` is what it means if they are not."""
+    index = _json(folder / "model.safetensors.index.json")
+    names = index.get("weight_map")
+    files = [folder / name for name in sorted(set(names.values()) if names else ["model.safetensors"])]
     missing = [file.name for file in files if not file.is_file()]
+    why = "the conversion needs all" + ("" if state == FAILED else ", and it is done")
     if missing:
-        return Check("weights", WARNING, f"{len(files) - len(missing)} of {len(files)} files: {missing[0]}"
-                     f"{' ...' * (len(missing) > 1)} is missing; the conversion needs all",
+        return Check("weights", state, f"{len(files) - len(missing)} of {len(files)} files: {missing[0]}"
+                     f"{' ...' * (len(missing) > 1)} is missing; {why}", "Download the model's whole directory")
+    if pointers := sum(map(is_pointer, files)):
+        return Check("weights", state, f"{pointers} of {len(files)} files are pointers of git-lfs, not weights; {why}",
+                     f"(cd {folder} && git lfs pull)")
+    size = sum(file.stat().st_size for file in files)
+    if size < NEARLY * (least := BF16 * model_parameters(shape)):
+        return Check("weights", state, f"{len(files)} files of {gigabytes(size)}, and the model of config.json has "
+                     f"{gigabytes(least)} in 16 bits: a download that was cut short, or another model's; {why}",
                      "Download the model's whole directory")
-    return Check("weights", PASSED, f"{len(files)} of {len(files)} files, "
-                 f"{gigabytes(sum(file.stat().st_size for file in files))}")
+    return Check("weights", PASSED, f"{len(files)} of {len(files)} files, {gigabytes(size)}")
 
 
 def _json(file: Path) -> dict[str, Any]:

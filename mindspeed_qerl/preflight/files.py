@@ -2,20 +2,26 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, product
 from pathlib import Path
 from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.files import TRACKER, rank_folder
+from mindspeed_qerl.layout.memory import BF16, training_weights
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.recipe.types import Layout
-from mindspeed_qerl.tasks.packed import read_packed
-from mindspeed_qerl.tasks.rows import read_rows
+from mindspeed_qerl.tasks.checks import check_rows, normalised
+from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
+from mindspeed_qerl.tasks.rows import Row, read_rows
+
+POINTER = b"version https://git-lfs"
+NEARLY = 0.95  # of a computed size: what is below it is another file
+LOOKED_FOR = 200  # test questions in the packed prompts
 
 
 def training_data(machine: Machine, case: Case) -> Iterator[Check]:
@@ -54,6 +60,65 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
     else:
         yield Check("token ids", PASSED,
                     f"up to {largest:,}" + (f" of a vocabulary of {vocabulary:,}" if vocabulary else ""))
+
+
+def overlap(machine: Machine, case: Case) -> Iterator[Check]:
+    """Whether what is trained on is what is tested with: the training file's questions beside the test file's, and for
+    a packed file its number of rows, and its prompts, read back with the model's tokenizer, beside test questions."""
+    task = case.recipe.task
+    train, test = (_rows(file) for file in (task.train_file, task.test_file))
+    try:
+        packed, tokens = read_packed(f"{task.data_path}_packed_input_ids_document") if case.upstream else ([], [])
+        train = (read_packed_rows(task.data_path) if case.upstream else None) or train
+    except (OSError, ValueError):
+        packed, tokens = [], []
+    if not test or not train and not len(packed):
+        yield Check("train and test", SKIPPED, "one of them is missing above")
+        return
+    fix = "Convert the data again (docs/data.md), or if it is meant: task.allow_overlap=true    # an override"
+    state = WARNING if task.allow_overlap else FAILED
+    if shared := check_rows(train or [], test, ())[0]:
+        yield Check("train and test", state, shared[0].partition(": the test")[0], fix)
+        return
+    name = re.sub(r":( row)? ?\d+$", "", Path(train[0].where).name) if train else ""
+    found = [f"no question of {len(test):,} is among those of {name}"] if train else []
+    if len(packed):
+        looked, there = _asked_again(case, packed, tokens, test)
+        if there:
+            yield Check("train and test", state, f"{there:,} of {looked:,} test questions are among the packed "
+                        "training prompts", fix)
+            return
+        found += [f"no question of {looked:,} among the packed prompts"] if looked else []
+        if train and len(packed) != len(train):
+            same = ", as many as there are test rows" if len(packed) == len(test) else ""
+            yield Check("train and test", state if same else WARNING, f"{len(packed):,} packed prompts{same}; "
+                        f"{name} has {len(train):,}: they are not of one conversion", fix)
+            return
+    counts = f"{len(packed):,} packed prompts, {len(test):,} test rows"
+    yield Check("train and test", PASSED, "; ".join(found) or counts)
+
+
+def _rows(file: str) -> list[Row]:
+    try:
+        return read_rows(file)
+    except (OSError, ValueError):
+        return []
+
+
+def _asked_again(case: Case, lengths: Sequence[int], tokens: Sequence[int], test: list[Row]) -> tuple[int, int]:
+    """(how many test questions were looked for in the packed prompts, how many are there): at most LOOKED_FOR of them,
+    evenly drawn; none where the tokenizer cannot be read."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(Path(case.recipe.model.path) / "tokenizer.json"))
+    except Exception:  # noqa: BLE001  not installed, no such file, or the bare Exception of its Rust side
+        return 0, 0
+    ends = list(accumulate(map(int, lengths)))
+    prompts = [tokens[begin:end].tolist() for begin, end in zip([0, *ends], ends)]
+    text = normalised("\n".join(tokenizer.decode_batch(prompts)))
+    looked = test[::max(1, -(-len(test) // LOOKED_FOR))]
+    return len(looked), sum(normalised(row.question) in text for row in looked)
 
 
 def test_data(machine: Machine, case: Case) -> Iterator[Check]:
@@ -114,7 +179,8 @@ def base_checkpoint(machine: Machine, case: Case) -> Iterator[Check]:
 def _base(case: Case, load: str, layout: Layout) -> Check:
     tp, pp, ep = layout.tp, layout.pp, layout.ep
     wanted = f"TP {tp} PP {pp} EP {ep}"
-    expected = {rank_folder(*rank, pp=pp, ep=ep) for rank in product(range(tp), range(pp), range(ep))}
+    ranks = list(product(range(tp), range(pp), range(ep)))
+    expected = {rank_folder(*rank, pp=pp, ep=ep) for rank in ranks}
     try:
         fix = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
@@ -131,11 +197,26 @@ def _base(case: Case, load: str, layout: Layout) -> Check:
         why = "another layout" + ("" if files.keys() - expected else interrupted)
         return Check("base weights", FAILED, f"{load} has {_range(files)}; {wanted} needs {_range(expected)}: {why}",
                      f"{fix}\nA directory holds one layout: for two, give actor_config.load a name of its own")
+    if pointers := [path.parent.name for path in files.values() if is_pointer(path)]:
+        return Check("base weights", FAILED, f"{len(pointers)} of {len(files)} files are pointers of git-lfs, not "
+                     "weights", f"(cd {load} && git lfs pull)")
     if cut := sorted(name for name, path in files.items() if not is_zipfile(path)):
         return Check("base weights", FAILED,
                      f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", fix)
-    size = sum(path.stat().st_size for path in files.values())
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    shares = {rank_folder(*rank, pp=pp, ep=ep): BF16 * sum(training_weights(case.plan, rank[1])) for rank in ranks}
+    if case.legal and (small := sorted(name for name, size in sizes.items() if size < NEARLY * shares[name])):
+        return Check("base weights", FAILED, f"{small[0]}/model_optim_rng.pt has {gigabytes(sizes[small[0]])}"
+                     f"{', and others too' * (len(small) > 1)}; a rank's share of this model is "
+                     f"{gigabytes(shares[small[0]])}: weights of another model?", fix)
+    size = sum(sizes.values())
     return Check("base weights", PASSED, f"{len(files)} of {len(expected)} files for {wanted}, {gigabytes(size)}")
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether git-lfs has left its pointer in the file's place (git-lfs docs/spec.md)."""
+    with open(file, "rb") as content:
+        return content.read(len(POINTER)) == POINTER
 
 
 def _range(folders: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The host: CPUs, limits, memory, disk, ports, and where CANN is."""
+"""The host: CPUs, limits, memory, disk, ports."""
 
 import re
 import sys
@@ -6,15 +6,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
-from mindspeed_qerl.emulation import CANN_VERSIONS
 from mindspeed_qerl.files import TRACKER
-from mindspeed_qerl.layout.memory import adapter_weights, settings_of, training_weights
+from mindspeed_qerl.layout.memory import (
+    BF16,
+    adapter_weights,
+    estimate,
+    model_parameters,
+    settings_of,
+    training_weights,
+)
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
 from mindspeed_qerl.preflight.machine import Machine
 
 OPEN_FILES = 32768  # MindSpeed-RL examples/grpo/*.sh
 # bytes: with less in /dev/shm Ray keeps its objects on the disk (ray_constants.py:REQUIRE_SHM_SIZE_THRESHOLD)
 OBJECT_STORE = 10**10
+RAY_DISK, SOON = 0.05, 0.02  # part of the disk: Ray's 1 - local_fs_capacity_threshold; what a run may write besides
+PROCESS = 4 * 10**9  # bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
+PORTS = range(1024, 65536)
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
 
 
@@ -29,8 +38,11 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("CPUs", PASSED,
                     f"{asks}: places, not threads; the Ray that is started for the run is told to have them")
         return
+    if isinstance(case.seen.ray, str):
+        yield Check("CPUs", SKIPPED, f"{asks}; Ray, above, cannot be asked")
+        return
     if isinstance(case.seen.ray, Mapping):
-        have, whose = int(case.seen.ray["resources"].get("CPU", 0)), "the running Ray has"
+        have, whose = int(case.seen.ray["available"].get("CPU", 0)), "the running Ray has free"
     else:
         have = machine.cpus() * case.nodes
         whose = "there are" if case.nodes == 1 else f"{case.nodes} nodes like this one have"
@@ -62,10 +74,28 @@ def shared_memory(machine: Machine, case: Case) -> Iterator[Check]:
                     "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm")
 
 
+def ray_disk(machine: Machine, case: Case) -> Iterator[Check]:
+    """Ray judges the disk of its own folder by percent, however many GB are left (InternLM/lmdeploy issue 3457,
+    ray-project/ray issue 36959 and pull request 25370)."""
+    if not case.upstream:
+        return
+    left, free = machine.disk_left("/tmp"), machine.disk_free("/tmp")
+    found = f"{100 * left:.1f} % of its disk are free, {gigabytes(free)}"
+    if left >= RAY_DISK + SOON:
+        yield Check("/tmp", PASSED, f"{found}, for Ray's folder")
+        return
+    yield Check("/tmp", FAILED if left < RAY_DISK else WARNING, f"{found}: below {100 * RAY_DISK:.0f} % Ray spills no "
+                "object, and a run ends with OutOfDiskError", "du -xh -d 2 /tmp | sort -h | tail    # what fills it? "
+                "Or another disk for it: -v DIR:/tmp")
+
+
 def disk(machine: Machine, case: Case) -> Iterator[Check]:
     """Room for the run's checkpoints and, while it is missing, for the converted base. Sizes are computed: 2 bytes a
     weight, and 12 of AdamW for each one that is trained, in every rank's file."""
     run, load, plan = case.recipe.run, case.recipe.model.load, case.plan
+    if not machine.writable(run.root):
+        yield Check("run.root", FAILED, f"run.root = {run.root} cannot be written: the run directory is made in it",
+                    "run.root=DIR    # an override of the config")
     free = machine.disk_free(run.root)
     if not case.upstream:
         yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {run.root}",
@@ -98,13 +128,24 @@ def _room(name: str, place: str, free: int, one: int, number: int, fix: str) -> 
 
 @needs("on_npus", "ports", "no HCCL, and a Ray of the run's own on free ports")
 def ports(machine: Machine, case: Case) -> Iterator[Check]:
-    """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on; Ray's head and dashboard have fixed ones."""
-    base = int(machine.environment.get("HCCL_IF_BASE_PORT") or npu_environment()["HCCL_IF_BASE_PORT"])
-    last = base + case.npus_here - 1
-    if taken := [str(port) for port in range(base, last + 1) if not machine.port_free(port)]:
+    """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on, by the number of its die (vllm-ascend pull request
+    12318); Ray's head and dashboard have fixed ones."""
+    numbers = sorted({*range(case.npus_here), *case.seen.mapped[:case.npus_here]})
+    given, last_base = machine.environment.get("HCCL_IF_BASE_PORT"), PORTS[-1] - numbers[-1]
+    text = given or npu_environment()["HCCL_IF_BASE_PORT"]
+    base = int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+    last = base + numbers[-1]
+    if not PORTS[0] <= base <= last_base:
+        yield Check("ports of HCCL", FAILED, f"HCCL_IF_BASE_PORT={given} must be a whole number from {PORTS[0]} to "
+                    f"{last_base}: each of the {case.npus_here} ranks has the next port", "unset HCCL_IF_BASE_PORT")
+    elif taken := [str(base + number) for number in numbers if not machine.port_free(base + number)]:
         yield Check("ports of HCCL", FAILED, f"{base} to {last}: {', '.join(taken)} taken",
                     f"ss -ltnp '( sport >= :{base} and sport <= :{last} )'    # whose?\nor export "
                     "HCCL_IF_BASE_PORT=N, on every node")
+    elif drawn := _drawn_ports(machine, base, last):
+        yield Check("ports of HCCL", WARNING, f"{base} to {last} are free, and inside net.ipv4.ip_local_port_range = "
+                    f"{drawn}: any connection of this machine may draw one of them before HCCL listens",
+                    f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{last}")
     else:
         yield Check("ports of HCCL", PASSED, f"{base} to {last} are free")
     if case.own_ray or machine.processes("raylet"):
@@ -114,6 +155,58 @@ def ports(machine: Machine, case: Case) -> Iterator[Check]:
                     "ray start --head --port=6380 --dashboard-port=8266    # the engine's own Ray takes free ones")
     else:
         yield Check("ports of Ray", PASSED, f"{', '.join(map(str, RAY_PORTS))} are free")
+
+
+def _drawn_ports(machine: Machine, base: int, last: int) -> str:
+    """net.ipv4.ip_local_port_range where the kernel may give a connection one of these ports, else ""."""
+    drawn = (machine.read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    if len(drawn) != 2 or last < int(drawn[0]) or base > int(drawn[1]):
+        return ""
+    reserved = machine.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""
+    spans = [tuple(map(int, span.split("-"))) for span in re.findall(r"\d+(?:-\d+)?", reserved)]
+    kept = {port for span in spans for port in range(span[0], span[-1] + 1)}
+    return "" if kept.issuperset(range(max(base, int(drawn[0])), min(last, int(drawn[1])) + 1)) else "-".join(drawn)
+
+
+@needs("on_npus", "host memory", "no NPU is used")
+def host_memory(machine: Machine, case: Case) -> Iterator[Check]:
+    """What processes of this machine can still have, against what its ranks load at once and the conversion of the
+    base weights. Every rank reads its whole file before its weights go to the die (megatron/training/checkpointing.py,
+    torch.load); what is trained, its gradients and optimizer state are offloaded to the host while vLLM runs."""
+    room = machine.memory()
+    if not case.legal or not room:
+        yield Check("host memory", SKIPPED, "cannot be read here" if case.legal else
+                    "no legal layout to compute the need of")
+        return
+    plan, here, load = case.plan, case.npus_here, case.recipe.model.load
+    by, free = min(room.items(), key=lambda each: each[1])
+    stages = range(plan.layout.pp)
+    files = BF16 * sum(sum(training_weights(plan, stage)) for stage in stages) * here // plan.layout.pp if load else 0
+    held = estimate(plan, settings_of(case.recipe)).moments["update"]
+    kinds = ("adapters and optimizer",) if plan.lora else ("adapters and optimizer", "training weights")
+    offloaded = here * sum(part.bytes for part in held if part.kind in kinds)
+    yield _enough_memory("host memory", files, offloaded, here, by, free)
+    if load and not (Path(load) / TRACKER).is_file():
+        weights = BF16 * model_parameters(plan.shape) // plan.layout.pp
+        state = FAILED if free < weights else WARNING if free < 2 * weights else PASSED
+        yield Check("memory to convert", state, f"the converter holds {gigabytes(weights)} of weights, and up to as "
+                    "much again in their new form (convert_hf2mg.py, one pipeline stage at a time); "
+                    f"{gigabytes(free)} are left ({by})", "" if state == PASSED else
+                    f"Convert on a machine with more memory, and copy {load} here")
+
+
+def _enough_memory(name: str, files: int, offloaded: int, here: int, by: str, free: int) -> Check:
+    """Sizes in bytes, of all `here` ranks of this machine; `by` limits what is free."""
+    least = max(files, offloaded)
+    need = least + here * PROCESS
+    found = (f"{here} ranks load {gigabytes(files)} of base weights at once, later {gigabytes(offloaded)} are "
+             f"offloaded here; with {gigabytes(PROCESS)} assumed for each process about {gigabytes(need)}. "
+             f"{gigabytes(free)} are left ({by})")
+    if free >= need:
+        return Check(name, PASSED, found)
+    fix = ("Raise the container's --memory, or end what holds the memory (ps -eo pid,rss,args --sort -rss | head)\n"
+           "or fewer ranks on this machine: python tools/plan_layout.py --ranks N")
+    return Check(name, FAILED if free < least else WARNING, found, fix)
 
 
 def panic_on_oom(machine: Machine, case: Case) -> Iterator[Check]:
@@ -140,35 +233,3 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("jemalloc", WARNING, f"LD_PRELOAD names {preloaded[0]}, which is not there", fix)
     else:
         yield Check("jemalloc", PASSED, preloaded[0])
-
-
-@needs("on_npus", "CANN's paths", "no NPU is used")
-def cann(machine: Machine, case: Case) -> Iterator[Check]:
-    """CANN's environment: its root, and its Python packages on the path."""
-    home, acl = machine.environment.get("ASCEND_HOME_PATH"), machine.importable("acl")
-    if not (home or acl or case.seen.any):
-        yield Check("CANN's paths", SKIPPED, "no NPU here, and no CANN")
-    elif not home:
-        yield Check("CANN's paths", FAILED, "ASCEND_HOME_PATH is not set: set_env.sh was not sourced",
-                    "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh")
-    elif not acl:
-        yield Check("CANN's paths", FAILED, "the module acl is not on PYTHONPATH; was it replaced, not added to?",
-                    f"export PYTHONPATH=$PYTHONPATH:{home}/python/site-packages")
-    else:
-        yield Check("CANN's paths", PASSED, f"ASCEND_HOME_PATH={home}, acl is importable")
-        yield cann_version(machine, home)
-
-
-def cann_version(machine: Machine, home: str) -> Check:
-    """What torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71): vllm-ascend chooses code
-    by it."""
-    files = machine.glob(f"{home}/ascend_*_install.info") + machine.glob(f"{home}/*/ascend_*_install.info")
-    texts = [machine.read(file) or "" for file in files]
-    found = next((match[1] for text in texts if (match := re.search(r"^version=(\S+)", text, re.MULTILINE))), None)
-    tested = " and ".join(CANN_VERSIONS)
-    if found in CANN_VERSIONS:
-        return Check("CANN's version", PASSED, f"{found}, one that vllm-ascend was run for on emulated NPUs")
-    return Check("CANN's version", WARNING,
-                 f"{found or 'not in any ascend_*_install.info below ASCEND_HOME_PATH'}; vllm-ascend was run for "
-                 f"{tested} on emulated NPUs, and chooses code by this version",
-                 f"docs/ascend.md, Install: CANN {CANN_VERSIONS[0]}")

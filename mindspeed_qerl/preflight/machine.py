@@ -4,13 +4,15 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -76,6 +78,10 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def entry_points(self, group: str) -> list[str]:
+        """The names that installed distributions have in a group of entry points."""
+        return [point.name for point in importlib.metadata.entry_points(group=group)]
+
     def importable(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
 
@@ -83,12 +89,18 @@ class Machine:
         """Each repository of upstream that is installed here, beside ascend/contract.yaml."""
         return check(installed())
 
+    def checkout(self, package: str) -> Path | None:
+        """The folder that holds the package of upstream that Python takes; None if there is none."""
+        return next(iter(installed().get(package, [])), None)
+
     def disk_free(self, path: str | Path) -> int:
         """Bytes free where `path` is, or where it would be made."""
-        place = Path(path).absolute()
-        while not place.exists():
-            place = place.parent
-        return shutil.disk_usage(place).free
+        return shutil.disk_usage(_nearest(path)).free
+
+    def disk_left(self, path: str | Path) -> float:
+        """The part of the disk of `path` that is free, as Ray asks (src/ray/common/file_system_monitor.cc)."""
+        usage = shutil.disk_usage(_nearest(path))
+        return usage.free / usage.total
 
     def cpus(self) -> int:
         """Logical CPUs as Ray counts them: the cgroup's if it has a quota (ray/_private/utils.py:get_num_cpus)."""
@@ -115,6 +127,44 @@ class Machine:
                 return False
         return True
 
+    def listens(self, host: str, port: str | int) -> bool:
+        """Whether a TCP connection is taken there within 5 s."""
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, OverflowError):
+            return False
+        return True
+
+    def interfaces(self) -> dict[str, list[str]]:
+        """The network interfaces, with their addresses."""
+        return {name: [each.address.partition("%")[0] for each in addresses]
+                for name, addresses in psutil.net_if_addrs().items()}
+
+    def writable(self, path: str | Path) -> bool:
+        """Whether `path`, or the nearest folder above it that is there, can be written: not on a file system that is
+        mounted read-only, for root either (access(2))."""
+        return os.access(_nearest(path), os.W_OK | os.X_OK)
+
+    def closed(self, node: str) -> str:
+        """Why this process cannot read and write a device node; "" if it can."""
+        try:
+            status = os.stat(node)
+        except OSError:
+            return "is not there"
+        if os.access(node, os.R_OK | os.W_OK):
+            return ""
+        return (f"is {stat.filemode(status.st_mode)} of user {status.st_uid}, group {status.st_gid}: user "
+                f"{os.geteuid()} cannot open it")
+
+    def may_execute(self, path: str | Path) -> bool:
+        """Whether programs and libraries that lie in `path`, or would be made there, can be run: not with noexec."""
+        return not os.statvfs(_nearest(path)).f_flag & os.ST_NOEXEC
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that new processes can have, by who limits them: the machine, and each memory cgroup."""
+        available = re.search(r"^MemAvailable:\s+(\d+) kB", self.read("/proc/meminfo") or "", re.MULTILINE)
+        return ({"MemAvailable": 1024 * int(available[1])} if available else {}) | cgroup_room(self.read)
+
     def processes(self, name: str) -> dict[int, dict[str, str]]:
         """pid -> environment, {} where it may not be read, of the running processes of that name; one that has ended
         and was not waited for is none."""
@@ -126,3 +176,34 @@ class Machine:
                 except (psutil.Error, OSError):  # another user's, or gone by now
                     found[process.pid] = {}
         return found
+
+
+def _nearest(path: str | Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def cgroup_room(read: Callable[[str], str | None]) -> dict[str, int]:
+    """Bytes left below each limit of this process's memory cgroups, its own and those above, version 2 or 1. What is
+    cached of files counts as left. read: of `Machine`."""
+    kinds = {"": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+             "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                        "total_inactive_file")}
+    room = {}
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        kind = next((kind for kind in controllers.split(",") if kind in kinds), None)
+        if kind is None:
+            continue
+        root, most, current, cached = kinds[kind]
+        for folder in (Path(path), *Path(path).parents):  # a container sees its own at the root
+            place = f"{root}/{str(folder).strip('/')}".rstrip("/")
+            limit, used = ((read(f"{place}/{name}") or "").strip() for name in (most, current))
+            if limit.isdigit() and used.isdigit() and int(limit) < 2**60:  # version 1 writes 2^63 for none
+                files = re.search(rf"^{cached} (\d+)$", read(f"{place}/memory.stat") or "", re.MULTILINE)
+                room[f"{place}/{most} = {int(limit) / 1e9:,.1f} GB"] = (
+                    int(limit) - int(used) + (int(files[1]) if files else 0))
+    return room

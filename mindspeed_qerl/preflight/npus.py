@@ -4,30 +4,50 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, Die, Seen
+from mindspeed_qerl.ascend.cluster import holders, placed
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, Die, Seen, gigabytes
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 NO_NPU = ", this machine has none"
 LIST = "ASCEND_RT_VISIBLE_DEVICES"
+MIB = 2 ** 20
+# What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
+IDLE = 1 / 8
+MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+PLOG = "grep -rh ERROR ~/ascend/log/debug/plog | tail    # CANN's own words; ASCEND_PROCESS_LOG_PATH moves it"
+# Of acl, in words (CANN's aclError; torch_npu says "Failed to start the device" of the first).
+ACL_ERRORS = {"507033": "a device cannot be started"}
+# Words of npu-smi -> what to do; the first that is there counts.
+SMI_FIXES = {
+    "no answer": "ps -eo pid,stat,args | grep npu-smi    # in state D it hangs inside the driver, as a run would\n"
+                 "dmesg | grep -i -E 'davinci|hisi|drv' | tail    # on the host; then a reset or reboot by its owner",
+    "shared librar": "export LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:"
+                     "$LD_LIBRARY_PATH    # /usr/local/Ascend/driver, mapped into the container with -v",
+    "not installed": "Map /usr/local/bin/npu-smi and /usr/local/dcmi into the container",
+    "": "On the host: npu-smi info. If it answers there, map davinci_manager, devmm_svm, hisi_hdc, /usr/local/dcmi "
+        "and /usr/local/Ascend/driver into the container; \"device is used\" is another container with the same dies",
+}
 # The count of a process whose list of visible devices is not cut: the list is compared by itself.
 CANN_PROBE = """
 try:
     import acl
     count, error = acl.rt.get_device_count()
     assert error == 0, f"acl.rt.get_device_count() gives error {error}"
-except ImportError:
+except ModuleNotFoundError:
     import torch, torch_npu
     count = torch_npu.npu.device_count()
 print("devices", count)
 """
 RAY_PROBE = """
 import json, ray
+from mindspeed_qerl.ascend.cluster import look
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-alive = sum(node["Alive"] for node in ray.nodes())
-print("cluster", json.dumps({"resources": ray.cluster_resources(), "nodes": alive}))
+print("cluster", json.dumps(look()))
 """
 
 
@@ -35,17 +55,33 @@ def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
     """Ask npu-smi, /dev, CANN, the environment and, unless one is started for the run, Ray, each with a time limit."""
     visible = machine.environment.get(LIST)
     raylets = {} if own_ray else machine.processes("raylet")
-    ray, cann = None, "acl and torch_npu are not importable"
-    if raylets or machine.environment.get("RAY_ADDRESS") and not own_ray:
-        ray = _ask(machine, [sys.executable, "-c", RAY_PROBE], r"^cluster (.*)$", json.loads)
-    if machine.importable("acl") or machine.importable("torch_npu"):
-        without_list = {name: value for name, value in machine.environment.items() if name != LIST}
-        cann = _ask(machine, [sys.executable, "-c", CANN_PROBE], r"^devices (\d+)$", int, without_list)
-    smi = _ask(machine, ["npu-smi", "info"], r"(?s)(.*)", dies)
+    address = None if raylets or own_ray else machine.environment.get("RAY_ADDRESS")
+    without_list = {name: value for name, value in machine.environment.items() if name != LIST}
+    asked: dict[str, Any] = {"ray": None, "cann": "acl and torch_npu are not importable"}
+    with ThreadPoolExecutor() as pool:  # what hangs is waited for once
+        def ask(what: str, *question: Any) -> None:
+            asked[what] = pool.submit(_ask, machine, *question)
+
+        ask("smi", ["npu-smi", "info"], r"(?s)(.*)", str)
+        if machine.importable("acl") or machine.importable("torch_npu"):
+            ask("cann", [sys.executable, "-c", CANN_PROBE], r"^devices (\d+)$", int, without_list)
+        if address and re.fullmatch(r"[\w.-]+:\d+", address) and not machine.listens(*address.split(":")):
+            asked["ray"] = "nothing listens there"
+        elif raylets or address:
+            ask("ray", [sys.executable, "-c", RAY_PROBE], r"^cluster (.*)$", json.loads)
+    smi, cann, ray = (answer.result() if isinstance(answer := asked[what], Future) else answer
+                      for what in ("smi", "cann", "ray"))
+    driver = re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", smi)
+    said = " ".join(smi.split())[:200]
+    nodes = machine.glob("/dev/davinci[0-9]*")
     stale = [f"its raylet (process {pid}) was started with {LIST}={environment.get(LIST, 'unset')}"
              for pid, environment in raylets.items() if environment and environment.get(LIST) != visible]
-    return Seen(smi or "npu-smi info shows no NPU, or in a form that is not known here",
-                len(machine.glob("/dev/davinci[0-9]*")), cann, visible, ray, stale)
+    closed = tuple(f"{node} {why}" for node in (*nodes, *MANAGERS) if nodes and (why := machine.closed(node)))
+    return Seen(dies(smi) or (said if said.startswith("npu-smi:") or "not installed" in said else
+                              f"npu-smi info shows no NPU, or in a form that is not known here: {said}"),
+                processes(smi), closed, driver and driver[1],
+                tuple(sorted(int(node.removeprefix("/dev/davinci")) for node in nodes)), cann, visible, ray, address,
+                stale)
 
 
 def _ask(machine: Machine, command: list[str], pattern: str, read: Callable,
@@ -65,17 +101,33 @@ def dies(table: str) -> list[Die]:
         | 0     Ascend910           | OK            | 178.5       36                0    / 0             |
         | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
 
-    On a 910C a card has two chips and the second line a Phy-ID; on a 910B one chip and no Phy-ID.
+    On a 910C a card has two chips and the second line a Phy-ID, the number of its /dev/davinci*; on a 910B one chip
+    and no Phy-ID: the card's number is that of the device.
     """
     found, above = [], None
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         memory = re.search(r"(\d+)\s*/\s*(\d+)$", cells[-1])
         if above and memory and re.fullmatch(r"\d+(\s+\d+)?", cells[0]):
-            found.append(Die(above[0], int(cells[0].split()[0]), above[1], int(memory[1]), int(memory[2])))
+            chip, *number = map(int, cells[0].split())
+            found.append(Die(above[0], chip, *(number or above[:1]), above[1], int(memory[1]), int(memory[2])))
             above = None
         elif len(cells) == 3 and (name := re.fullmatch(r"(\d+)\s+\S*[^\d\s]\S*", cells[0])):
             above = int(name[1]), cells[1]
+    return found
+
+
+def processes(table: str) -> dict[int, list[str]]:
+    """The processes in the output of `npu-smi info`, by the number of their die. Those of other containers are there
+    too, if all devices are, with NA for what cannot be seen (vllm-ascend issue 12980).
+
+        | 0       0                 | 632268        | python3.1                | 197                     |
+    """
+    numbers, found = {(die.card, die.chip): die.number for die in dies(table)}, {}
+    for card, chip, pid, name, memory in re.findall(
+            r"(?m)^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+|NA)\s*\|\s*([^|]*?)\s*\|\s*(\d+|NA)\s*\|\s*$", table):
+        if (place := (int(card), int(chip))) in numbers:
+            found.setdefault(numbers[place], []).append(f"{name} (process {pid}, {memory} MB)")
     return found
 
 
@@ -94,13 +146,13 @@ def npus(machine: Machine, case: Case) -> Iterator[Check]:
                             (LIST, "not set" if seen.visible is None else seen.visible), ("Ray", _words(seen, case))):
             yield Check(name, SKIPPED, found)
         return
-    checks = [_smi(seen, asked), _davinci(seen, asked), _cann(seen, asked, case), _visible(seen, asked, case),
-              _ray(seen, case)]
+    checks = [_smi(seen, asked, case), *_held(seen, asked), _davinci(seen, asked), _cann(seen, asked, case),
+              _visible(seen, asked, case), _ray(seen, case), *_groups(seen, case)]
     said = {"npu-smi": sum(die.health == "OK" for die in seen.smi) if isinstance(seen.smi, list) else None,
             "/dev/davinci*": seen.davinci, "CANN": seen.cann, LIST: seen.listed,
-            "Ray": _of_ray(seen) if isinstance(seen.ray, Mapping) else None}
+            "Ray": _free(seen) if isinstance(seen.ray, Mapping) else None}
     counts = {name: count for name, count in said.items() if isinstance(count, int)}
-    lost = [check.name for check in checks if check.state == FAILED]
+    lost = [check.name for check in checks if check.state == FAILED and not case.accepts(check.name)]
     wanted = f"{asked} asked for" + (f" here ({case.npus} on {case.nodes} nodes)" if case.nodes > 1 else "")
     found = f"{wanted}; {', '.join(f'{name} {count}' for name, count in counts.items())}"
     least = min(counts.values())
@@ -109,31 +161,92 @@ def npus(machine: Machine, case: Case) -> Iterator[Check]:
     yield from checks
 
 
-def _smi(seen: Seen, asked: int) -> Check:
+def _smi(seen: Seen, asked: int, case: Case) -> Check:
     if isinstance(seen.smi, str):
-        return Check("npu-smi", WARNING, f"{seen.smi}; health and memory of the dies are not known",
-                     "Map /usr/local/bin/npu-smi and /usr/local/dcmi into the container")
-    count = f"{len(seen.smi)} dies"
-    if sick := [die for die in seen.smi if die.health != "OK"]:
-        names = ", ".join(f"NPU {die.card} chip {die.chip}: {die.health}" for die in sick)
-        commands = "".join(f"npu-smi info -t health -i {die.card} -c {die.chip}\n" for die in sick)
-        return Check("npu-smi", FAILED, f"{count}, {len(sick)} not healthy: {names}",
-                     f"{commands}A faulty die is a case for the vendor. Until then ask for fewer NPUs")
+        fix = next(fix for words, fix in SMI_FIXES.items() if words in seen.smi)
+        return Check("npu-smi", FAILED if "no answer" in seen.smi else WARNING,
+                     f"{seen.smi}; health and memory of the dies are not known", fix)
+    count, taken = f"{len(seen.smi)} dies", set(seen.mapped[:asked])  # Ray's number goes straight to set_device
+    sick = [die for die in seen.smi if die.health != "OK"]
+    healthy = [die.number for die in seen.smi if die.health == "OK"]
+    if sick:
+        count += f", {len(sick)} not healthy: " + ", ".join(f"{_name(die)}: {die.health}" for die in sick)
+    if faulty := [die for die in sick if die.number in taken]:
+        commands = "".join(f"npu-smi info -t health -i {die.card} -c {die.chip}\n" for die in faulty)
+        return Check("npu-smi", FAILED, f"{count}; the run would use {_numbers(die.number for die in faulty)}, of the "
+                     f"first {asked} that are mapped", f"{commands}A faulty die is a case for the vendor. Until then "
+                     + (f"start the container with others, without it:{_devices(healthy[:asked])}\n"
+                        f"{LIST} cannot leave it out: a worker gives Ray's number straight to set_device "
+                        "(base_worker.py:89)" if len(healthy) >= asked
+                        else f"ask for fewer NPUs, of the {len(healthy)} that are healthy"))
     if len(seen.smi) < asked:
         cards = Counter(die.card for die in seen.smi)
         odd = ", ".join(str(card) for card, chips in cards.items() if chips < max(cards.values()))
         return Check("npu-smi", FAILED, count + (f"; one chip of NPU {odd} is missing" if odd else ""),
                      f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the "
                      "container; if not, it is a case for the vendor")
-    if busy := [die for die in seen.smi if die.used > die.total // 8]:
-        names = [f"NPU {die.card} chip {die.chip} ({die.used:,} MB)" for die in busy]
-        shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
-        return Check("npu-smi", WARNING, f"{count}, all healthy; memory in use on {len(busy)}: {shown}",
-                     "npu-smi info    # the processes at the end; stop those that are yours and left over")
+    if busy := [die for die in seen.smi if die.number in taken and die.used > die.total * IDLE]:
+        return _busy(busy, count if sick else f"{count}, all healthy", case)
+    if sick:
+        them = "it" if len(sick) == 1 else "them"
+        return Check("npu-smi", PASSED, f"{count}; the run does not use {them}: it takes the first {asked} that are "
+                     "mapped")
     return Check("npu-smi", PASSED, f"{count}, all healthy")
 
 
+def _busy(busy: list[Die], count: str, case: Case) -> Check:
+    """Memory that somebody holds on dies that the run takes, against the plan's."""
+    names = [f"{_name(die)} ({die.used:,} of {die.total:,} MB)" for die in busy]
+    found = f"{count}; memory in use on {len(busy)}: {', '.join(names[:4])}" + (" ..." if len(names) > 4 else "")
+    fix = "npu-smi info    # the processes at the end; stop those that are yours and left over"
+    if not case.legal:
+        return Check("npu-smi", WARNING, found, fix)
+    held = estimate(case.plan, settings_of(case.recipe))
+    most = max(busy, key=lambda die: die.used)
+    used, left = most.used * MIB, (most.total - most.used) * MIB
+    cache, answer = held.kv_cache - used, held.kv_token * case.plan.batch.max_model_len
+    if held.peak > left:
+        return Check("npu-smi", FAILED, f"{found}. The plan's {gigabytes(held.peak)} do not fit into the "
+                     f"{gigabytes(left)} that are left", fix)
+    if cache < answer:  # vLLM counts what others hold as used by itself (vllm-ascend worker_v1.py:241-248)
+        return Check("npu-smi", FAILED, f"{found}. It comes off vLLM's KV cache, of which the plan has "
+                     f"{gigabytes(held.kv_cache)}: nothing would be left for an answer of full length", fix)
+    return Check("npu-smi", WARNING, f"{found}. The plan's {gigabytes(held.peak)} fit beside it, and "
+                 f"{gigabytes(cache)} of KV cache are left", fix)
+
+
+def _held(seen: Seen, asked: int) -> Iterator[Check]:
+    """Processes on dies that the run takes, however little they hold: HCCL listens on one port of a die's own network
+    interface (vllm-ascend issues 1955, 4725 and 11968)."""
+    held = {number: seen.held[number] for number in seen.mapped[:asked] if number in seen.held}
+    if held:
+        first = [f"davinci{number}: {', '.join(names)}" for number, names in held.items()]
+        more = f" and {len(first) - 4} more" if len(first) > 4 else ""
+        yield Check("processes on the dies", WARNING, f"{'; '.join(first[:4])}{more}. If one of them uses HCCL, this "
+                    "run cannot listen on the die's port (\"specific port[16666] fail\")",
+                    "ps -o pid,ppid,user,args -p PID    # on the host; end those that are yours, and of what docker "
+                    "stop has left the parent\nor take other dies: another container, without --privileged")
+
+
+def _name(die: Die) -> str:
+    return f"NPU {die.card} chip {die.chip}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(f"davinci{number}" for number in numbers)
+
+
+def _devices(numbers: Iterable[int]) -> str:
+    return "".join(f" --device=/dev/davinci{number}" for number in numbers)
+
+
 def _davinci(seen: Seen, asked: int) -> Check:
+    if seen.closed:
+        return Check("/dev/davinci*", FAILED, f"{seen.davinci} device nodes, and {'; '.join(seen.closed[:4])}"
+                     + (f"; and {len(seen.closed) - 4} more" if len(seen.closed) > 4 else ""),
+                     "Start the container with --device=/dev/davinci_manager --device=/dev/devmm_svm "
+                     "--device=/dev/hisi_hdc, and as root with --cap-add DAC_OVERRIDE,\nor with --group-add and the "
+                     "group of the nodes (ls -ln /dev/davinci*)")
     found, more = f"{seen.davinci} device nodes", len(seen.smi) if isinstance(seen.smi, list) else asked
     if seen.davinci < min(asked, more):
         return Check("/dev/davinci*", FAILED, f"{found}: the container maps fewer than the machine has",
@@ -144,7 +257,13 @@ def _davinci(seen: Seen, asked: int) -> Check:
 
 def _cann(seen: Seen, asked: int, case: Case) -> Check:
     if isinstance(seen.cann, str):
-        return Check("CANN", FAILED, seen.cann, "source /usr/local/Ascend/cann/set_env.sh")
+        if code := re.search(r"gives error (\d+)", seen.cann):
+            meaning = f": {ACL_ERRORS[code[1]]}" if code[1] in ACL_ERRORS else ""
+            return Check("CANN", FAILED, seen.cann + meaning, f"{PLOG}\nnpu-smi info    # a die that is not OK, or "
+                         "that a process of another container has\ncat /usr/local/Ascend/driver/version.info    # "
+                         "older than CANN? docs/ascend.md has the pair")
+        source = "source /usr/local/Ascend/cann/set_env.sh"
+        return Check("CANN", FAILED, seen.cann, SMI_FIXES["shared librar"] if "shared object" in seen.cann else source)
     if seen.cann < min(asked, seen.davinci):
         return Check("CANN", FAILED, f"{seen.cann} of the {seen.davinci} devices come up: a faulty die, or one that "
                      "another container holds", "npu-smi info    # the die whose health is not OK, or that has "
@@ -173,8 +292,13 @@ def _ray(seen: Seen, case: Case) -> Check:
     if seen.ray is None:
         return _enough("Ray", seen.ray_would_count * case.nodes, case.npus, words)
     if isinstance(seen.ray, str):
-        return Check("Ray", FAILED, words, restart)
+        return Check("Ray", FAILED, words, "unset RAY_ADDRESS    # then one is started for the run; or start the one "
+                     "that it names" if seen.address else restart)
     count, nodes = _of_ray(seen), seen.ray["nodes"]
+    if count >= case.npus > _free(seen):
+        return Check("Ray", FAILED, f"{words}: {case.npus} are asked for, and upstream would wait for them for ever",
+                     "Wait for that job or end it; a Ray of one's own would train on the same dies\nor ask for fewer "
+                     f"NPUs: {_layouts(_free(seen), case)}")
     if count >= case.npus:
         return Check("Ray", PASSED, words)
     if count < seen.ray_would_count * nodes:
@@ -186,8 +310,28 @@ def _ray(seen: Seen, case: Case) -> Check:
     return Check("Ray", WARNING, words, f"After the fix above, start it once more:\n{restart}")
 
 
+def _groups(seen: Seen, case: Case) -> Iterator[Check]:
+    """Whether upstream's placement groups can be given where there is more than one node: what one node shows to CANN
+    is the width of each."""
+    rooms = seen.ray["npus"] if isinstance(seen.ray, Mapping) else [case.npus_here] * case.nodes
+    if len(rooms) < 2 or not isinstance(seen.cann, int) or not seen.ray_would_count or sum(rooms) < case.npus:
+        return  # said above
+    width = min(seen.ray_would_count, case.npus)
+    if placed(width, case.npus, rooms):
+        yield Check("dies of a node", PASSED, f"each node shows {width} to CANN; Ray has {', '.join(map(str, rooms))}")
+        return
+    yield Check("dies of a node", FAILED, f"this node shows {seen.ray_would_count} to CANN, and upstream asks Ray for "
+                f"groups of {width} on one node each (launcher.py:64-101); the nodes have "
+                f"{', '.join(map(str, rooms))} for the run: it would wait for ever", f"export {LIST}="
+                f"{','.join(map(str, range(case.npus_here)))}    # on every node, in the shell of the launcher")
+
+
 def _of_ray(seen: Seen) -> int:
     return int(seen.ray["resources"].get("NPU", 0))
+
+
+def _free(seen: Seen) -> int:
+    return int(seen.ray["available"].get("NPU", 0))
 
 
 def _words(seen: Seen, case: Case) -> str:
@@ -195,9 +339,13 @@ def _words(seen: Seen, case: Case) -> str:
         which = "one of its own" if case.own_ray else "none is running; one"
         return f"{which} that is started now counts {seen.ray_would_count}"
     if isinstance(seen.ray, str):
-        return f"one is running and cannot be joined: {seen.ray}"
+        which = f"RAY_ADDRESS={seen.address}" if seen.address else "one is running and"
+        return f"{which} cannot be joined: {seen.ray}"
     nodes = f" on {seen.ray['nodes']} nodes" if seen.ray["nodes"] > 1 or case.nodes > 1 else ""
-    return f"one is running with {_of_ray(seen)} NPUs{nodes}"
+    found = f"one is running with {_of_ray(seen)} NPUs{nodes}"
+    if _free(seen) == _of_ray(seen):
+        return found
+    return f"{found}, of which {_free(seen)} are free; the others are {holders(seen.ray)}"
 
 
 def _enough(name: str, count: int, asked: int, found: str) -> Check:

@@ -275,6 +275,7 @@ class Run:
     wandb_project: str | None = None
     rollout_samples: int = Field(8, ge=0)
     prove_every: Size = 50  # steps from one proof that the adapters are in the rollout engine to the next
+    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/preflight.md)
 
 
 @part

@@ -80,12 +80,15 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     git = versions["git"] or {}
     code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
     code |= {name: versions["packages"][name] for name in PACKAGES if name in versions["packages"]}
+    code |= versions.get("upstream") or {}
     train_iters = comparable.get("megatron_training.train_iters") or max((row["step"] for row in rows), default=0)
     faults = _faults(run, status, rows, scores, train_iters, evaluation)
     noise_faults, noise_notes = check_noise(rows, config.get("aqn"), train_iters, run.facts().get("aqn_restart_every"))
     rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
     finite = {step: reward for step, reward in rewards.items() if math.isfinite(reward)}
     notes = ["its code had changes that were not committed"] if git.get("dirty") else []
+    if accepted := dotted(config).get("run.accepted_checks"):
+        notes.append(f"failed checks of its preflight were accepted: {', '.join(map(str, np.atleast_1d(accepted)))}")
     if len(finite) < len(rewards):
         notes.append(f"no number as its reward: {len(rewards) - len(finite)} of {len(rewards)} steps")
     return ComparedRun(path=run.path, seed=status["seed"], config=comparable, scores=scores, rewards=finite, data=data,

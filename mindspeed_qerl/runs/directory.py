@@ -34,6 +34,7 @@ from mindspeed_qerl.files import checkpoint_iterations, hold, write_whole
 from mindspeed_qerl.runs.versions import own_versions
 
 LABEL_LENGTH = 80  # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
+ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
 
 
 class RunDirectory:
@@ -89,9 +90,9 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path | str, *, config: dict, command: list[str], data_files: Mapping[str, Path],
                may_change: Iterable[str] = ()) -> Self:
-        """Resume an existing run: the same data, and the same config but for `run.resume` and the keys of
-        `may_change`, such as the layout. config.yaml becomes the config that is resumed with, the earlier one is kept
-        as config.before.yaml. The command is added to command.txt.
+        """Resume an existing run: the same data, and the same config but for `run.resume`, the checks that were
+        accepted, and the keys of `may_change`, such as the layout. config.yaml becomes the config that is resumed
+        with, the earlier one is kept as config.before.yaml. The command is added to command.txt.
 
         Raises FileNotFoundError when `path` is no run directory or a data file is missing, ValueError when the run is
         finished, its config or data differ, or another process is writing it.
@@ -106,7 +107,7 @@ class RunDirectory:
         if status["state"] == "finished":
             raise ValueError(f"{path} is finished after {status['step']} steps: there is nothing to resume")
         changed = _differences(before, config)
-        if other := [line for key, line in changed.items() if key not in may_change]:
+        if other := [line for key, line in changed.items() if key not in {*may_change, ACCEPTED}]:
             raise ValueError(f"{path} was started with another config. A run resumes as it was; to try other values, "
                              "start a new one.\n" + "\n".join(other))
         recorded = json.loads((run.path / "data.json").read_text(encoding="utf-8"))
@@ -127,7 +128,7 @@ class RunDirectory:
     def unfinished(cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()) -> Self | None:
         """The newest run below `parent` that did not finish, has a checkpoint, and can be reopened with `config`."""
         for run, state, started_with in _runs_below(parent):
-            other = _differences(started_with, config).keys() - set(may_change)
+            other = _differences(started_with, config).keys() - {*may_change, ACCEPTED}
             if state != "finished" and not other and checkpoint_iterations(run.checkpoints_dir):
                 return run
         return None
@@ -136,7 +137,7 @@ class RunDirectory:
     def finished(cls, parent: Path, *, config: dict) -> Self | None:
         """The newest run below `parent` that finished with `config`."""
         return next((run for run, state, started_with in _runs_below(parent)
-                     if state == "finished" and not _differences(started_with, config)), None)
+                     if state == "finished" and not _differences(started_with, config).keys() - {ACCEPTED}), None)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:

@@ -10,9 +10,11 @@ import shlex
 import socket
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import psutil
@@ -23,9 +25,11 @@ from mindspeed_qerl.ascend.contract import PINS, Finding, Report
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, SKIPPED, WARNING, Check, preflight, print_table
+from mindspeed_qerl.preflight.accepted import NAMES
+from mindspeed_qerl.preflight.case import Seen
 from mindspeed_qerl.preflight.files import read_packed
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
-from mindspeed_qerl.preflight.npus import CANN_PROBE, dies, see_npus
+from mindspeed_qerl.preflight.machine import Machine, ProbeError, cgroup_room
+from mindspeed_qerl.preflight.npus import CANN_PROBE, _cann, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
@@ -47,14 +51,17 @@ TAIL = """\
 +---------------------------+---------------+----------------------------------------------------+
 | NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
 +===========================+===============+====================================================+
-| 0       0                 | 632268        | python3.1                | 197                     |
+| No running processes found in NPU 0                                                            |
 +===========================+===============+====================================================+
 | No running processes found in NPU 1                                                            |
 """
+PROCESS = "| 0       1                 | 632268        | python3.1                | 197                     |\n"
 PACKAGES = {"torch": "2.7.1", "torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty", "ray": "2.54.0",
-            "transformers": "4.57.1", "peft": "0.7.1",
+            "transformers": "4.57.1", "numpy": "1.26.4", "peft": "0.7.1",
             "tensordict": "0.8.1", "hydra-core": "1.3.2"}
 JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
+OPERATORS = "/upstream/vllm-ascend/vllm_ascend/vllm_ascend_C.cpython-311-aarch64-linux-gnu.so"
+CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_1"
 
 
 def npu_smi(count: int, health: dict[int, str] | None = None, used: dict[int, int] | None = None) -> str:
@@ -79,17 +86,31 @@ class Box:
 
     smi: str | None = npu_smi(16)
     davinci: int = 16
+    nodes: tuple[int, ...] = ()  # their numbers, if not 0, 1, ...
+    shut: dict[str, str] = field(default_factory=dict)  # device node -> why it cannot be opened
     acl: int | None = 16
     ray: dict | None = None  # resources and nodes of a running cluster
     raylets: dict[int, dict[str, str]] = field(default_factory=dict)  # pid -> environment
     hangs: tuple[str, ...] = ()  # commands that never answer: a word of theirs
     environment: dict[str, str] = field(
-        default_factory=lambda: {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann", "LD_PRELOAD": JEMALLOC})
+        default_factory=lambda: {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC})
+    folders: tuple[str, ...] = (CANN, "/cann", ATB, OPERATORS)  # that are there
+    plugins: tuple[str, ...] = ("ascend",)
+    files: dict[str, str] = field(default_factory=dict)  # path -> content
+    listening: tuple[tuple[str, str], ...] = ()  # (host, port)
+    network: dict[str, list[str]] = field(
+        default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1"]})
+    room: dict[str, int] = field(default_factory=lambda: {"MemAvailable": 1500 * 10**9})
+    read_only: bool = False
     logical_cpus: int = 320
     limit: int = 65536
     shm: int = 500 * 10**9
     disk: int = 2 * 10**12
+    left: float = 0.4  # of the disk of /tmp
     taken: tuple[int, ...] = ()
+    executable: bool = True
+    commands: dict[str, str] = field(default_factory=lambda: {"ninja": "1.13.0"})  # what others print
+    compiling: dict[int, dict[str, str]] = field(default_factory=dict)  # processes of ninja
     panic: str = "0\n"
     cann: str | None = "8.5.0"
     packages: dict[str, str] = field(default_factory=lambda: dict(PACKAGES))
@@ -107,22 +128,29 @@ class Box:
             return f"warnings of CANN\ndevices {self.acl}\n"
         if "ray.init" in words and self.ray is not None:
             return f"cluster {json.dumps(self.ray)}\n"
+        if command[0] in self.commands:
+            return self.commands[command[0]]
         raise ProbeError(f"{command[0]} is not installed here")
 
     def glob(self, pattern):
         if pattern.startswith("/dev/davinci"):
-            return [f"/dev/davinci{i}" for i in range(self.davinci)]
+            return [f"/dev/davinci{i}" for i in self.nodes or range(self.davinci)]
         if pattern == f"{self.environment.get('ASCEND_HOME_PATH')}/*/ascend_*_install.info":
             return ["ascend_toolkit_install.info"] if self.cann else []
+        if found := [folder for folder in self.folders if fnmatch(folder, pattern)]:
+            return found
         return [JEMALLOC] if pattern in (JEMALLOC, "/usr/lib/*/libjemalloc.so.2") else []
 
     def read(self, path):
-        return {"/proc/sys/vm/panic_on_oom": self.panic,
+        return {**self.files, "/proc/sys/vm/panic_on_oom": self.panic,
                 "ascend_toolkit_install.info": f"package_name=Ascend-cann-toolkit\nversion={self.cann}\narch=aarch64\n"
                 }.get(path)
 
     def version(self, distribution):
         return self.packages.get(distribution)
+
+    def entry_points(self, group):
+        return self.plugins if group == "vllm.platform_plugins" else ()
 
     def importable(self, name):
         return name == "acl" and self.acl is not None
@@ -130,8 +158,14 @@ class Box:
     def upstream(self):
         return self.reports
 
+    def checkout(self, package):
+        return next((report.root for report in self.reports if report.pin is PINS[package]), None)
+
     def disk_free(self, path):
         return self.shm if str(path) == "/dev/shm" else self.disk
+
+    def disk_left(self, path):
+        return self.left
 
     def cpus(self):
         return self.logical_cpus
@@ -139,15 +173,34 @@ class Box:
     def open_files(self):
         return self.limit
 
+    def listens(self, host, port):
+        return (host, port) in self.listening
+
+    def interfaces(self):
+        return self.network
+
+    def writable(self, path):
+        return not self.read_only
+
+    def closed(self, node):
+        return self.shut.get(node, "")
+
+    def may_execute(self, path):
+        return self.executable
+
+    def memory(self):
+        return self.room
+
     def port_free(self, port):
         return port not in self.taken
 
     def processes(self, name):
-        return self.raylets if name == "raylet" else {}
+        return {"raylet": self.raylets, "ninja": self.compiling}.get(name, {})
 
 
-def cluster(npus: int, cpus: int = 320, nodes: int = 1) -> dict:
-    return {"resources": {"NPU": float(npus), "CPU": float(cpus)}, "nodes": nodes}
+def cluster(npus: int, cpus: int = 320, nodes: int = 1, free: int | None = None, jobs: tuple[str, ...] = ()) -> dict:
+    return {"resources": {"NPU": float(npus), "CPU": float(cpus)}, "nodes": nodes, "npus": [npus // nodes] * nodes,
+            "available": {"NPU": float(npus if free is None else free), "CPU": float(cpus)}, "jobs": list(jobs)}
 
 
 QWEN3_MOE = dict(
@@ -156,12 +209,19 @@ QWEN3_MOE = dict(
     moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=40960)
 
 
-def write_checkpoint(folder: Path, names: list[str], tracker: str = "1") -> None:
+# Of a file of Qwen3-30B-A3B for TP 1 PP 1 EP 16, bfloat16: the dense part, 3.09 GB, and a sixteenth of the experts.
+SHARE = 6_720_000_000
+WEIGHTS = 61_100_000_000  # of the whole model
+
+
+def write_checkpoint(folder: Path, names: list[str], tracker: str = "1", size: int = 4 * SHARE) -> None:
+    """By default large enough for any layout; holes take no room."""
     for name in names:
         path = folder / ("release" if tracker == "release"
                          else f"iter_{int(tracker):07d}") / name / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
-        with zipfile.ZipFile(path, "w") as file:
+        hole(path, size)
+        with zipfile.ZipFile(path, "a") as file:
             file.writestr("data.pkl", name)
     (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
 
@@ -171,6 +231,11 @@ def write_packed(prefix: Path, rows: dict[str, list[list[int]]]) -> None:
         contents = indexed_format(values)
         for ending, content in zip(("bin", "idx"), contents):
             Path(f"{prefix}_packed_{column}_document.{ending}").write_bytes(content)
+
+
+def hole(file: Path, size: int) -> None:
+    with open(file, "wb") as empty:
+        empty.truncate(size)
 
 
 @pytest.fixture
@@ -183,19 +248,20 @@ def ready(tmp_path, monkeypatch):
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(QWEN3_MOE))
     for name, content in (("tokenizer.json", "{}"), ("tokenizer_config.json", '{"chat_template": "..."}'),
-                          ("model-1.safetensors", "x"),
                           ("model.safetensors.index.json",
                            '{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')):
         (model / name).write_text(content)
+    hole(model / "model-1.safetensors", WEIGHTS)
     train = Path(raw["megatron_training"]["data_path"])
     train.parent.mkdir(parents=True)
     write_packed(train, {"input_ids": [[1, 2, 3 + i] for i in range(80)], "labels": [[i] for i in range(80)]})
     source = tmp_path / "source"
     source.mkdir()
-    for split in ("train", "test"):
-        (source / f"{split}.jsonl").write_text(json.dumps({"question": "3+4?", "answer": "7\n#### 7"}) + "\n")
+    for split, numbers in (("train", range(80)), ("test", range(80, 90))):
+        (source / f"{split}.jsonl").write_text("".join(
+            json.dumps({"question": f"{n}+4?", "answer": f"It is {n + 4}\n#### {n + 4}"}) + "\n" for n in numbers))
     convert(source, Path(raw["task"]["test_file"]).parent)
-    write_checkpoint(Path(raw["actor_config"]["load"]), [f"mp_rank_00_{i:03d}" for i in range(16)])
+    write_checkpoint(Path(raw["actor_config"]["load"]), [f"mp_rank_00_{i:03d}" for i in range(16)], size=SHARE)
     return raw
 
 
@@ -204,6 +270,8 @@ def look(raw, box, nodes: int = 1) -> dict[str, Check]:
     checks = preflight(raw, NAME, box, nodes)
     assert not [check for check in checks if "could not be checked" in check.found]
     assert len({(check.group, check.name) for check in checks}) == len(checks)
+    refused_by_the_engine = {check.name for check in checks if check.group in ("config", "model", "versions")}
+    assert {check.name for check in checks if check.state == FAILED} <= {"ranks", *NAMES, *refused_by_the_engine}
     return {check.name: check for check in checks}
 
 
@@ -245,7 +313,7 @@ def test_twelve_in_the_list_of_visible_devices(ready):
 def test_a_container_with_twelve_device_nodes(ready):
     checks = look(ready, Box(smi=None, davinci=12, acl=12))
     assert not_passed(checks) == {"ranks": FAILED, "npu-smi": WARNING, "/dev/davinci*": FAILED, "CANN": WARNING,
-                                  "Ray": WARNING}
+                                  "Ray": WARNING, "driver": SKIPPED}
     assert "Lost at /dev/davinci*" in checks["ranks"].found and "12 of 16" in checks["ranks"].found
     assert "--device=/dev/davinci15" in checks["/dev/davinci*"].fix
 
@@ -273,7 +341,7 @@ def test_a_ray_started_with_other_resources(ready):
 
 def test_a_ray_that_does_not_answer(ready):
     checks = look(ready, Box(hangs=("ray.init",), raylets={4242: {}}))
-    assert not_passed(checks) == {"ranks": FAILED, "Ray": FAILED}
+    assert not_passed(checks) == {"ranks": FAILED, "Ray": FAILED, "CPUs": SKIPPED}
     assert "no answer within 20 s" in checks["Ray"].found and checks["ranks"].found.startswith("16 asked for")
 
 
@@ -301,7 +369,40 @@ def test_a_die_that_npu_smi_does_not_list(ready):
 
 def test_memory_in_use_by_somebody_else(ready):
     checks = look(ready, Box(smi=npu_smi(16, used={5: 31877})))
-    assert not_passed(checks) == {"npu-smi": WARNING} and "NPU 2 chip 1 (31,877 MB)" in checks["npu-smi"].found
+    assert not_passed(checks) == {"npu-smi": FAILED, "ranks": FAILED}
+    assert "NPU 2 chip 1 (31,877 of 65,536 MB)" in checks["npu-smi"].found
+
+
+def test_a_process_on_a_die(ready):
+    """With little memory; one on a die that the run does not take is none of its business."""
+    box = Box(smi=npu_smi(16) + PROCESS + PROCESS.replace("632268", "NA    ").replace("| 0 ", "| 3 "))
+    checks = look(ready, box)
+    assert not_passed(checks) == {"processes on the dies": WARNING}
+    assert checks["processes on the dies"].found.startswith(
+        "davinci1: python3.1 (process 632268, 197 MB); davinci7: python3.1 (process NA, 197 MB). If one of them")
+    ready["rl_config"]["actor_resource"]["num_npus"] = 4
+    assert "davinci7" not in look(ready, box)["processes on the dies"].found
+    assert "processes on the dies" not in look(ready, replace(box, smi=npu_smi(16) + PROCESS.replace("| 0 ", "| 7 ")))
+
+
+@pytest.mark.parametrize("shut, found", [
+    ({"/dev/hisi_hdc": "is not there"}, "16 device nodes, and /dev/hisi_hdc is not there"),
+    ({f"/dev/davinci{i}": "is crw-rw---- of user 1000, group 1000: user 0 cannot open it" for i in range(6)},
+     "/dev/davinci0 is crw-rw---- of user 1000, group 1000: user 0 cannot open it; ")])
+def test_device_nodes_that_cannot_be_opened(ready, shut, found):
+    checks = look(ready, Box(shut=shut, acl=0))
+    assert checks["/dev/davinci*"].state == FAILED and found in checks["/dev/davinci*"].found
+    assert "--device=/dev/hisi_hdc" in checks["/dev/davinci*"].fix
+    assert checks["/dev/davinci*"].found.endswith("; and 2 more") == (len(shut) > 4)
+
+
+def test_ports_go_by_the_numbers_of_the_dies(ready):
+    box = Box(smi=None, davinci=16, nodes=tuple(range(16, 32)), taken=(12370,))
+    check = look(ready, box)["ports of HCCL"]
+    assert check.state == FAILED and check.found == "12345 to 12376: 12370 taken"
+    assert look(ready, Box(taken=(12370,)))["ports of HCCL"].state == PASSED
+    box.environment["HCCL_IF_BASE_PORT"] = "65515"
+    assert "must be a whole number from 1024 to 65504" in look(ready, box)["ports of HCCL"].found
 
 
 def test_dies_that_set_device_would_miss(ready):
@@ -358,7 +459,8 @@ def test_a_ray_that_will_be_started(ready):
 
 def test_a_table_of_npu_smi_in_another_form(ready):
     checks = look(ready, Box(smi="+----+\n| 16 NPUs, all well |\n+----+"))
-    assert not_passed(checks) == {"npu-smi": WARNING} and "not known here" in checks["npu-smi"].found
+    assert not_passed(checks) == {"npu-smi": WARNING, "driver": SKIPPED}
+    assert "not known here: +----+ | 16 NPUs, all well |" in checks["npu-smi"].found
     assert checks["ranks"].found == "16 asked for; /dev/davinci* 16, CANN 16"
 
 
@@ -372,14 +474,17 @@ def test_a_table_of_npu_smi_in_another_form(ready):
     ({"panic": "1\n"}, "vm.panic_on_oom", WARNING, "the whole machine reboots", "sysctl -w vm.panic_on_oom=0"),
     ({"taken": (12350,)}, "ports of HCCL", FAILED, "12345 to 12360: 12350 taken", "HCCL_IF_BASE_PORT"),
     ({"taken": (6379,)}, "ports of Ray", WARNING, "6379 (Ray's head) taken", "--port=6380"),
-    ({"environment": {"ASCEND_HOME_PATH": "/cann"}}, "jemalloc", WARNING, "not in LD_PRELOAD",
+    ({"left": 0.049}, "/tmp", FAILED, "4.9 % of its disk are free, 2,000 GB: below 5 % Ray spills no", "du -xh"),
+    ({"left": 0.06}, "/tmp", WARNING, "6.0 % of its disk are free", "du -xh"),
+    ({"environment": {"ASCEND_HOME_PATH": "/cann", "ATB_HOME_PATH": ATB}}, "jemalloc", WARNING, "not in LD_PRELOAD",
      f"export LD_PRELOAD={JEMALLOC}"),
-    ({"environment": {"ASCEND_HOME_PATH": "/cann", "LD_PRELOAD": "/nowhere/libjemalloc.so"}}, "jemalloc", WARNING,
-     "which is not there", JEMALLOC),
-    ({"environment": {"LD_PRELOAD": JEMALLOC}}, "CANN's paths", FAILED, "set_env.sh was not sourced",
+    ({"environment": {"ASCEND_HOME_PATH": "/cann", "ATB_HOME_PATH": ATB, "LD_PRELOAD": "/nowhere/libjemalloc.so"}},
+     "jemalloc", WARNING, "which is not there", JEMALLOC),
+    ({"environment": {"ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}}, "CANN's paths", FAILED,
+     "set_env.sh was not sourced",
      "source /usr/local/Ascend"),
-    ({"cann": "8.2.RC1"}, "CANN's version", WARNING, "8.2.RC1; vllm-ascend was run for 8.5.0 and 8.3.RC1",
-     "CANN 8.5.0"),
+    ({"cann": "8.2.RC1"}, "CANN's version", FAILED, "8.2.RC1; MindSpeed at the pin is for 8.3.RC1", "CANN 8.5.0"),
+    ({"cann": "8.4.0"}, "CANN's version", WARNING, "8.4.0; vllm-ascend was run for 8.5.0 and 8.3.RC1", "CANN 8.5.0"),
     ({"cann": None}, "CANN's version", WARNING, "not in any ascend_*_install.info", "CANN 8.5.0"),
     ({"packages": {**PACKAGES, "triton-ascend": "3.2.0"}}, "triton-ascend", WARNING, "3.2.0",
      "pip uninstall --yes triton-ascend"),
@@ -443,12 +548,38 @@ def test_the_room_that_the_conversion_needs(ready):
     ("VLLM_DP_SIZE", "8", WARNING, "is not used"),
     ("HCCL_BUFFSIZE", "8", WARNING, "is not used"),
     ("ASCEND_LAUNCH_BLOCKING", "1", WARNING, "every kernel is waited for"),
+    ("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:256", WARNING, "the engine would set 'expandable_segments:True'"),
+    ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:256", FAILED, "not take them together"),
+    ("HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "which the dispatch of experts (vLLM's EP 16) waits for: vLLM was"),
+    ("OMP_PROC_BIND", "TRUE", FAILED, "OpenMP binds a worker, and all that it starts, to one core"),
+    ("VLLM_PLUGINS", "lora_filesystem_resolver,ascending", FAILED, "Failed to infer device type"),
+    ("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050", WARNING, "HCCL listens there"),
+    ("HCCL_INTRA_ROCE_ENABLE", "1", WARNING, "leaves HCCS for the NPUs' network ports"),
+    ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", WARNING, "no torch.npu"),
+    ("RAY_grpc_enable_http_proxy", "1", WARNING, "through http_proxy"),
 ])
 def test_a_variable_of_the_shell(ready, name, value, state, found):
     box = Box()
     box.environment[name] = value
     checks = look(ready, box)
     assert not_passed(checks) == {name: state} and found in checks[name].found and checks[name].fix == f"unset {name}"
+    assert name not in checks["other variables"].found
+
+
+def test_variables_that_nobody_here_sets(ready):
+    """Named, and no fault; those of set_env.sh, of the engine and of other checks are none of them."""
+    box = Box()
+    box.environment |= {"ASCEND_OPP_PATH": f"{CANN}/opp", "ASCEND_TOOLKIT_HOME": CANN, "VLLM_USE_V1": "1", "PATH": "/"}
+    checks = look(ready, box)
+    assert not_passed(checks) == {} and checks["other variables"].found.startswith("none of HCCL_*, ASCEND_*, ")
+    box.environment |= {"VLLM_ASCEND_ENABLE_FLASHCOMM": "1", "HCCL_OP_RETRY_ENABLE": "L0:0", "OMP_PROC_BIND": "false",
+                        "HCCL_OP_EXPANSION_MODE": "AI_CPU", "VLLM_PLUGINS": "ascend,ascend_enhanced_model",
+                        "HCCL_INTRA_ROCE_ENABLE": "0", "ATB_LLM_COMM_BACKEND": "lccl"}
+    checks = look(ready, box)
+    assert not_passed(checks) == {} and checks["other variables"].found == (
+        "ATB_LLM_COMM_BACKEND, HCCL_INTRA_ROCE_ENABLE, HCCL_OP_EXPANSION_MODE, HCCL_OP_RETRY_ENABLE, OMP_PROC_BIND, "
+        "VLLM_ASCEND_ENABLE_FLASHCOMM, VLLM_PLUGINS: neither the engine nor set_env.sh sets them, and the workers "
+        "have them")
 
 
 def test_the_same_value_in_the_shell_is_no_fault(ready):
@@ -457,13 +588,102 @@ def test_the_same_value_in_the_shell_is_no_fault(ready):
     assert not_passed(look(ready, box)) == {}
 
 
+@pytest.mark.parametrize("change, name, state, found, fix", [
+    ({"packages": {**PACKAGES, "numpy": "2.2.6"}}, "numpy", FAILED, "the pin is 1.26.4: with numpy 2",
+     "pip install numpy==1.26.4"),
+    ({"packages": {**PACKAGES, "numpy": "1.26.0"}}, "numpy", WARNING, "1.26.0 is installed", "numpy==1.26.4"),
+    ({"packages": {**PACKAGES, "triton": "3.4.0"}}, "triton", WARNING, "0 active drivers", "uninstall --yes triton"),
+    ({"packages": {**PACKAGES, "transformer-engine": "2.0"}}, "transformer-engine", WARNING, "CUDA", "uninstall"),
+    ({"plugins": ("lora",)}, "vLLM's platform", FAILED, "vllm-ascend in /upstream/vllm-ascend is not installed",
+     "(cd /upstream/vllm-ascend && COMPILE_CUSTOM_KERNELS=1 python setup.py install)"),
+    ({"folders": Box().folders[:-1]}, "vllm-ascend's operators", WARNING, "no vllm_ascend_C*.so", "setup.py install"),
+])
+def test_packages_that_do_not_go_together(ready, change, name, state, found, fix):
+    checks = look(ready, Box(**change))
+    assert not_passed(checks) == {name: state} and found in checks[name].found and fix in checks[name].fix
+
+
+def test_libraries_of_both_abis(ready):
+    box, other = Box(), ATB.replace("abi_1", "abi_0")
+    box.environment["LD_LIBRARY_PATH"] = f"{ATB}/lib:{ATB}/examples:{CANN}/lib64:{other}/lib"
+    check = look(ready, box)["NNAL"]
+    assert check.state == WARNING and check.found.startswith("LD_LIBRARY_PATH has cxx_abi_0 and cxx_abi_1: ")
+    assert "nnal/atb/set_env.sh" in check.fix
+    box.environment["LD_LIBRARY_PATH"] = f"{ATB}/lib:{ATB}/examples"
+    assert not_passed(look(ready, box)) == {}
+
+
+# ---- compiling ----
+
+DATASETS = "/upstream/Megatron-LM/megatron/core/datasets"
+MADE = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+INCLUDES = ("/usr/include/python3.11", "/pip/pybind11/include")
+HEADERS = (f"{INCLUDES[0]}/Python.h", f"{INCLUDES[1]}/pybind11/pybind11.h")
+
+
+def compiles(target: str = MADE, includes: tuple[str, ...] = INCLUDES) -> str:
+    flags = " ".join(f"-I{place}" for place in includes)
+    return f"make: Entering directory '{DATASETS}'\ng++ -O3 -shared {flags} helpers.cpp -o {target}\n"
+
+
+@pytest.mark.parametrize("make, more, headers, found", [
+    ("make: Nothing to be done for 'default'.\n", {}, (), None),
+    (compiles(), {"g++": "13"}, HEADERS, None),
+    (None, {}, (), "make is not installed here: rank 0 compiles"),
+    (compiles(), {}, HEADERS, "g++ is not installed here: rank 0"),
+    (compiles(includes=()), {"g++": "13"}, HEADERS, "no pybind11/pybind11.h (pybind11 of the python3 of PATH); no P"),
+    (compiles(), {"g++": "13"}, HEADERS[1:], "no Python.h (python3.11-dev): rank 0"),
+    (compiles("helpers_cpp"), {"g++": "13"}, HEADERS, f"another Python's: helpers_cpp in place of {MADE}: rank 0"),
+    (compiles("helpers_cpp"), {"g++": "13"}, (*HEADERS, f"{DATASETS}/{MADE}"), None),
+])
+def test_megatrons_helpers(ready, make, more, headers, found):
+    box = Box(folders=(*Box().folders, f"{DATASETS}/Makefile", *headers))
+    box.commands |= more if make is None else {"make": make, **more}
+    checks = look(ready, box)
+    assert not_passed(checks) == ({"Megatron's helpers": FAILED} if found else {})
+    if found:
+        assert found in checks["Megatron's helpers"].found
+        assert checks["Megatron's helpers"].fix.splitlines()[-1].startswith(f"make -C {DATASETS} ")
+
+
+@pytest.mark.parametrize("environment, change, state, found, fix", [
+    ({}, {"commands": {}}, FAILED, "ninja is not installed here: torch compiles", "pip install ninja"),
+    ({"HOME": "/home/u"}, {"folders": ("/home/u/.cache/torch_extensions/py311_cpu/gmm/lock",)}, FAILED,
+     "py311_cpu/gmm/lock: left by a build that was killed", "rm -r /home/u/.cache/torch_extensions/py311_cpu/gmm"),
+    ({"TORCH_EXTENSIONS_DIR": "/fast"}, {"folders": ("/fast/gmm/lock",), "compiling": {7: {}}}, WARNING,
+     "/fast/gmm/lock: somebody compiles now", "rm -r /fast/gmm"),
+    ({"TORCH_EXTENSIONS_DIR": "/fast"}, {"executable": False}, FAILED, "/fast is mounted noexec", "EXTENSIONS_DIR="),
+])
+def test_mindspeeds_operators(ready, environment, change, state, found, fix):
+    box = replace(Box(), **{**change, "folders": (*Box().folders, *change.get("folders", ()))})
+    box.environment |= environment
+    checks = look(ready, box)
+    assert not_passed(checks) == {"MindSpeed's operators": state}
+    check = checks["MindSpeed's operators"]
+    assert found in check.found and fix in check.fix
+
+
+def test_a_lock_of_another_python_is_none(ready):
+    """Nor one of the default folder, where another is given."""
+    for environment, lock in (({"HOME": "/u"}, "/u/.cache/torch_extensions/py38_cpu/gmm/lock"),
+                              ({"TORCH_EXTENSIONS_DIR": "/fast"}, "/u/.cache/torch_extensions/py311_cpu/gmm/lock")):
+        box = Box(folders=(*Box().folders, lock))
+        box.environment |= {"HOME": "/u", **environment}
+        assert not_passed(look(ready, box)) == {}
+
+
 def test_upstream(ready):
     rl, llm, mindspeed, *others = Box().reports
     check = look(ready, Box())["upstream's sources"]
     assert check.found == "MindSpeed-RL, MindSpeed-LLM, MindSpeed, Megatron-LM, vllm-ascend as pinned"
     check = look(ready, Box(reports=[llm, mindspeed, *others]))["upstream's sources"]
     assert check.state == FAILED and check.found == "cannot be imported here: MindSpeed-RL"
-    assert "PYTHONPATH" in check.fix
+    assert "PYTHONPATH" in check.fix and "vllm-ascend" not in check.fix
+    *others_than_vllm, _ = Box().reports
+    assert "cd vllm-ascend && COMPILE_CUSTOM_KERNELS=1 python setup.py install" in look(
+        ready, Box(reports=others_than_vllm))["upstream's sources"].fix
+    emulated = Box(smi=None, davinci=0, acl=None, reports=others_than_vllm)  # its stand-ins have the entry point
+    assert "$PWD/vllm-ascend:" in look({**ready, "emulate_npu": True}, emulated)["upstream's sources"].fix
 
     changed = replace(rl, findings=[Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "", 3)])
     other = replace(mindspeed, commit=None, content="another")
@@ -582,7 +802,7 @@ def test_data_that_is_not_there(ready):
     for file in (*train.parent.glob("*"), test):
         file.unlink()
     checks = look(ready, Box())
-    assert not_passed(checks) == {"training files": FAILED, "test rows": FAILED}
+    assert not_passed(checks) == {"training files": FAILED, "test rows": FAILED, "train and test": SKIPPED}
     model = ready["megatron_training"]["tokenizer_name_or_path"]
     assert shlex.split(checks["training files"].fix) == shlex.split(
         f"python tools/convert_gsm8k.py --input openai/gsm8k --output {train.parent} --format mindspeed --tokenizer "
@@ -720,7 +940,7 @@ def test_the_family_is_that_of_the_config_json(ready):
 def test_emulated_npus(ready):
     checks = look({**ready, "emulate_npu": True},
                   Box(smi=None, davinci=0, acl=None, environment={}, logical_cpus=2, hangs=("ray", "npu")))
-    assert not_passed(checks) == dict.fromkeys(["ranks", "ports", "jemalloc", "CANN's paths"], SKIPPED)
+    assert not_passed(checks) == dict.fromkeys(["ranks", "ports", "host memory", "jemalloc", "CANN's paths"], SKIPPED)
 
 
 def test_a_rehearsal(ready):
@@ -743,6 +963,82 @@ def test_the_local_engine(tmp_path):
     assert checks["ranks"].state == checks["base weights"].state == checks["layout"].state == SKIPPED
 
 
+# ---- what only a played machine can be asked ----
+
+def test_memory_cgroups():
+    """Version 2 of a container that sees its own at the root, and of a slice of a machine; version 1; none."""
+    cache = "anon 5\ninactive_file 3000000000\n"
+    files = {"/proc/self/cgroup": "0::/a.slice/b.scope\n", "/sys/fs/cgroup/a.slice/memory.max": "9000000000\n",
+             "/sys/fs/cgroup/a.slice/memory.current": "8000000000\n", "/sys/fs/cgroup/a.slice/memory.stat": cache,
+             "/sys/fs/cgroup/a.slice/b.scope/memory.max": "max\n", "/sys/fs/cgroup/memory.max": "7000000000\n",
+             "/sys/fs/cgroup/memory.current": "1000000000\n"}
+    assert cgroup_room(files.get) == {"/sys/fs/cgroup/a.slice/memory.max = 9.0 GB": 4 * 10**9,
+                                      "/sys/fs/cgroup/memory.max = 7.0 GB": 6 * 10**9}
+    one = "/sys/fs/cgroup/memory/docker/x/memory"
+    files = {"/proc/self/cgroup": "11:cpu,cpuacct:/docker/x\n9:memory:/docker/x\n0::/\n",
+             f"{one}.limit_in_bytes": "64000000000", f"{one}.usage_in_bytes": "4000000000",
+             f"{one}.stat": "inactive_file 1\ntotal_inactive_file 2000000000\n",
+             "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+             "/sys/fs/cgroup/memory/memory.usage_in_bytes": "5"}
+    assert cgroup_room(files.get) == {f"{one}.limit_in_bytes = 64.0 GB": 62 * 10**9}
+    assert cgroup_room({}.get) == {}
+    assert Machine().memory()["MemAvailable"] == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_the_memory_of_a_conversion(ready):
+    (Path(ready["actor_config"]["load"]) / "latest_checkpointed_iteration.txt").unlink()
+    for room, state in ((130, PASSED), (70, WARNING), (60, FAILED)):  # 61.1 GB of weights, once and twice
+        checks = look(ready, Box(room={"MemAvailable": room * 10**9}))
+        assert checks["memory to convert"].state == state
+        assert "the converter holds 61.1 GB of weights" in checks["memory to convert"].found
+    assert "memory to convert" not in look({**ready, "actor_config": {**ready["actor_config"], "load": None}}, Box())
+
+
+@pytest.mark.parametrize("value, known", [
+    ("eth0", True), ("eth", True), ("=eth0", True), ("=eth", False), ("eth7,eth0", True), ("^eth", True),
+    ("^eth,lo", False), ("eth7", False)])
+def test_the_interfaces_of_hccl(ready, value, known):
+    box = Box()
+    box.environment["HCCL_SOCKET_IFNAME"] = value
+    assert ("HCCL_SOCKET_IFNAME" in look(ready, box)) != known
+    box.environment["GLOO_SOCKET_IFNAME"] = value
+    assert ("GLOO_SOCKET_IFNAME" in look(ready, box)) != (value in ("eth0", "eth7,eth0", "^eth,lo"))
+
+
+def test_ports_that_the_kernel_keeps_are_not_drawn(ready):
+    names = ("ip_local_port_range", "ip_local_reserved_ports")
+    for texts, state in ((("1024\t65535\n", "\n"), WARNING), (("1024\t65535\n", "8080,12345-12360\n"), PASSED),
+                         (("1024\t65535\n", "12345-12359\n"), WARNING), (("32768\t60999\n", "\n"), PASSED)):
+        files = {f"/proc/sys/net/ipv4/{name}": text for name, text in zip(names, texts)}
+        assert look(ready, Box(files=files))["ports of HCCL"].state == state
+
+
+def test_a_joined_ray_of_two_nodes(ready):
+    """Upstream's groups are as wide as what the driver's node shows to CANN, and Ray must have such a node."""
+    def two(acl: int, **more) -> Box:
+        return Box(smi=npu_smi(16), acl=acl, ray=cluster(16, cpus=640, nodes=2, **more), raylets={7: {}})
+
+    assert look(ready, two(8), nodes=2)["dies of a node"].state == PASSED
+    assert look(ready, two(16), nodes=2)["dies of a node"].state == FAILED
+    jobs = ("process 7 on 10.0.0.2 since 2026-01-01 10:00 (python train.py)",)
+    held = look(ready, two(8, free=8, jobs=jobs), nodes=2)
+    assert "of which 8 are free; the others are held by process 7 on 10.0.0.2" in held["Ray"].found
+    assert held["Ray"].state == FAILED
+
+
+@pytest.mark.parametrize("left_out", [key for key in compose(NAME)["model"]["qwen3_30b_a3b"]])
+def test_a_key_that_the_models_yaml_leaves_out(ready, left_out):
+    """Megatron's own default takes its place: a failed line, unless that is what config.json says, or it says nothing
+    of the model."""
+    del ready["model"]["qwen3_30b_a3b"][left_out]
+    same = {"ffn_hidden_size", "max_position_embeddings", "make_vocab_size_divisible_by",
+            "attention_softmax_in_fp32", "no_gradient_accumulation_fusion", "moe_router_load_balancing_type",
+            "use_mcore_models"}
+    failed = [check for check in look(ready, Box()).values() if check.state == FAILED]
+    assert bool(failed) != (left_out in same), failed
+    assert all(left_out in check.found for check in failed)
+
+
 # ---- the parser, the table, the command ----
 
 def test_npu_smi_of_a_910c():
@@ -758,7 +1054,8 @@ def test_npu_smi_of_a_910b():
 | 0                         | 0000:C1:00.0  | 0           0    / 0          3397 / 65536         |
 +===========================+===============+====================================================+
 """ + TAIL
-    assert [asdict(die) for die in dies(table)] == [dict(card=0, chip=0, health="OK", used=3397, total=65536)]
+    assert [asdict(die) for die in dies(table)] == [
+        dict(card=0, chip=0, number=0, health="OK", used=3397, total=65536)]
     assert dies("nothing of the kind") == dies("") == []
 
 
@@ -917,7 +1214,10 @@ def test_this_machine(tmp_path):
     assert machine.open_files() > 0 and machine.python_version == sys.version_info[:2]
     assert 0 < machine.disk_free(tmp_path / "not" / "made" / "yet") == pytest.approx(
         machine.disk_free(tmp_path), rel=0.1)
+    assert 0 < machine.disk_left(tmp_path / "not" / "made" / "yet") < 1 and machine.may_execute(tmp_path)
+    assert machine.closed("/dev/null") == "" and machine.closed("/dev/no-such") == "is not there"
     assert machine.version("pytest") == pytest.__version__ and machine.version("no-such-package") is None
+    assert "pytest" in machine.entry_points("console_scripts")
     assert machine.importable("json") and not machine.importable("no_such_module")
     (tmp_path / "file").write_text("text")
     assert machine.glob(f"{tmp_path}/fi*") == [f"{tmp_path}/file"] and machine.read(
@@ -965,8 +1265,15 @@ def test_acl_is_asked(tmp_path):
     environment = {**os.environ, **emulation.environment(16)}
     assert Machine().run([sys.executable, "-c", CANN_PROBE], environment=environment).splitlines()[-1] == "devices 16"
     (tmp_path / "acl.py").write_text("class rt:\n    get_device_count = staticmethod(lambda: (0, 507033))\n")
-    with pytest.raises(ProbeError, match="gives error 507033"):
+    with pytest.raises(ProbeError, match="gives error 507033") as failed:
         Machine().run([sys.executable, "-c", CANN_PROBE], environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+    check = _cann(Seen(cann=str(failed.value)), 16, None)
+    assert check.found.endswith("507033: a device cannot be started") and "~/ascend/log/debug/plog" in check.fix
+    # a container without the driver's libraries
+    (tmp_path / "acl.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')\n")
+    with pytest.raises(ProbeError, match="libascend_hal.so: cannot open shared object") as failed:
+        Machine().run([sys.executable, "-c", CANN_PROBE], environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "/usr/local/Ascend/driver" in _cann(Seen(cann=str(failed.value)), 16, None).fix
 
 
 def test_a_command_that_hangs_is_cut(tmp_path):

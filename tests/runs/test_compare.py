@@ -139,6 +139,23 @@ def test_other_code_is_left_out(make_run):
     assert other.path == paths[1] and other.faults[0].startswith("its code differs: torch 1.0 where most have 2.")
 
 
+def test_another_commit_of_upstream_is_other_code(make_run):
+    runs = [make_run(seed=seed) for seed in (1, 2, 3)]
+    for path, commit in zip(runs, ("a" * 40, "a" * 40, "b" * 40)):
+        file = path / "versions.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "upstream": {"MindSpeed": commit}}))
+    [left] = compare([read_run(path) for path in runs]).left_out
+    assert left.faults == ("its code differs: MindSpeed bbbbbbbbbbbb where most have aaaaaaaaaaaa",)
+
+
+def test_checks_that_were_accepted_are_a_note(make_run):
+    """They group nothing apart."""
+    runs = [make_run(seed=1), make_run(seed=2, run={"accepted_checks": ["npu-smi", "driver"]})]
+    comparison = compare([read_run(path) for path in runs])
+    assert len(comparison.groups) == 1
+    assert f"- {runs[1]}: failed checks of its preflight were accepted: npu-smi, driver" in to_markdown(comparison)
+
+
 def test_a_repeated_seed_counts_once(make_run):
     first, second = make_run(False, 1), make_run(False, 1)
     comparison = compare(read_all(first, second, make_run(False, 2)))

@@ -71,6 +71,16 @@ def test_a_finished_run_is_refused(stopped):
         RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=[], data_files={})
 
 
+def test_a_run_is_resumed_with_other_accepted_checks(stopped):
+    """They are of the machine, not of the run, and its config says the latest."""
+    changed = resumed_config(stopped)
+    changed["run"]["accepted_checks"] = ["driver"]
+    (stopped.checkpoints_dir / "iter_0000003").mkdir(parents=True)
+    assert RunDirectory.unfinished(stopped.path.parent, config=changed).path == stopped.path
+    run = RunDirectory.reopen(stopped.path, config=changed, command=[], data_files={})
+    assert run.config()["run"]["accepted_checks"] == ["driver"]
+
+
 def test_keys_that_may_change(stopped):
     changed = resumed_config(stopped, aqn={"sigma_start": 0.1})
     run = RunDirectory.reopen(stopped.path, config=changed, command=[], data_files={}, may_change=["aqn.sigma_start"])
