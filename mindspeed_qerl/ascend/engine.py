@@ -9,7 +9,9 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
@@ -21,6 +23,7 @@ import ray
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
+from mindspeed_qerl.ascend.cluster import check_resources
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
 from mindspeed_qerl.errors import EngineError
@@ -37,7 +40,9 @@ from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import first_reward
 
 DATA = "data.json"  # beside a checkpoint's ranks: how far into the data it is
-PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE")
+# What CANN's and NNAL's set_env.sh set, for the workers of a Ray that was started without them.
+PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME",
+             "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH", "TOOLCHAIN_HOME", "ATB_HOME_PATH", "HF_HUB_OFFLINE")
 
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
@@ -85,8 +90,9 @@ def check_upstream() -> list[str]:
     (contract.py)."""
     copies = installed()
     if missing := [pin.title for package, pin in PINS.items() if package not in copies]:
-        raise EngineError(f"{', '.join(missing)} cannot be imported here. Install the pinned versions, or put their "
-                          "checkouts on PYTHONPATH (docs/ascend.md)")
+        raise EngineError(f"{', '.join(missing)} cannot be imported here. Put the pins' checkouts on PYTHONPATH; on "
+                          "NPUs install vllm-ascend (python setup.py install in its checkout): vLLM "
+                          "registers no plugin from PYTHONPATH alone (docs/ascend.md, Install)")
     return require(check(copies))
 
 
@@ -106,35 +112,16 @@ def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
         private_ray.start(runtime_env=runtime_env)
 
 
-def check_resources(recipe: Recipe) -> None:
-    """EngineError if Ray has too few NPUs or CPUs; upstream would wait for them for ever (`ray.get(pg.ready())`,
-    launcher.py:101)."""
-    have = ray.cluster_resources()
-    npus, cpus = int(have.get("NPU", 0)), int(have.get("CPU", 0))
-    if npus < recipe.layout.world:
-        raise EngineError(
-            f"{recipe.layout.world} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. Usual "
-            f"causes: ASCEND_RT_VISIBLE_DEVICES names fewer (it is {os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} "
-            "here), the container maps fewer /dev/davinci*, or `ray start` ran with other --resources. Unset it, map "
-            f"davinci0-15, then: ray stop; ray start --head --resources='{{\"NPU\": {recipe.layout.world}}}'; or ask "
-            f"for {npus}.")
-    need = needed_cpus(recipe)
-    if cpus < need:
-        most = (cpus - need + recipe.layout.world * recipe.npu.cpus_per_npu) // recipe.layout.world
-        raise EngineError(
-            f"{recipe.layout.world} NPUs x rl_config.num_cpus_for_placement_group = {recipe.npu.cpus_per_npu}, and "
-            f"the reward process, the advantage task and the transfer dock, need {need} CPUs; Ray has {cpus}. They "
-            f"are places, not threads: set rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with "
-            f"--num-cpus={need}.")
-
-
 def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     """cli/train_grpo.py of MindSpeed-RL as a module, with our classes for those that its `train` has as globals."""
     package = importlib.util.find_spec("mindspeed_rl")
     script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
     spec = importlib.util.spec_from_file_location("mindspeed_rl_train_grpo", script)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise EngineError(not_importable(error)) from error
 
     from mindspeed_rl.workers.scheduler import launcher
 
@@ -153,6 +140,15 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
     module.RLConfig = _with_attributes(module.RLConfig, {"qerl": recipe, "batches_asked": batches_asked(recipe)})
     return module
+
+
+def not_importable(error: ImportError) -> str:
+    """What keeps upstream from being imported, in one line: a package that it needs, and the file that asks for it."""
+    file = next(frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))
+                if not frame.filename.startswith("<"))
+    mend = f"pip install {error.name.partition('.')[0]}, " if isinstance(error, ModuleNotFoundError) else ""
+    return (f"upstream cannot be imported by {sys.executable}: {error} (asked for by {file}). {mend}in the versions "
+            "of docs/ascend.md, Install; tools/preflight.py looks at those that are pinned")
 
 
 def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable[..., Any]:
@@ -179,7 +175,9 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        raise EngineError(f"a worker failed: {error}\nEach process's output is in {run.path / 'logs'}") from error
+        cause = getattr(error, "cause", None)
+        why = f"{cause} (docs/ascend.md, Install)" if isinstance(cause, ImportError) else error
+        raise EngineError(f"a worker failed: {why}\nEach process's output is in {run.path / 'logs'}") from error
 
 
 def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:

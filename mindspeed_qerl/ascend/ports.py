@@ -1,4 +1,4 @@
-"""Upstream's ZMQ server on ports that nobody can take from it.
+"""Upstream's addresses: of the nodes, and its ZMQ server on ports that nobody can take from it.
 
 A rank that shares its answers with its tensor and pipeline parallel peers draws three ports, closes each, and binds
 them again later (MindSpeed-RL workers/base_worker.py:117 `_get_free_port`, utils/zmq_communication.py `init_socket`).
@@ -9,7 +9,9 @@ Here each socket binds to port 0 and tells the port that it got: the server's ad
 
 from typing import Any
 
+import ray
 import zmq
+from mindspeed_rl.utils import utils
 from mindspeed_rl.utils.zmq_communication import ZmqServer
 from mindspeed_rl.workers import actor_hybrid_worker, base_worker
 
@@ -36,3 +38,12 @@ def install(seconds: int) -> None:
     """Put the server where upstream's workers of this process look theirs up."""
     BoundZmqServer.seconds = seconds
     base_worker.ZmqServer = actor_hybrid_worker.ZmqServer = BoundZmqServer
+
+
+def install_address() -> None:
+    """Let upstream take this node's address from Ray, which has NODE_ADDR of the launcher (`ray start
+    --node-ip-address`), in the constructor of a worker, which takes it for MASTER_ADDR (base_worker.py:94,119).
+
+    Upstream's own is that of the interface that routes to 8.8.8.8 (utils.py:679), which may be another network than
+    the one that the nodes share; without a route, what `ifconfig` or the host's name says."""
+    base_worker.get_current_node_ip = utils.get_current_node_ip = ray.util.get_node_ip_address

@@ -84,6 +84,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     start."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        ports.install_address()
         super().__init__(*args, **kwargs)
         self.batches_sampled = Counter()  # by iteration
 

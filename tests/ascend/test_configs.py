@@ -238,5 +238,5 @@ def test_the_guide_shows_these_configs_and_this_contract():
     for package, pin in PINS.items():
         count = sum(len(entries) for file, entries in ENTRIES.items()
                     if file.split("/")[0].replace("cli", "mindspeed_rl") == package)
-        assert (f"\n{pin.title} in {pin.title} is {pin}; {count} of {count} things that the engine relies on are "
+        assert (f"\n{pin.title} in ../{pin.title} is {pin}; {count} of {count} things that the engine relies on are "
                 "unchanged\n") in guide

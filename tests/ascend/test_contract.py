@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend import contract
+from mindspeed_qerl.ascend import contract, engine
 from mindspeed_qerl.ascend.contract import (
     ENTRIES,
     PINS,
@@ -260,6 +260,17 @@ def test_installed_packages_are_found_without_being_imported(tmp_path):
                "print({finding.change for report in check(copies) for finding in report.findings})")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={})
     assert done.stdout.splitlines() == ["['a', 'b', 'c']", "{'gone'}"]
+
+
+def test_the_engine_names_what_is_missing_and_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(engine, "installed", lambda: {"mindspeed_rl": [ROOT]})
+    with pytest.raises(EngineError, match=r"vllm-ascend cannot be imported here\. .*NPUs install vllm-ascend "):
+        engine.check_upstream()
+    try:
+        importlib.import_module("no_such_package.part")
+    except ImportError as error:
+        assert f"by {sys.executable}: No module named 'no_such_package'" in engine.not_importable(error)
+        assert "pip install no_such_package," in engine.not_importable(error)
 
 
 @pytest.fixture

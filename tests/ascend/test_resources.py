@@ -1,9 +1,15 @@
 """Too few NPUs or CPUs are an error in seconds with the counts, where upstream would wait for ever."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import ray
 
-from mindspeed_qerl.ascend.engine import check_resources
+from mindspeed_qerl.ascend import cluster as of_ray
+from mindspeed_qerl.ascend import engine
+from mindspeed_qerl.ascend.cluster import check_free, check_resources
 from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.recipe.compose import compose
@@ -31,6 +37,65 @@ def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
     with pytest.raises(EngineError, match=r"16 NPUs are asked for .* Ray sees 12\..*ASCEND_RT_VISIBLE_DEVICES names "
                                           r"fewer \(it is '0,1,2"):
         check_resources(asked(16, 8))
+
+
+OTHER = """
+import os, sys
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(resources={"NPU": 12})
+class Training:
+    def ready(self): return True
+
+held = Training.remote()
+ray.get(held.ready.remote())
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_npus_that_another_job_holds(cluster, tmp_path):
+    """The count is right, and upstream would wait for ever; when the job has ended its NPUs are taken."""
+    cluster(npus=16, cpus=200)
+    (tmp_path / "other_training.py").write_text(OTHER)
+    with subprocess.Popen([sys.executable, tmp_path / "other_training.py", ray.get_runtime_context().gcs_address],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "holds\n"
+        with pytest.raises(EngineError, match=rf"16 NPUs are asked for, Ray has 16, of which 4 are free; the others "
+                                              rf"are held by process {other.pid} on .*other_training\.py"):
+            check_resources(asked(16, 4), patience=0)
+        other.stdin.close()
+    check_resources(asked(16, 4))
+
+
+def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
+    """Of the clusters that upstream's groups fit into, and those they do not (launcher.py:64-104)."""
+    found = dict(resources={"NPU": 16.0, "CPU": 200.0}, available={"NPU": 16.0, "CPU": 200.0}, nodes=2, jobs=[],
+                 npus=[8, 8])
+    monkeypatch.setattr(of_ray, "look", lambda: found)
+    for count, fits in ((8, True), (4, True), (16, False), (12, False)):
+        acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda count=count: (count, 0)))
+        monkeypatch.setitem(sys.modules, "acl", acl)
+        if fits:
+            check_free(asked(16, 4), patience=0)
+        else:
+            with pytest.raises(EngineError, match=f"this node shows {count} dies to CANN.* the nodes have 8, 8"):
+                check_free(asked(16, 4), patience=0)
+
+
+def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):
+    """One line, and the file that asks for it."""
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "mindspeed_rl").mkdir()
+    (tmp_path / "mindspeed_rl" / "__init__.py").write_text("")
+    (tmp_path / "cli" / "train_grpo.py").write_text("import no_such_tensordict\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mindspeed_rl", raising=False)
+    with pytest.raises(EngineError, match=r"No module named 'no_such_tensordict' \(asked for by .*/train_grpo.py\). "
+                                          r"pip install no_such_tensordict, in the versions") as error:
+        engine.load_upstream(asked(16, 4), None)
+    assert "\n" not in str(error.value)
 
 
 def test_too_few_cpus_for_the_placement(cluster):
