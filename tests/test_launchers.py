@@ -64,7 +64,7 @@ def machine(tmp_path):
     for fake in fakes.iterdir():
         fake.chmod(0o755)
     return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user",
-            "RECORD": str(tmp_path / "record"),
+            "BOX_LOCK": str(tmp_path / "lock"), "RECORD": str(tmp_path / "record"),
             "ASCEND_ROOT": str(tmp_path / "Ascend"), "JEMALLOC": str(tmp_path / "libjemalloc.so.2"),
             "MODELS": "/data/models", "DATA": "/data", "PYTHON": "python"}
 
@@ -90,14 +90,14 @@ def recorded(machine: dict) -> str:
 
 def test_shellcheck():
     files = [str(file.relative_to(ROOT)) for file in sorted(FOLDER.glob("*.sh"))]
-    assert len(files) == len(LAUNCHERS) + 1 == 9
+    assert len(files) == len(LAUNCHERS) + 3 == 11
     result = subprocess.run([str(BIN / "shellcheck"), "--external-sources", *files], check=False, cwd=ROOT,
                             capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     for file in files:
         assert subprocess.run(["bash", "-n", file], check=False, cwd=ROOT).returncode == 0
         code = re.sub(r"^\s*#.*|  #.*", "", (ROOT / file).read_text(), flags=re.MULTILINE)
-        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill (?!-KILL -s)",
+        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill",
                              code), "nothing by name, nothing to every interface"
 
 
@@ -118,8 +118,8 @@ def test_dry_run_shows_everything_and_runs_nothing(script, machine):
     assert shown[-1] == ["python", "-u", "cli/train_grpo.py", "--config-name", name, "aqn=off"]
     first = [command[:2] for command in shown]
     order = [first.index(words)
-             for words in (["python", "tools/convert_gsm8k.py"], ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"],
-                           ["python", "tools/preflight.py"], ["ray", "start"], ["python", "-u"])]
+             for words in (["python", "tools/preflight.py"], ["python", "tools/convert_gsm8k.py"],
+                           ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"], ["ray", "start"], ["python", "-u"])]
     assert order == sorted(order)
     ray = shown[first.index(["ray", "start"])]
     assert f'--resources={{"NPU": {npus // nodes}}}' in ray
@@ -128,9 +128,11 @@ def test_dry_run_shows_everything_and_runs_nothing(script, machine):
     assert f"--num-cpus={npus * 4 + 2 + 10}" in ray  # upstream's bundles, two tasks, the transfer dock
     assert (["export", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"] in shown) == (nodes == 1)
     assert (["export", "RAY_AUTH_MODE=token"] in [command[:2] for command in shown]) == (nodes == 2)
-    preflight = shown[first.index(["python", "tools/preflight.py"])]
-    assert preflight == ["python", "tools/preflight.py", "--config-name", name,
-                         *(["--nodes", "2"] if nodes == 2 else []), "--own-ray", "aqn=off"]
+    options = [*(["--nodes", "2"] if nodes == 2 else []), "--own-ray", "aqn=off"]
+    later = ["--later", "test rows", "--later", "training files", "--later", "base weights"]
+    preflight = ["python", "tools/preflight.py", "--config-name", name]
+    assert [command for command in shown if command[1].endswith("preflight.py")] == [
+        preflight + later + options, preflight + options], "before the conversions, and once more after them"
     load = config["actor_config"]["load"].replace("models/", "/data/models/")
     assert load in next(command for command in shown if command[0] == "env")
 
@@ -346,9 +348,9 @@ class Launched:
         found = []
         for process in psutil.process_iter():
             try:
-                if os.getsid(process.pid) == self.session:
+                if os.getsid(process.pid) == self.session and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except ProcessLookupError:
+            except (ProcessLookupError, psutil.NoSuchProcess):
                 pass
         return found
 

@@ -1,5 +1,5 @@
-"""What launch.sh needs of a config, checked, as assignments for its shell: python facts.py --config-name NAME [--nodes
-N] [key=value ...]
+"""What launch.sh needs of a config and of this machine's network, checked, as assignments for its shell:
+python facts.py --config-name NAME [--nodes N] [--address ADDRESS] [key=value ...]
 
 exit status: 0, or 2 for a config that cannot be launched, whose layout cannot exist, or whose base weights would be
 converted into the folder of another layout
@@ -7,6 +7,7 @@ converted into the folder of another layout
 
 import argparse
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ if __name__ == "__main__":  # a file of a checkout
     from mindspeed_qerl.entry import use_checkout
 
     use_checkout()
+
+import psutil
 
 from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.engines import engine_of
@@ -34,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-name", required=True)
     parser.add_argument("--nodes", type=int, default=1, help="nodes that share the NPUs equally")
+    parser.add_argument("--address", default="127.0.0.1", help="of this node; its interface is looked up")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     try:
@@ -41,7 +45,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, value in facts.items():
+    for name, value in {**facts, **network(args.address)}.items():
         print(f"{name}={shlex.quote(str(value))}")
     print(f"conversion=({shlex.join(words)})")
     return 0
@@ -71,6 +75,15 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     if not facts["load"] or (Path(facts["load"]) / TRACKER).is_file():
         return facts, []
     return facts, conversion(case)
+
+
+def network(address: str) -> dict[str, str]:
+    """The interface that has the address, "" if none has, and all there are; asked without `ip`, which may be missing.
+    """
+    found = [(name, each.address) for name, addresses in psutil.net_if_addrs().items() for each in addresses
+             if each.family in (socket.AF_INET, socket.AF_INET6)]
+    return {"interface": next((name for name, each in found if each == address), ""),
+            "interfaces": ", ".join(f"{name} {each}" for name, each in found)}
 
 
 def check_for_npus(case: Case, name: str) -> None:

@@ -1,18 +1,20 @@
 # shellcheck shell=bash
-# What every grpo_trainer_*.sh does, sourced with CONFIG (and NODES) set: environment, conversions, preflight, Ray, training (docs/launch.md).
+# What every grpo_trainer_*.sh does, sourced with CONFIG (and NODES) set: environment, preflight, conversions, Ray, training (docs/launch.md).
 set -euo pipefail
+export PATH=${PATH:-/usr/local/bin:/usr/bin:/bin}  # under env -i it has a value that nobody else sees
 
 usage() {
     cat <<EOF
 usage: [VARIABLE=value ...] bash $0 [--config-name NAME] [--dry-run] [key=value ...]
 
-Converts what is missing, checks the machine, starts a Ray of its own, trains, stops that Ray. Exit status: that of the training.
+Checks the machine, converts what is missing, starts a Ray of its own, trains, stops that Ray. Exit status: that of the training.
 
   --config-name NAME  a config of configs/ (default: $CONFIG); CONFIG=NAME does the same
   --dry-run           print every command and run none
+  --accept CHECK      this check of the preflight may fail; may be repeated (docs/preflight.md). The run directory keeps it
   key=value           Hydra overrides, as for cli/train_grpo.py; relative paths in them are relative to the repository
 
-Variables (docs/launch.md has them all): PYTHON, MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE;
+Variables (docs/launch.md has them all): PYTHON, MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE, BOX_WAIT;
 two nodes: NODE_RANK, NODE_ADDR, MASTER_ADDR, RAY_AUTH_TOKEN_PATH, NODE_TIMEOUT
 EOF
 }
@@ -43,26 +45,59 @@ check_number() {
     fi
 }
 
-listens() {  # address port
-    (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null
+run_attended() {  # $1: what goes on then
+    show "${@:2}"
+    $dry_run || attend "$@"
 }
+
+listens() {  # address port
+    # shellcheck disable=SC2016  # for that shell
+    timeout 5 bash -c 'exec 3<> "/dev/tcp/$0/$1"' "$1" "$2" 2> /dev/null
+}
+
+# Take over the environment of a script of somebody else's. A shell of its own sources it: CANN's and NNAL's read variables that are not
+# set, and count with `grep | wc` what is not there; they may also exit, change the folder, or use names of ours.
+foreign() {
+    local line
+    show source "$1"
+    $dry_run && return
+    # shellcheck disable=SC2016  # for that shell; '': NNAL's reads the arguments of whoever sources it
+    attend "$1 is sourced" bash -c 'source "$0" "" >&2; env -0 > "$1"' "$1" "$scratch/environment" || true
+    [[ -s $scratch/environment ]] ||
+        fail "$1 ended the shell that sourced it. Look at what it says; what is sourced already is not sourced here" 2
+    while IFS= read -r -d '' line; do
+        [[ ! $line =~ ^[A-Za-z][A-Za-z0-9_]*= || $line =~ ^(PWD|OLDPWD|SHLVL)= ]] || export "${line?}"
+    done < "$scratch/environment"
+    rm "$scratch/environment"
+}
+
+# shellcheck source=examples/grpo/processes.sh
+source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
+# shellcheck source=examples/grpo/nodes.sh
+source "$(dirname "${BASH_SOURCE[0]}")/nodes.sh"
+for name in basename cut date dd dirname env find flock grep id mkfifo mktemp realpath rm sed setsid sleep sort tail timeout tr; do
+    command -v "$name" > /dev/null || fail "there is no $name on PATH=$PATH: it comes with coreutils, findutils, grep or util-linux" 2
+done
 
 # ------------------------------------------------------------------------------------------------------------------------------ arguments
 
 dry_run=false
-overrides=()
+overrides=() accepted=''
 while (($#)); do
     case $1 in
         --help | -h) usage; exit ;;
         --dry-run) dry_run=true ;;
         --config-name=* | -cn=*) CONFIG=${1#*=} ;;
         --config-name | -cn) (($# > 1)) || fail "$1 needs a name" 2; CONFIG=$2; shift ;;
+        --accept=*) accepted+=",\"${1#*=}\"" ;;
+        --accept) (($# > 1)) || fail "$1 needs the name of a check" 2; accepted+=",\"$2\""; shift ;;
         -*) fail "unknown option $1; --help lists them" 2 ;;
         *=*) overrides+=("$1") ;;
         *) fail "$1 is neither an option nor an override key=value; --help" 2 ;;
     esac
     shift
 done
+[[ -z $accepted ]] || overrides+=("run.accepted_checks=[${accepted:1}]")
 case ${TRUST_REMOTE_CODE:-false} in
     true) overrides+=(generate_config.trust_remote_code=true) ;;  # the model's own Python runs in vLLM's workers
     false) ;;
@@ -70,6 +105,7 @@ case ${TRUST_REMOTE_CODE:-false} in
 esac
 
 NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} RAY_PORT=${RAY_PORT:-6380} NODE_TIMEOUT=${NODE_TIMEOUT:-600}
+BOX_LOCK=${BOX_LOCK-/tmp/mindspeed_qerl.lock} BOX_WAIT=${BOX_WAIT:-0} STOP_TIMEOUT=${STOP_TIMEOUT:-60}
 check_number NODES 1 9999 "on how many nodes the launcher is started; leave it out for the launcher's own number"
 if ((NODES == 1)); then
     [[ $NODE_RANK == 0 ]] || fail "NODE_RANK=$NODE_RANK must be 0: this is a launch on one node, leave NODE_RANK out" 2
@@ -78,8 +114,10 @@ else
 fi
 check_number RAY_PORT 1024 65534 "Ray takes it and the next port"
 check_number NODE_TIMEOUT 1 999999 "the seconds to wait for all NPUs"
+check_number BOX_WAIT 0 999999 "the seconds to wait for another run to leave this box"
+check_number STOP_TIMEOUT 1 999999 "the seconds that a training has to end before it is killed"
 
-for name in MODELS DATA MINDSPEED_LLM; do  # from where the script was called
+for name in MODELS DATA MINDSPEED_LLM BOX_LOCK; do  # from where the script was called
     [[ -z ${!name:-} ]] || printf -v "$name" '%s' "$(realpath -m "${!name}")"
 done
 [[ ${PYTHON:-} != */* ]] || PYTHON=$(realpath -ms "$PYTHON")  # not what it links to: a venv is known by its path
@@ -106,30 +144,40 @@ else
     [[ -n ${NODE_ADDR:-} && -n ${MASTER_ADDR:-} ]] || fail "set MASTER_ADDR to node 0's address and NODE_ADDR to this node's" 2
 fi
 
+if ! $dry_run; then
+    scratch=$(mktemp -d /tmp/qerl-ray.XXXXXX)  # short: Ray's sockets are in it, and a socket's path has at most 107 characters
+    trap '' PIPE  # when nobody reads any more, a print fails, which ends this script in order
+fi
+trap stop EXIT
+trap 'interrupted Ctrl-C 130' INT
+trap 'interrupted SIGTERM 143' TERM
+trap 'interrupted SIGHUP 129' HUP
+
 # What the config asks for, as assignments to these; stops here if it cannot be launched, such as for a layout that cannot exist.
-npus='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=()
-facts=$("$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" ${overrides[@]+"${overrides[@]}"}) || exit
-eval "$facts"
+npus='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=() interface='' interfaces=''
+facts=$(mktemp)
+attend 'the config is read' "$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" --address "$NODE_ADDR" \
+    ${overrides[@]+"${overrides[@]}"} > "$facts"
+# shellcheck source=/dev/null
+source "$facts"
 ((${#conversion[@]} == 0)) || conversion[0]=$PYTHON
 npus_here=$((npus / NODES))
 
 # ---------------------------------------------------------------------------------------------------------------------------- environment
 
+if ! $dry_run; then
+    if [[ -n ${RAY_ADDRESS:-} ]]; then own_box --shared; else own_box --exclusive; fi
+fi
+
 if [[ -z ${ASCEND_HOME_PATH:-} ]]; then
     for file in "${ASCEND_ROOT:=/usr/local/Ascend}"/{cann,ascend-toolkit}/set_env.sh; do
         [[ -f $file ]] || continue
-        set +u  # CANN's script reads variables that are not set
-        # shellcheck source=/dev/null
-        run source "$file"
-        set -u
+        foreign "$file"
         break
     done
 fi
 if [[ -z ${ATB_HOME_PATH:-} && -f ${ASCEND_ROOT:=/usr/local/Ascend}/nnal/atb/set_env.sh ]]; then
-    set +u
-    # shellcheck source=/dev/null
-    run source "$ASCEND_ROOT/nnal/atb/set_env.sh"
-    set -u
+    foreign "$ASCEND_ROOT/nnal/atb/set_env.sh"
 fi
 if [[ ${LD_PRELOAD:-} != *jemalloc* ]]; then
     for file in "${JEMALLOC-/usr/lib/$(uname -m)-linux-gnu/libjemalloc.so.2}" /usr/lib64/libjemalloc.so.2; do
@@ -146,119 +194,103 @@ if [[ $soft != unlimited ]] && ((soft < 32768)); then
     }
 fi
 
+# Before the preflight, which looks at what is set.
+if [[ -n ${RAY_ADDRESS:-} ]]; then
+    if [[ $RAY_ADDRESS =~ ^([^:/]+):([0-9]+)$ ]] && ! $dry_run && ! listens "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"; then
+        fail "nobody answers at RAY_ADDRESS=$RAY_ADDRESS: \`unset RAY_ADDRESS\` for a Ray of this run's own, or start that one"
+    fi
+elif ((NODES == 1)); then
+    # Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is told not to be a cluster
+    # (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
+    run export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+else
+    # Ray's GCS and raylets listen on every interface as soon as the address is not loopback, and have no option: they ask for a token.
+    [[ -f ${RAY_AUTH_TOKEN_PATH:=~/.ray/auth_token} ]] || $dry_run ||
+        fail "no $RAY_AUTH_TOKEN_PATH: make it with \`ray get-auth-token --generate\` and copy it to the other node (RAY_AUTH_TOKEN_PATH)"
+    run export RAY_AUTH_MODE=token "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH"
+    interface=${SOCKET_IFNAME:-$interface}
+    [[ -n $interface ]] || $dry_run ||
+        fail "no network interface here has NODE_ADDR=$NODE_ADDR; there are $interfaces. Set NODE_ADDR, or SOCKET_IFNAME to an interface"
+    interface=${interface:-"<interface of $NODE_ADDR>"}
+    run export "HCCL_IF_IP=$NODE_ADDR" "HCCL_SOCKET_IFNAME=$interface" "GLOO_SOCKET_IFNAME=$interface" "TP_SOCKET_IFNAME=$interface"
+fi
+if [[ -z ${RAY_ADDRESS:-} ]] && ((NODE_RANK == 0)) && ! $dry_run && listens "$NODE_ADDR" "$RAY_PORT"; then
+    fail "port $RAY_PORT is taken: set RAY_PORT to the first of two free ones"
+fi
+
 # ------------------------------------------------------------------------------------------------------------------------------ preflight
 
 preflight() {
-    local options=()
+    local options=("$@")
     ((NODES == 1)) || options+=(--nodes "$NODES")
     [[ -n ${RAY_ADDRESS:-} ]] || options+=(--own-ray)
-    run "$PYTHON" tools/preflight.py --config-name "$CONFIG" ${options[@]+"${options[@]}"} ${overrides[@]+"${overrides[@]}"} || {
+    run_attended 'the preflight runs' \
+        "$PYTHON" tools/preflight.py --config-name "$CONFIG" ${options[@]+"${options[@]}"} ${overrides[@]+"${overrides[@]}"} || {
         local status=$?
-        printf '\n%s\n' "Stopped by the preflight; nothing was started. To rehearse this config without NPUs:" >&2
+        printf '\n%s\n' "Stopped by the preflight; no training was started. To rehearse this config without NPUs:" >&2
         show "$PYTHON" cli/train_grpo.py --config-name "$CONFIG" engine=local rehearsal.enabled=true >&2
         exit $status
     }
 }
 
-# Nothing is converted for a machine that cannot run it.
-shopt -s nullglob
-devices=(/dev/davinci[0-9]*)
-shopt -u nullglob
-$dry_run || ((${#devices[@]} >= npus_here)) || preflight
-
-# ---------------------------------------------------------------------------------------------------------------------------- conversions
-
+# What is not there yet and is made here: the preflight knows that, and is asked once more when it is.
+later=() folder=''
 if ((NODE_RANK == 0)); then  # the others find the same files, or their preflight names what is missing
-    convert=("$PYTHON" tools/convert_gsm8k.py --input "${GSM8K:-openai/gsm8k}")
-    if [[ ! -f $train_file || ! -f $test_file ]]; then
-        run "${convert[@]}" --output "$(dirname "$test_file")"
-    fi
-    if [[ ! -f ${data_path}_packed_input_ids_document.bin ]]; then
-        run "${convert[@]}" --output "$(dirname "$data_path")" --format mindspeed --tokenizer "$model" --max-prompt-length "$max_prompt_length"
-    fi
+    [[ -f $train_file && -f $test_file ]] || later+=(--later 'test rows')
+    [[ -f ${data_path}_packed_input_ids_document.bin ]] || later+=(--later 'training files')
     if [[ -n $load && ! -f $load/latest_checkpointed_iteration.txt ]]; then
+        later+=(--later 'base weights')
         IFS=: read -ra folders <<< "${MINDSPEED_LLM:-MindSpeed-LLM:${PYTHONPATH:-}}"
         for folder in "${folders[@]}"; do
             [[ ! -f $folder/${conversion[1]} ]] || break
         done
-        $dry_run || [[ -f $folder/${conversion[1]} ]] || fail "MindSpeed-LLM converts the base weights: set MINDSPEED_LLM to its folder"
-        (
-            run cd "$folder"
-            run env CUDA_DEVICE_MAX_CONNECTIONS=1 "${conversion[@]}"
-        )
+        [[ -f $folder/${conversion[1]} ]] || folder=${MINDSPEED_LLM:-MindSpeed-LLM}
     fi
 fi
 
-preflight
+preflight ${later[@]+"${later[@]}"}
+[[ -z $folder || -f $folder/${conversion[1]} ]] || $dry_run || fail "MindSpeed-LLM converts the base weights: set MINDSPEED_LLM to its folder"
+
+# ---------------------------------------------------------------------------------------------------------------------------- conversions
+
+say() {
+    $dry_run || printf '%s\n' "launch: $1"
+}
+convert=("$PYTHON" tools/convert_gsm8k.py --input "${GSM8K:-openai/gsm8k}")
+if [[ ${later[*]-} == *'test rows'* ]]; then
+    say 'GSM8K is converted to text: seconds, and a download if it comes from the Hub'
+    run_attended 'the data is converted' "${convert[@]}" --output "$(dirname "$test_file")"
+fi
+if [[ ${later[*]-} == *'training files'* ]]; then
+    say "GSM8K is converted to the model's token ids: a minute"
+    run_attended 'the data is converted' \
+        "${convert[@]}" --output "$(dirname "$data_path")" --format mindspeed --tokenizer "$model" --max-prompt-length "$max_prompt_length"
+fi
+if [[ -n $folder ]]; then
+    say "the base weights are converted: the whole model is read and written, minutes to hours"
+    half=$load/latest_checkpointed_iteration.txt  # written first (MindSpeed-LLM tasks/checkpoint/convert.py:62)
+    here=$PWD
+    run cd "$folder"
+    run_attended 'the base weights are converted' env CUDA_DEVICE_MAX_CONNECTIONS=1 "${conversion[@]}"
+    $dry_run || cd "$here"
+    half=''
+fi
+((${#later[@]} == 0)) || preflight
 
 # ------------------------------------------------------------------------------------------------------------------------------------ Ray
-
-scratch=/tmp/qerl-ray.XXXXXX ray='' train='' log=''
-
-# Whatever ends this script: the training is told, and writes down why it stopped; then the Ray that was started here is stopped. `ray stop`
-# would stop every Ray of this user. Both have sessions of their own (setsid), so that of what is sent to this script's group, such as a
-# Ctrl-C, they learn here only, once, and in this order.
-# shellcheck disable=SC2329  # the trap calls it
-stop() {
-    local status=$?
-    trap '' INT TERM HUP
-    set +e
-    if [[ -n $train ]]; then
-        kill -TERM "$train"
-        wait "$train"
-    fi
-    [[ -z $log ]] || wait "$log"
-    if [[ -n $ray ]]; then
-        show kill "$ray"
-        kill -TERM "$ray" 2> /dev/null  # gone already if it was Ray that ended
-        for _ in {1..100}; do  # `ray start --block` ends its processes and then itself; what is left of its session after 10 s is killed
-            pgrep -s "$ray" > /dev/null || break
-            sleep 0.1
-        done
-        pkill -KILL -s "$ray"
-        wait "$ray"
-    fi
-    if ((status == 0)); then
-        rm -rf "$scratch"
-    else
-        printf '%s\n' "launch: Ray's logs are left in $scratch" >&2
-    fi
-    exit "$status"
-}
-if ! $dry_run; then
-    scratch=$(mktemp -d "$scratch")  # short: Ray's sockets are in it, and a socket's path has at most 107 characters
-    trap stop EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    trap 'exit 129' HUP
-    trap '' PIPE  # when nobody reads any more, a print fails, which ends this script in order
-fi
 
 if [[ -n ${RAY_ADDRESS:-} ]]; then
     printf '%s\n' "launch: Ray at $RAY_ADDRESS is joined, and left as it is"
 else
-    start=(ray start --block "--node-ip-address=$NODE_ADDR" "--resources={\"NPU\": $npus_here}" "--num-cpus=$cpus" --disable-usage-stats)
-    if ((NODES == 1)); then
-        # Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is told not to be a cluster
-        # (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
-        run export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
-    else
-        # Ray's GCS and raylets listen on every interface as soon as the address is not loopback, and have no option: they ask for a token.
-        [[ -f ${RAY_AUTH_TOKEN_PATH:=$HOME/.ray/auth_token} ]] || $dry_run ||
-            fail "no $RAY_AUTH_TOKEN_PATH: make it with \`ray get-auth-token --generate\` and copy it to the other node (RAY_AUTH_TOKEN_PATH)"
-        run export RAY_AUTH_MODE=token "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH"
-        interface=${SOCKET_IFNAME:-$(ip -brief address show to "$NODE_ADDR" 2> /dev/null | cut -d ' ' -f 1)}
-        [[ -n $interface ]] || $dry_run || fail "no network interface has NODE_ADDR=$NODE_ADDR"
-        interface=${interface:-"<interface of $NODE_ADDR>"}
-        run export "HCCL_IF_IP=$NODE_ADDR" "HCCL_SOCKET_IFNAME=$interface" "GLOO_SOCKET_IFNAME=$interface" "TP_SOCKET_IFNAME=$interface"
-    fi
+    start=(ray start --block "--node-ip-address=$NODE_ADDR" "--resources={\"NPU\": $npus_here}" "--num-cpus=$cpus" --disable-usage-stats
+           --min-worker-port=20002 --max-worker-port=29999)  # Ray's 10002 to 19999 have HCCL's in them
     if ((NODE_RANK == 0)); then
-        start+=(--head "--port=$RAY_PORT" "--ray-client-server-port=$((RAY_PORT + 1))" "--temp-dir=$scratch"
+        start+=(--head "--port=$RAY_PORT" "--ray-client-server-port=$((RAY_PORT + 1))" "--temp-dir=${scratch:-/tmp/qerl-ray.XXXXXX}"
                 --include-dashboard=false --dashboard-host=127.0.0.1 --no-monitor)
-        $dry_run || ! listens "$NODE_ADDR" "$RAY_PORT" || fail "port $RAY_PORT is taken: set RAY_PORT to the first of two free ones"
     else
         start+=("--address=$MASTER_ADDR:$RAY_PORT")
     fi
+    ((NODE_RANK == 0)) || $dry_run || wait_for_head
     show "${start[@]}"
     if ! $dry_run; then
         setsid "${start[@]}" > "$scratch/ray.log" 2>&1 &
@@ -266,12 +298,11 @@ else
     fi
     if ((NODE_RANK > 0)); then
         $dry_run && exit
-        printf '%s\n' "launch: node $NODE_RANK serves node 0 until that one stops; Ray's output is in $scratch/ray.log"
-        wait "$ray"  # set -e: its status is this script's
-        exit
+        serve
     fi
     run export "RAY_ADDRESS=$NODE_ADDR:$RAY_PORT"
-    run "$PYTHON" examples/grpo/wait_for_npus.py --nodes "$NODES" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
+    run_attended 'Ray starts, and its NPUs are waited for' "$PYTHON" examples/grpo/wait_for_npus.py \
+        --nodes "$NODES" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
         (($? != 3)) || cat "$scratch/ray.log" >&2
         exit 1
     }
@@ -291,6 +322,8 @@ keep_log() {
             held+="$line"$'\n'
             if [[ $line == 'Run directory: '* ]]; then
                 log="${line#Run directory: }/launch.log"
+                printf '%s' "$(realpath "${line#Run directory: }")" > "$scratch/run"
+                [[ -z $lock ]] || sign_box "$(< "$scratch/run")"
                 printf '%s' "$held" >> "$log"
             fi
         fi
@@ -304,9 +337,12 @@ mkfifo "$scratch/output"
 keep_log < "$scratch/output" &
 log=$!
 setsid "${training[@]}" > "$scratch/output" 2>&1 &
-train=$!
+train=$! doing='the training runs'
 status=0
-wait "$train" || status=$?
+if ((NODES > 1)) && [[ -n $ray ]]; then
+    attend_nodes || status=$?
+else
+    wait "$train" || status=$?
+fi
 train=''
-wait "$log"
 exit "$status"

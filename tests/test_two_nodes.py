@@ -1,0 +1,233 @@
+"""Two boxes with addresses of their own, joined by a cable, the shipped launcher of two nodes on both: preflight and
+Ray are real, the training is played, which asks Ray for its NPUs and has an actor on each node."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, start, why_not
+from tests.fake_box.network import ADDRESSES, UNREACHABLE, joined, why_no_cable
+from tests.fake_box.prepared import prepare
+
+REASON = why_not() or why_no_cable()
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(REASON), reason=REASON)]
+LAUNCHER = ROOT / "examples" / "grpo" / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
+CONFIG = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
+COMMAND = f"bash {LAUNCHER}; status=$?; echo left: /tmp/qerl-ray*; exit $status"
+EIGHT = Box(dies=8, network=False)
+PYTHON = f"""#!/usr/bin/env bash
+[[ "$*" != *preflight.py* || -z ${{NO_PREFLIGHT:-}} ]] || exit 0
+[[ "$*" != *train_grpo.py* ]] || exec {sys.executable} "$TRAINING"
+exec {sys.executable} "$@"
+"""
+TRAINING = """
+import os
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+@ray.remote(num_cpus=0, resources={"NPU": 8})
+class Worker:
+    def where(self):
+        return ray.util.get_node_ip_address(), os.environ["HCCL_IF_IP"]
+
+ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+print("NPUs", ray.cluster_resources()["NPU"], flush=True)
+workers = [Worker.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in ray.nodes()]
+print(sorted(ray.get([worker.where.remote() for worker in workers])), flush=True)
+print("it trains", flush=True)
+with open(os.environ["GO"]) as go:
+    raise SystemExit(int(go.read()))
+"""
+
+
+class Nodes:
+    """The two launchers, what they print, and how long they took."""
+
+    def __init__(self, folder: Path, cables, variables: dict[str, str]):
+        self.folder, self.cables, self.variables, self.process, self.began = folder, cables, variables, {}, {}
+
+    def start(self, rank: int, box: Box = EIGHT, **variables: str) -> None:
+        address = {"NODE_ADDR": ADDRESSES[rank]} | ({"NODE_RANK": "1", "MASTER_ADDR": ADDRESSES[0]} if rank else {})
+        with open(self.folder / f"out{rank}", "w") as output:
+            self.began[rank] = time.monotonic()
+            self.process[rank] = start(box, ["bash", "-c", COMMAND], self.box(rank),
+                                       {**self.variables, **address, **variables}, within=self.cables[rank],
+                                       stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
+    def box(self, rank: int) -> Path:
+        return self.folder / f"box{rank}"
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"out{rank}").read_text()
+
+    def until(self, rank: int, words: str, seconds: float = 120) -> None:
+        """Wait until a launcher has said it."""
+        with subprocess.Popen(["tail", "--pid", str(self.process[rank].pid), "-n", "+1", "-f",
+                               str(self.folder / f"out{rank}")], stdout=subprocess.PIPE, text=True) as tail:
+            try:
+                assert any(words in line for line in tail.stdout), self.said(rank)
+            finally:
+                tail.kill()
+        self.report(rank, words)
+
+    def go(self, status: int) -> None:
+        (self.folder / "go").write_text(str(status))
+
+    def end(self, rank: int) -> int:
+        status = self.process[rank].wait(timeout=150)
+        self.report(rank, f"ended with {status}")
+        return status
+
+    def report(self, rank: int, what: str) -> None:
+        print(f"node {rank}: {time.monotonic() - self.began[rank]:.1f} s: {what}")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return prepare(CONFIG, tmp_path_factory.mktemp("files"), 2)
+
+
+@pytest.fixture
+def nodes(files, tmp_path):
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    (fakes / "python").write_text(PYTHON)
+    (fakes / "python").chmod(0o755)
+    (fakes / "ray").symlink_to(Path(sys.executable).with_name("ray"))
+    (tmp_path / "training.py").write_text(TRAINING)
+    (tmp_path / "token").write_text("0" * 64)
+    os.mkfifo(tmp_path / "go")
+    # Ray would start as many workers as the box has CPUs, before anybody asks for one
+    variables = {**files, "PATH": f"{fakes}:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHON": str(fakes / "python"),
+                 "HOME": str(tmp_path), "TRAINING": str(tmp_path / "training.py"), "GO": str(tmp_path / "go"),
+                 "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_prestart_worker_first_driver": "0"}
+    with joined() as cables:
+        both = Nodes(tmp_path, cables, variables)
+        yield both
+        for process in both.process.values():
+            process.kill()
+            process.wait()
+
+
+# For faults that come after the preflight
+NO_PREFLIGHT = {"NO_PREFLIGHT": "1"}
+
+
+def test_a_healthy_run(nodes):
+    """No warnings but the host's; nothing is left, of processes and of files; the second node waits for the first
+    one's preflight, and ends with it."""
+    before = sorted(map(str, Path("/tmp").glob("qerl-ray*")))
+    nodes.start(0)
+    nodes.start(1)
+    nodes.until(0, "it trains")
+    nodes.go(0)
+    assert (nodes.end(0), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)
+    assert "NPUs 16.0\n[('10.0.0.1', '10.0.0.1'), ('10.0.0.2', '10.0.0.2')]\n" in nodes.said(0)
+    for rank in (0, 1):
+        assert "HCCL_SOCKET_IFNAME=eth0" in nodes.said(rank)
+        assert set(re.findall(r"│   (\S.*?)\s+│ (?:warning|failed)", nodes.said(rank))) <= OF_THE_HOST
+        assert left_over(nodes.box(rank)) == []
+        assert nodes.said(rank).splitlines()[-1] == f"left: {' '.join(before) or '/tmp/qerl-ray*'}"
+    assert ("launch: node 0 has stopped its Ray, and this node is done. How the training went is in node 0's run "
+            "directory\n") in nodes.said(1)
+
+
+def test_the_second_node_is_missing(nodes):
+    nodes.start(0, **NO_PREFLIGHT, NODE_TIMEOUT="8")
+    assert nodes.end(0) == 1
+    assert "launch: Ray has 8 NPUs at 10.0.0.1; waiting for 16 on 2 nodes, at most 8 s\n" in nodes.said(0)
+    assert "launch: after 8 s 1 of 2 nodes are there (10.0.0.1): start this script on the other" in nodes.said(0)
+    assert left_over(nodes.box(0)) == []
+
+
+def test_the_second_node_is_late(nodes):
+    nodes.start(0, **NO_PREFLIGHT)
+    nodes.until(0, "Ray has 8 NPUs at 10.0.0.1; waiting")
+    nodes.start(1, **NO_PREFLIGHT)
+    nodes.until(0, "it trains")
+    nodes.go(7)
+    assert (nodes.end(0), nodes.end(1)) == (7, 0)
+
+
+@pytest.mark.parametrize("how", ["killed", "Ctrl-C", "cable"])
+def test_the_second_node_is_lost_in_training(how, nodes):
+    """Which ends with it: a second after a Ctrl-C, a quarter of a minute after a kill, a minute after a cable."""
+    for rank in (0, 1):
+        nodes.start(rank, **NO_PREFLIGHT)
+    nodes.until(0, "it trains")
+    nodes.began = dict.fromkeys(nodes.began, time.monotonic())
+    if how == "killed":
+        nodes.process[1].kill()
+    elif how == "Ctrl-C":
+        os.killpg(nodes.process[1].pid, signal.SIGINT)
+    else:
+        subprocess.run([*nodes.cables[1], "ip", "link", "set", "eth0", "down"], check=True)
+    nodes.until(0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it")
+    assert nodes.end(0) == 1 and left_over(nodes.box(0)) == []
+    assert nodes.end(1) == {"killed": -signal.SIGKILL, "Ctrl-C": 130, "cable": 1}[how]
+    if how == "cable":
+        assert re.search(r"cannot be reached for 60 s: its launcher ends|this node's Ray has ended", nodes.said(1))
+
+
+def test_an_address_where_the_first_node_does_not_reach_the_second(nodes):
+    nodes.start(0, **NO_PREFLIGHT)
+    nodes.start(1, **NO_PREFLIGHT, NODE_ADDR=UNREACHABLE)
+    assert (nodes.end(0), nodes.end(1)) == (1, 1)
+    assert "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where" in nodes.said(0)
+    assert "(raylet)" not in nodes.said(0), "a page of Ray's own"
+    assert "whether it could reach NODE_ADDR=172.17.0.1" in nodes.said(1)
+
+
+def test_an_address_where_the_second_node_does_not_reach_the_first(nodes):
+    nodes.start(0, **NO_PREFLIGHT, NODE_ADDR=UNREACHABLE, NODE_TIMEOUT="8")
+    nodes.start(1, **NO_PREFLIGHT, MASTER_ADDR=UNREACHABLE, NODE_TIMEOUT="8")
+    assert (nodes.end(0), nodes.end(1)) == (1, 1)
+    assert "after 8 s 1 of 2 nodes are there (172.17.0.1)" in nodes.said(0)
+    assert "launch: after 8 s nobody answers at 172.17.0.1:6380: look at what node 0's launcher says" in nodes.said(1)
+
+
+def test_another_token(nodes, tmp_path):
+    (tmp_path / "other").write_text("1" * 64)
+    nodes.start(0, **NO_PREFLIGHT, NODE_TIMEOUT="40")
+    nodes.start(1, **NO_PREFLIGHT, RAY_AUTH_TOKEN_PATH=str(tmp_path / "other"))
+    nodes.until(1, "launch: this node's Ray has not joined that of 10.0.0.1:6380 after 20 s, though that one answers")
+    assert nodes.end(0) == 1
+    nodes.end(1)
+
+
+def test_sixteen_dies_are_visible_on_each(nodes):
+    for rank in (0, 1):
+        nodes.start(rank, Box(dies=16, network=False))
+    for rank in (0, 1):
+        assert nodes.end(rank) == 1
+        assert "this node shows 16 to CANN" in nodes.said(rank)
+        assert "export ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 " in nodes.said(rank)
+
+
+def test_other_code_on_the_second_node(nodes):
+    file = ROOT / "mindspeed_qerl" / "files.py"
+    nodes.start(0, **NO_PREFLIGHT)
+    nodes.start(1, Box(dies=8, network=False, files={str(file): file.read_text() + "# an edit\n"}), **NO_PREFLIGHT)
+    assert (nodes.end(0), nodes.end(1)) == (1, 0)
+    assert re.search(rf"^launch: the node at 10.0.0.2 has other code in {ROOT}/mindspeed_qerl \(commit \w+, files \w+"
+                     r"\) than this one \(commit \w+, files \w+\): bring both to the same commit, without edits$",
+                     nodes.said(0), re.MULTILINE)
+
+
+def test_another_clock_on_the_second_node(nodes, tmp_path):
+    """Told, and gone on with."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import time\ntrue = time.time\ntime.time = lambda: true() + 100\n")
+    nodes.start(0, **NO_PREFLIGHT)
+    nodes.start(1, **NO_PREFLIGHT, PYTHONPATH=str(tmp_path / "site"))
+    nodes.until(0, "it trains")
+    nodes.go(0)
+    assert (nodes.end(0), nodes.end(1)) == (0, 0)
+    assert re.search("launch: warning: the clock of the node at 10.0.0.2 is (9|10)[0-9] s or more from", nodes.said(0))
