@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindspeed_qerl import entry
 from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
 from mindspeed_qerl.recipe.describe import comments, list_of_keys
@@ -255,6 +256,16 @@ def test_without_a_venv_a_sentence_says_what_to_do(file, bare_python, checkout, 
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"error: {bare_python} has no hydra, numpy,")
     assert f"`make install` in {checkout}" in done.stderr
+
+
+def test_an_older_python_says_which_one_is_needed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(entry, "CHECKOUT", tmp_path)
+    with monkeypatch.context() as older, pytest.raises(SystemExit) as refused:
+        older.setattr(sys, "version_info", (3, 10, 13))
+        entry.use_checkout()
+    told = capsys.readouterr().err
+    assert refused.value.code == 2 and len(told.splitlines()) == 1
+    assert told.startswith(f"error: {sys.executable} is Python ") and "where 3.11 is needed" in told
 
 
 def test_every_entry_starts_alike():
