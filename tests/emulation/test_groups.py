@@ -7,19 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from mindspeed_qerl.emulation import operators
-
-ONE_ROUNDING = dict(rtol=2**-8 * 1.01, atol=1e-6)
-EXACT = dict(rtol=1e-10, atol=1e-12)
-
-
-def normal(*shape, dtype=torch.float64, seed=0, grad=False):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
-
-
-def wide(x):
-    return x.detach().double().numpy()
-
+from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
 # Groups
 
