@@ -127,9 +127,9 @@ def test_a_version_that_differs_elsewhere_is_told_and_which_copy_counts(tmp_path
 
 
 @pytest.mark.parametrize(("package", "tag", "unchanged", "gone_or_changed"), [
-    ("mindspeed_rl", "v2.2.0", 41,
+    ("mindspeed_rl", "v2.2.0", 42,
      ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
-    ("mindspeed_rl", "v2.3.0", 45,
+    ("mindspeed_rl", "v2.3.0", 46,
      ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
     ("mindspeed_llm", "v26.0.0", 4, ["_add_moe_args", "LoraParallelGroupedMLP", "moe_tp_extend_ep"]),
     ("mindspeed", "v2.2.0_core_r0.12.1", 5, []),
