@@ -76,7 +76,7 @@ class Evaluation:
         if self.hardware_error:
             if self.tensor_parallel_size > 1:
                 raise ConfigError(
-                    "errors of other hardware are modelled in one process only: leave out --tensor-parallel-size")
+                    "errors of other hardware are modelled in one process only: give --tensor-parallel-size 1")
             if self.emulate_npu:
                 raise ConfigError("errors of other hardware are modelled on vLLM for CPUs: add --no-emulate-npu")
             if not 0 < self.hardware_error.get("gaussian_std", 0.05) < 1 or self.hardware_error.get("block", 64) < 1:

@@ -149,7 +149,7 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
     ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
     ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError,
-     "in one process only: leave out --tensor-parallel-size"),
+     "in one process only: give --tensor-parallel-size 1"),
 ])
 def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, given, error, message):
     what = {"model": str(tiny_model), "data": f"{tiny_model}/data/test_chat.parquet", "prompt": "plain"} | given
