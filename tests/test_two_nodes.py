@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, start, why_not
-from tests.fake_box.network import ADDRESSES, UNREACHABLE, joined, why_no_cable
+from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, why_not
+from tests.fake_box.network import UNREACHABLE, joined, why_no_cable
+from tests.fake_box.nodes import CONFIG, Nodes
 from tests.fake_box.prepared import prepare
 
 REASON = why_not() or why_no_cable()
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(REASON), reason=REASON)]
-LAUNCHER = ROOT / "examples" / "grpo" / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
-CONFIG = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
-COMMAND = f"bash {LAUNCHER}; status=$?; echo left: /tmp/qerl-ray*; exit $status"
 EIGHT = Box(dies=8, network=False)
 PYTHON = f"""#!/usr/bin/env bash
 [[ "$*" != *preflight.py* || -z ${{NO_PREFLIGHT:-}} ]] || exit 0
@@ -46,48 +44,6 @@ with open(os.environ["GO"]) as go:
 """
 
 
-class Nodes:
-    """The two launchers, what they print, and how long they took."""
-
-    def __init__(self, folder: Path, cables, variables: dict[str, str]):
-        self.folder, self.cables, self.variables, self.process, self.began = folder, cables, variables, {}, {}
-
-    def start(self, rank: int, box: Box = EIGHT, **variables: str) -> None:
-        address = {"NODE_ADDR": ADDRESSES[rank]} | ({"NODE_RANK": "1", "MASTER_ADDR": ADDRESSES[0]} if rank else {})
-        with open(self.folder / f"out{rank}", "w") as output:
-            self.began[rank] = time.monotonic()
-            self.process[rank] = start(box, ["bash", "-c", COMMAND], self.box(rank),
-                                       {**self.variables, **address, **variables}, within=self.cables[rank],
-                                       stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-
-    def box(self, rank: int) -> Path:
-        return self.folder / f"box{rank}"
-
-    def said(self, rank: int) -> str:
-        return (self.folder / f"out{rank}").read_text()
-
-    def until(self, rank: int, words: str, seconds: float = 120) -> None:
-        """Wait until a launcher has said it."""
-        with subprocess.Popen(["tail", "--pid", str(self.process[rank].pid), "-n", "+1", "-f",
-                               str(self.folder / f"out{rank}")], stdout=subprocess.PIPE, text=True) as tail:
-            try:
-                assert any(words in line for line in tail.stdout), self.said(rank)
-            finally:
-                tail.kill()
-        self.report(rank, words)
-
-    def go(self, status: int) -> None:
-        (self.folder / "go").write_text(str(status))
-
-    def end(self, rank: int) -> int:
-        status = self.process[rank].wait(timeout=150)
-        self.report(rank, f"ended with {status}")
-        return status
-
-    def report(self, rank: int, what: str) -> None:
-        print(f"node {rank}: {time.monotonic() - self.began[rank]:.1f} s: {what}")
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     return prepare(CONFIG, tmp_path_factory.mktemp("files"), 2)
@@ -108,11 +64,9 @@ def nodes(files, tmp_path):
                  "HOME": str(tmp_path), "TRAINING": str(tmp_path / "training.py"), "GO": str(tmp_path / "go"),
                  "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_prestart_worker_first_driver": "0"}
     with joined() as cables:
-        both = Nodes(tmp_path, cables, variables)
+        both = Nodes(tmp_path, cables, variables, EIGHT)
         yield both
-        for process in both.process.values():
-            process.kill()
-            process.wait()
+        both.kill()
 
 
 # For faults that come after the preflight
@@ -126,7 +80,7 @@ def test_a_healthy_run(nodes):
     nodes.start(0)
     nodes.start(1)
     nodes.until(0, "it trains")
-    nodes.go(0)
+    (nodes.folder / "go").write_text("0")
     assert (nodes.end(0), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)
     assert "NPUs 16.0\n[('10.0.0.1', '10.0.0.1'), ('10.0.0.2', '10.0.0.2')]\n" in nodes.said(0)
     for rank in (0, 1):
@@ -151,7 +105,7 @@ def test_the_second_node_is_late(nodes):
     nodes.until(0, "Ray has 8 NPUs at 10.0.0.1; waiting")
     nodes.start(1, **NO_PREFLIGHT)
     nodes.until(0, "it trains")
-    nodes.go(7)
+    (nodes.folder / "go").write_text("7")
     assert (nodes.end(0), nodes.end(1)) == (7, 0)
 
 
@@ -228,6 +182,6 @@ def test_another_clock_on_the_second_node(nodes, tmp_path):
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(1, **NO_PREFLIGHT, PYTHONPATH=str(tmp_path / "site"))
     nodes.until(0, "it trains")
-    nodes.go(0)
+    (nodes.folder / "go").write_text("0")
     assert (nodes.end(0), nodes.end(1)) == (0, 0)
     assert re.search("launch: warning: the clock of the node at 10.0.0.2 is (9|10)[0-9] s or more from", nodes.said(0))

@@ -23,7 +23,7 @@ import ray
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
-from mindspeed_qerl.ascend.cluster import check_resources
+from mindspeed_qerl.ascend.cluster import check_resources, check_shared, keep_logs, other_nodes, this_node_first
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
 from mindspeed_qerl.errors import EngineError
@@ -66,10 +66,12 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     # a scheduler's stop is an interrupt; Ray's own handler would abort
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ray_logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
-    logs = run.path / "logs"
+    logs, others = run.path / "logs", other_nodes()
     logs.mkdir(exist_ok=True)
     try:
         check_resources(recipe)
+        if recipe.run.resume:
+            check_shared(run.path, others)
         progress.phase("importing upstream")
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # in this process, which only imports it
         observer = RunObserver(recipe, run, metrics, progress)
@@ -79,9 +81,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
             progress.phase("starting workers")
             _call(upstream, recipe, run)
     finally:
-        for file in ray_logs.glob("worker-*"):  # what the workers on this node printed; the folder is temporary
-            if file.suffix in (".out", ".err") and file.stat().st_size:
-                shutil.copy(file, logs / file.name)
+        keep_logs(ray_logs, logs, others)
         private_ray.stop()
 
 
@@ -130,6 +130,7 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     from mindspeed_qerl.ascend.worker import QeRLWorker
 
     launcher.resource_mapping[QeRLWorker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
+    launcher.construct_placement_groups = this_node_first(launcher.construct_placement_groups)
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
     module.PromptDataLoader = EndlessPrompts

@@ -5,12 +5,14 @@ models/rule_verifier.py:155-178): a misspelt one means reward 0 for ever. `compu
 global (:112), so replacing that global is enough.
 """
 
+import contextlib
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 from mindspeed_rl.models import rule_verifier
+from mindspeed_rl.utils.utils import get_current_dp_range_indexes
 from mindspeed_rl.workers.rule_reward import RuleReward
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
@@ -60,11 +62,34 @@ def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data
     return total.tolist(), {f"{name}_rewards/mean": values.tolist() for name, values in scores.items()}
 
 
+class ShareOver(Exception):
+    """A reward process has scored its share of the answers."""
+
+
+class Share(list):
+    """Which answers a reward process scores, by dispatch."""
+
+    def pop(self, place: int = -1) -> list[int]:
+        """list's; ShareOver if there is none left."""
+        if not self:
+            raise ShareOver
+        return super().pop(place)
+
+
 @ray.remote
 class QeRLRuleReward(RuleReward.__ray_actor_class__):
-    """Upstream's RuleReward with `verifier` above. What can fail waits for the first call: nobody awaits `initialize`
-    (cli/train_grpo.py:166)."""
+    """Upstream's RuleReward with `verifier` above, one in each node. What can fail waits for the first call: nobody
+    awaits `initialize` (cli/train_grpo.py:166)."""
 
     def initialize(self, megatron_config: Any, *args: Any, **kwargs: Any) -> None:
         rule_verifier.verifier = partial(verifier, data_path=megatron_config.data_path)
         super().initialize(megatron_config, *args, **kwargs)
+
+    def compute_rm_score(self) -> None:
+        """Upstream's, which goes on until the answers of *all* processes are taken: with two nodes the first one to be
+        done asks its own empty share for more, `IndexError: pop from empty list` (rule_reward.py:81,87)."""
+        scored = super().compute_rm_score
+        # not in upstream's module: Ray sends the class by value, whose functions have globals of their own
+        scored.__globals__["get_current_dp_range_indexes"] = lambda **of: Share(get_current_dp_range_indexes(**of))
+        with contextlib.suppress(ShareOver):
+            scored()

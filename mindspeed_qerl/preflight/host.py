@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mindspeed_qerl.ascend.cluster import lacking_cpus, placed
 from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
 from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.layout.memory import (
@@ -47,12 +48,25 @@ def cpus(machine: Machine, case: Case) -> Iterator[Check]:
         have = machine.cpus() * case.nodes
         whose = "there are" if case.nodes == 1 else f"{case.nodes} nodes like this one have"
     if have >= need:
-        yield Check("CPUs", PASSED, f"{asks}; {whose} {have}")
+        lacking = _lacking_on_a_node(machine, case)
+        yield Check("CPUs", FAILED if lacking else PASSED, lacking or f"{asks}; {whose} {have}", lacking and
+                    f"ray start ... --num-cpus={need}    # on each node; they are places, not threads\n"
+                    "or lower rl_config.num_cpus_for_placement_group")
         return
     most = (have - need + case.npus * per_npu) // case.npus
     fewer = f"rl_config.num_cpus_for_placement_group={most}    # an override of the config\nor " if most >= 1 else ""
     yield Check("CPUs", FAILED, f"{asks}; {whose} {have}: upstream would wait for ever",
                 f"{fewer}ray start --head --num-cpus={need}    # they are places, not threads")
+
+
+def _lacking_on_a_node(machine: Machine, case: Case) -> str:
+    """What the nodes together have and no node has; "" if nothing, or if the NPUs do not fit, which is said there."""
+    if isinstance(case.seen.ray, Mapping):
+        npus, cpus = case.seen.ray["npus"], case.seen.ray["cpus"]
+    else:
+        npus, cpus = [case.npus_here] * case.nodes, [machine.cpus()] * case.nodes
+    width = min(case.seen.ray_would_count or case.npus_here, case.npus)
+    return lacking_cpus(case.recipe, width, npus, cpus) if placed(width, case.npus, npus) else ""
 
 
 def open_files(machine: Machine, case: Case) -> Iterator[Check]:

@@ -72,7 +72,7 @@ def test_npus_that_another_job_holds(cluster, tmp_path):
 def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
     """Of the clusters that upstream's groups fit into, and those they do not (launcher.py:64-104)."""
     found = dict(resources={"NPU": 16.0, "CPU": 200.0}, available={"NPU": 16.0, "CPU": 200.0}, nodes=2, jobs=[],
-                 npus=[8, 8])
+                 npus=[8, 8], cpus=[100, 100])
     monkeypatch.setattr(of_ray, "look", lambda: found)
     for count, fits in ((8, True), (4, True), (16, False), (12, False)):
         acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda count=count: (count, 0)))
@@ -82,6 +82,32 @@ def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
         else:
             with pytest.raises(EngineError, match=f"this node shows {count} dies to CANN.* the nodes have 8, 8"):
                 check_free(asked(16, 4), patience=0)
+
+
+@pytest.mark.parametrize(("cpus", "fits"), [([43, 33], True), ([32, 44], True), ([42, 42], False), ([76, 31], False)])
+def test_cpus_that_no_single_node_has(cpus, fits, monkeypatch):
+    """Eight ranks of 4 on each node, a reward process, and the transfer dock's 10 on one; the nodes together have the
+    76 that are counted for one machine."""
+    sums = {"NPU": 16.0, "CPU": float(sum(cpus))}
+    found = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8], cpus=cpus)
+    monkeypatch.setattr(of_ray, "look", lambda: found)
+    monkeypatch.setitem(sys.modules, "acl", SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (8, 0))))
+    if fits:
+        check_free(asked(16, 4), patience=0)
+    else:
+        with pytest.raises(EngineError, match=rf"the nodes have {cpus[0]}, {cpus[1]} CPUs free; their ranks reserve "
+                                              r"32, 32, .* the transfer dock 10 on one .*--num-cpus=76"):
+            check_free(asked(16, 4), patience=0)
+
+
+def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
+    """Wherever Ray puts upstream's groups: their order is that of the ranks."""
+    tables = {"a": {0: "other", 1: "other"}, "b": {0: "driver's", 1: "driver's"}, "c": {0: "third", 1: "third"}}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "driver's"))
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
+    asked = []
+    ordered = of_ray.this_node_first(lambda *args: asked.append(args) or ["a", "b", "c"])
+    assert ordered(6, 4, 2, 3) == ["b", "a", "c"] and asked == [(6, 4, 2, 3)]
 
 
 def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ class Box:
     driver: str | None = "25.5.0"
     nnal: bool = True
     packages: Mapping[str, str | None] = field(default_factory=dict)  # distribution -> version; None: not installed
-    installed: bool = True  # vllm-ascend, of the stand-in: else a checkout on PYTHONPATH
+    installed: bool = True  # vllm-ascend, of the stand-in with its operators: else a checkout on PYTHONPATH
     compiled: bool = True  # Megatron's dataset helpers, of the stand-in
     upstream: str | None = None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
     memory: int = 1536 * GB  # of the host, and what is free of it
@@ -167,10 +167,11 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
         _helpers(folder, box.compiled)
         if box.installed:
             (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{SUFFIX}").touch()
-            info = folder / "site" / "vllm_ascend-0.11.0.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.11.0\n")
-            (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nascend = vllm_ascend:register\n")
+    if box.installed:
+        info = folder / "site" / "vllm_ascend-0.11.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.11.0\n")
+        (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nascend = vllm_ascend:register\n")
     binds = {}
     for number, (path, content) in enumerate(files.items()):
         (folder / "binds" / str(number)).write_text(content)

@@ -200,7 +200,8 @@ class Box:
 
 def cluster(npus: int, cpus: int = 320, nodes: int = 1, free: int | None = None, jobs: tuple[str, ...] = ()) -> dict:
     return {"resources": {"NPU": float(npus), "CPU": float(cpus)}, "nodes": nodes, "npus": [npus // nodes] * nodes,
-            "available": {"NPU": float(npus if free is None else free), "CPU": float(cpus)}, "jobs": list(jobs)}
+            "cpus": [cpus // nodes] * nodes, "jobs": list(jobs),
+            "available": {"NPU": float(npus if free is None else free), "CPU": float(cpus)}}
 
 
 QWEN3_MOE = dict(
@@ -514,6 +515,18 @@ def test_cpus(ready):
     # what Ray has counts, not the machine
     assert look(ready, Box(ray=cluster(16, cpus=64), raylets=raylets))["CPUs"].state == FAILED
     assert look(ready, Box(logical_cpus=8, ray=cluster(16, cpus=76), raylets=raylets))["CPUs"].state == PASSED
+
+
+def test_cpus_that_no_single_node_has(ready):
+    """Two nodes whose 84 are more than the 76, and whose 42 are the 32 of eight ranks and the transfer dock's 10."""
+    def checked(cpus):
+        ray = cluster(16, cpus=cpus, nodes=2)
+        return look(ready, Box(smi=npu_smi(8), davinci=8, acl=8, ray=ray, raylets={7: {}}), nodes=2)["CPUs"]
+
+    assert checked(86).state == PASSED
+    check = checked(84)
+    assert check.state == FAILED and "the nodes have 42, 42 CPUs free; their ranks reserve 32" in check.found
+    assert "--num-cpus=76    # on each node" in check.fix
 
 
 def test_the_room_that_checkpoints_need(ready):

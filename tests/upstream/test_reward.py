@@ -16,6 +16,7 @@ from mindspeed_qerl.tasks.rows import read_rows
 SCRIPT = """
 import json, sys
 from types import SimpleNamespace
+from ray import cloudpickle
 from mindspeed_qerl.ascend import reward
 from mindspeed_rl.models import rule_verifier
 cases, data_path = json.loads(sys.argv[1])
@@ -35,6 +36,24 @@ reward.RuleReward.__ray_actor_class__.initialize = lambda self, *arguments: answ
 process.initialize(SimpleNamespace(data_path=data_path), "rl_config", "tokenizer")
 config = SimpleNamespace(verifier_function=["own_reward:levels"], verifier_weight=[1.0])
 answers.append(rule_verifier.verifier(["a", "b"], {"labels": ["1", "0"]}, config)[0])
+
+# the second of two processes, as Ray sends it, with answers of the first one's share that nobody has taken
+class_ = cloudpickle.loads(cloudpickle.dumps(reward.QeRLRuleReward.__ray_actor_class__))
+process, taken = class_.__new__(class_), []
+def remote(function):
+    return SimpleNamespace(remote=function)
+def take(stage, columns, count, indexes, get_n_samples):
+    taken.append(indexes)
+    return {}, []
+class_.__mro__[1].compute_rm_score.__globals__.update(
+    ray=SimpleNamespace(get=lambda value: value), get_node_nums=lambda: 2)
+process.rl_config = SimpleNamespace(guarantee_order=True, reward_dispatch_size=2, n_samples_per_prompt=2,
+                                    multi_turn_enable=False)
+process.megatron_config = SimpleNamespace(global_batch_size=4, dataset_additional_keys=["labels"])
+process.dp_rank, process.tokenizer, process.sampling_transfer_dock = 1, SimpleNamespace(pad=1), None
+process.td = SimpleNamespace(all_consumed=remote(lambda stage: False), get_experience=remote(take))
+process.compute_rm_score()
+answers.append(taken)
 print("ANSWERS", json.dumps(answers))
 """
 OWN = """
@@ -118,4 +137,9 @@ def test_upstreams_verifiers_get_the_answers_of_packed_rows(answers):
 
 
 def test_the_reward_process_puts_it_in_upstreams_place(answers):
-    assert answers[11:] == [3, [0.0, 10.0]]
+    assert answers[11:13] == [3, [0.0, 10.0]]
+
+
+def test_a_reward_process_ends_with_its_own_share(answers):
+    """Upstream's takes more until all answers are taken: two nodes' processes seldom end together."""
+    assert answers[13] == [[4, 5], [6, 7]]

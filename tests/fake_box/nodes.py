@@ -1,0 +1,62 @@
+"""The shipped launcher of two nodes on two fake boxes with addresses of their own, joined by a cable."""
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.fake_box import ROOT, Box, start
+from tests.fake_box.network import ADDRESSES
+
+LAUNCHER = ROOT / "examples" / "grpo" / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
+CONFIG = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
+# HIDDEN: a folder that this node does not share with the other
+COMMAND = f"""[[ -z ${{HIDDEN:-}} ]] || mount -t tmpfs none "$HIDDEN"
+bash {LAUNCHER} "$@"; status=$?; echo left: /tmp/qerl-ray*; exit $status"""
+
+
+class Nodes:
+    """The two launchers, what they print, and how long they took. arguments: those of both."""
+
+    def __init__(self, folder: Path, cables: Sequence[list[str]], variables: dict[str, str], box: Box,
+                 arguments: Sequence[str] = ()):
+        self.folder, self.cables, self.variables, self.default, self.arguments = (
+            folder, cables, variables, box, arguments)
+        self.process, self.began = {}, {}
+
+    def start(self, rank: int, box: Box | None = None, **variables: str) -> None:
+        address = {"NODE_ADDR": ADDRESSES[rank]} | ({"NODE_RANK": "1", "MASTER_ADDR": ADDRESSES[0]} if rank else {})
+        with open(self.folder / f"out{rank}", "w") as output:
+            self.began[rank] = time.monotonic()
+            self.process[rank] = start(
+                box or self.default, ["bash", "-c", COMMAND, "bash", *self.arguments], self.box(rank),
+                {**self.variables, **address, **variables}, within=self.cables[rank], stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT)
+
+    def box(self, rank: int) -> Path:
+        return self.folder / f"box{rank}"
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"out{rank}").read_text()
+
+    def until(self, rank: int, words: str) -> None:
+        """Wait until a launcher has said it; AssertionError if it ends without."""
+        while words not in self.said(rank):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process[rank].wait(timeout=0.1)
+                assert words in self.said(rank), self.said(rank)
+        self.report(rank, words)
+
+    def end(self, rank: int, seconds: float = 150) -> int:
+        status = self.process[rank].wait(timeout=seconds)
+        self.report(rank, f"ended with {status}")
+        return status
+
+    def kill(self) -> None:
+        for process in self.process.values():
+            process.kill()
+            process.wait()
+
+    def report(self, rank: int, what: str) -> None:
+        print(f"node {rank}: {time.monotonic() - self.began[rank]:.1f} s: {what}")
