@@ -15,6 +15,8 @@ from ray._private import ray_constants
 from mindspeed_qerl.files import hold
 
 PREFIX = "qerl_ray_"
+# Under `uv run` Ray would start every worker by uv, in a copy of this folder (ray-project/ray issues 56697 and 59639).
+ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 _ours: dict[Path, tuple[IO, list]] = {}  # temporary directory of this process's Ray: its lock, and earlier children
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, why_not
+from tests.fake_box.cases import NODE
 from tests.fake_box.network import UNREACHABLE, joined, why_no_cable
 from tests.fake_box.nodes import CONFIG, Nodes
 from tests.fake_box.prepared import prepare
 
 REASON = why_not() or why_no_cable()
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(REASON), reason=REASON)]
-EIGHT = Box(dies=8, network=False)
+EIGHT = Box(dies=8, network=False, etc=NODE.etc)
 PYTHON = f"""#!/usr/bin/env bash
 [[ "$*" != *preflight.py* || -z ${{NO_PREFLIGHT:-}} ]] || exit 0
 [[ "$*" != *train_grpo.py* ]] || exec {sys.executable} "$TRAINING"
@@ -97,6 +98,7 @@ def test_the_second_node_is_missing(nodes):
     assert nodes.end(0) == 1
     assert "launch: Ray has 8 NPUs at 10.0.0.1; waiting for 16 on 2 nodes, at most 8 s\n" in nodes.said(0)
     assert "launch: after 8 s 1 of 2 nodes are there (10.0.0.1): start this script on the other" in nodes.said(0)
+    nodes.seen("the second node is missing", 0, "after 8 s 1 of 2 nodes are there")
     assert left_over(nodes.box(0)) == []
 
 
@@ -123,6 +125,8 @@ def test_the_second_node_is_lost_in_training(how, nodes):
     else:
         subprocess.run([*nodes.cables[1], "ip", "link", "set", "eth0", "down"], check=True)
     nodes.until(0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it")
+    nodes.seen({"killed": "the second node is killed in training", "Ctrl-C": "Ctrl-C on the second node in training",
+                "cable": "the cable between two nodes is cut in training"}[how], 0, "has left Ray")
     assert nodes.end(0) == 1 and left_over(nodes.box(0)) == []
     assert nodes.end(1) == {"killed": -signal.SIGKILL, "Ctrl-C": 130, "cable": 1}[how]
     if how == "cable":
@@ -134,6 +138,7 @@ def test_an_address_where_the_first_node_does_not_reach_the_second(nodes):
     nodes.start(1, **NO_PREFLIGHT, NODE_ADDR=UNREACHABLE)
     assert (nodes.end(0), nodes.end(1)) == (1, 1)
     assert "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where" in nodes.said(0)
+    nodes.seen("NODE_ADDR of node 1 where node 0 does not reach it", 0, "a task on the node at 172.17.0.1 fails")
     assert "(raylet)" not in nodes.said(0), "a page of Ray's own"
     assert "whether it could reach NODE_ADDR=172.17.0.1" in nodes.said(1)
 
@@ -144,6 +149,7 @@ def test_an_address_where_the_second_node_does_not_reach_the_first(nodes):
     assert (nodes.end(0), nodes.end(1)) == (1, 1)
     assert "after 8 s 1 of 2 nodes are there (172.17.0.1)" in nodes.said(0)
     assert "launch: after 8 s nobody answers at 172.17.0.1:6380: look at what node 0's launcher says" in nodes.said(1)
+    nodes.seen("NODE_ADDR of node 0 where node 1 does not reach it", 1, "nobody answers at 172.17.0.1:6380: look")
 
 
 def test_another_token(nodes, tmp_path):
@@ -151,17 +157,19 @@ def test_another_token(nodes, tmp_path):
     nodes.start(0, **NO_PREFLIGHT, NODE_TIMEOUT="40")
     nodes.start(1, **NO_PREFLIGHT, RAY_AUTH_TOKEN_PATH=str(tmp_path / "other"))
     nodes.until(1, "launch: this node's Ray has not joined that of 10.0.0.1:6380 after 20 s, though that one answers")
+    nodes.seen("another token on the second node", 1, "has not joined that of")
     assert nodes.end(0) == 1
     nodes.end(1)
 
 
 def test_sixteen_dies_are_visible_on_each(nodes):
     for rank in (0, 1):
-        nodes.start(rank, Box(dies=16, network=False))
+        nodes.start(rank, Box(dies=16, network=False, etc=NODE.etc))
     for rank in (0, 1):
         assert nodes.end(rank) == 1
         assert "this node shows 16 to CANN" in nodes.said(rank)
         assert "export ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 " in nodes.said(rank)
+    nodes.seen("16 dies are visible on both nodes", 0, "this node shows 16 to CANN")
 
 
 def test_other_code_on_the_second_node(nodes):
@@ -172,6 +180,7 @@ def test_other_code_on_the_second_node(nodes):
     assert re.search(rf"^launch: the node at 10.0.0.2 has other code in {ROOT}/mindspeed_qerl \(commit \w+, files \w+"
                      r"\) than this one \(commit \w+, files \w+\): bring both to the same commit, without edits$",
                      nodes.said(0), re.MULTILINE)
+    nodes.seen("other code on the second node", 0, "has other code in")
 
 
 def test_another_clock_on_the_second_node(nodes, tmp_path):
@@ -182,6 +191,7 @@ def test_another_clock_on_the_second_node(nodes, tmp_path):
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(1, **NO_PREFLIGHT, PYTHONPATH=str(tmp_path / "site"))
     nodes.until(0, "it trains")
+    nodes.seen("another clock on the second node", 0, "warning: the clock")
     (nodes.folder / "go").write_text("0")
     assert (nodes.end(0), nodes.end(1)) == (0, 0)
     assert re.search("launch: warning: the clock of the node at 10.0.0.2 is (9|10)[0-9] s or more from", nodes.said(0))

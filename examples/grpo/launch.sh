@@ -2,6 +2,7 @@
 # What every grpo_trainer_*.sh does, sourced with CONFIG (and NODES) set: environment, preflight, conversions, Ray, training (docs/launch.md).
 set -euo pipefail
 export PATH=${PATH:-/usr/local/bin:/usr/bin:/bin}  # under env -i it has a value that nobody else sees
+export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0  # else, below `uv run`, Ray starts every worker by uv, in a copy of the whole checkout
 
 usage() {
     cat <<EOF
@@ -182,6 +183,11 @@ fi
 if [[ ${LD_PRELOAD:-} != *jemalloc* ]]; then
     for file in "${JEMALLOC-/usr/lib/$(uname -m)-linux-gnu/libjemalloc.so.2}" /usr/lib64/libjemalloc.so.2; do
         [[ -f $file ]] || continue
+        said=$($dry_run || LD_PRELOAD=$file env true 2>&1) || said+=" (it ends with status $?)"
+        if [[ -n $said ]]; then  # such as one for pages of 4 KB, on a kernel of 64 KB
+            printf '%s\n' "launch: $file cannot be preloaded, and is left out (JEMALLOC names another): ${said##*$'\n'}"
+            break
+        fi
         run export LD_PRELOAD="$file${LD_PRELOAD:+:$LD_PRELOAD}"
         break
     done
@@ -310,12 +316,13 @@ fi
 
 # ------------------------------------------------------------------------------------------------------------------------------- training
 
-# What the training prints, and into launch.log of the run directory as soon as the training has named it.
+# What the training prints, and into launch.log of the run directory as soon as the training has named it. When nobody reads it any more
+# the launch ends in order, and the log is kept till then.
 keep_log() {
     local line held='' log=''
     trap '' INT TERM HUP  # it ends when the training has closed its output
     while IFS= read -r line || [[ -n $line ]]; do
-        printf '%s\n' "$line"
+        printf '%s\n' "$line" 2> /dev/null || kill -HUP $$
         if [[ -n $log ]]; then
             printf '%s\n' "$line" >> "$log"
         else

@@ -83,7 +83,8 @@ interrupted() {
     trap 'hurry=true' INT
     trap '' TERM HUP
     [[ -z $train ]] || limit=$STOP_TIMEOUT
-    printf '%s\n' "launch: $1 while $doing: waiting for it to end, at most $limit s; a second Ctrl-C kills it" >&2
+    # the terminal may have gone
+    printf '%s\n' "launch: $1 while $doing: waiting for it to end, at most $limit s; a second Ctrl-C kills it" >&2 || true
     exit "$2"
 }
 

@@ -9,9 +9,7 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
@@ -23,9 +21,10 @@ import ray
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
+from mindspeed_qerl.ascend import imports
 from mindspeed_qerl.ascend.cluster import check_resources, check_shared, keep_logs, other_nodes, this_node_first
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
-from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, npu_environment, upstream_sections, vllm_dp_size
+from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, upstream_sections, worker_environment
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import end_tokens, family_of, read_shape
 from mindspeed_qerl.files import TRACKER, write_whole
@@ -49,8 +48,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     """Run `recipe` on NPUs, or with `emulate_npu` on CPUs. EngineError: upstream's sources are missing or do not fit,
     Ray has too few NPUs or CPUs, a worker failed. ConfigError: the data does not fit the model."""
     progress.phase("checking upstream")
-    environment = {name: os.environ.get(name, value) for name, value in npu_environment().items()}
-    environment |= {"VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
+    environment = worker_environment(recipe, os.environ)
     if recipe.emulate_npu:
         from mindspeed_qerl import emulation
 
@@ -121,7 +119,7 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise EngineError(not_importable(error)) from error
+        raise EngineError(imports.of_the_driver(error)) from error
 
     from mindspeed_rl.workers.scheduler import launcher
 
@@ -141,15 +139,6 @@ def load_upstream(recipe: Recipe, observer: "RunObserver") -> ModuleType:
     module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
     module.RLConfig = _with_attributes(module.RLConfig, {"qerl": recipe, "batches_asked": batches_asked(recipe)})
     return module
-
-
-def not_importable(error: ImportError) -> str:
-    """What keeps upstream from being imported, in one line: a package that it needs, and the file that asks for it."""
-    file = next(frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))
-                if not frame.filename.startswith("<"))
-    mend = f"pip install {error.name.partition('.')[0]}, " if isinstance(error, ModuleNotFoundError) else ""
-    return (f"upstream cannot be imported by {sys.executable}: {error} (asked for by {file}). {mend}in the versions "
-            "of docs/ascend.md, Install; tools/preflight.py looks at those that are pinned")
 
 
 def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable[..., Any]:
@@ -176,8 +165,7 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
-        why = f"{cause} (docs/ascend.md, Install)" if isinstance(cause, ImportError) else error
+        why = imports.of_a_worker(str(error)) or error
         raise EngineError(f"a worker failed: {why}\nEach process's output is in {run.path / 'logs'}") from error
 
 

@@ -6,7 +6,7 @@ recipe/keys.yaml, layouts and batches in layout/rules.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,12 @@ def epoch_steps(recipe: Recipe) -> int:
 def npu_environment() -> dict[str, str]:
     """The variables of configs/envs/runtime_env.yaml: for every process on NPUs, unless the shell says otherwise."""
     return yaml.safe_load((CONFIGS / "envs" / "runtime_env.yaml").read_text(encoding="utf-8"))["env_vars"]
+
+
+def worker_environment(recipe: Recipe, shell: Mapping[str, str]) -> dict[str, str]:
+    """What the engine sets for each of its processes, besides what the shell has."""
+    environment = {name: shell.get(name, value) for name, value in npu_environment().items()}
+    return {**environment, "VLLM_DP_SIZE": str(vllm_dp_size(recipe)), "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib)}
 
 
 def upstream_sections(recipe: Recipe) -> dict[str, Any]:

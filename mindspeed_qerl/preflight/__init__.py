@@ -3,9 +3,9 @@ what to type.
 
     checks = preflight(raw, name, Machine())     # tools/preflight.py prints them
 
-A check is a function (machine, case) -> checks. Nothing is imported, started or written that a run would need: no
-torch, no upstream, no NPU; what could hang (npu-smi, CANN, a Ray that does not answer) runs as a process with a time
-limit.
+A check is a function (machine, case) -> checks. Nothing is started or written, and nothing imported here that a run
+would need: no torch, no upstream; what could hang or crash (npu-smi, CANN, a Ray that does not answer, a worker's
+imports) runs as a process with a time limit.
 """
 
 from collections import Counter
@@ -26,6 +26,7 @@ from mindspeed_qerl.preflight.config import config, layout_rules, memory, model
 from mindspeed_qerl.preflight.files import base_checkpoint, overlap, test_data, training_data
 from mindspeed_qerl.preflight.host import (
     cpus,
+    cpuset,
     disk,
     host_memory,
     jemalloc,
@@ -34,8 +35,12 @@ from mindspeed_qerl.preflight.host import (
     ports,
     ray_disk,
     shared_memory,
+    threads,
+    user,
 )
+from mindspeed_qerl.preflight.imports import LIMIT, imports
 from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight.network import between_nodes, host_name
 from mindspeed_qerl.preflight.npus import NO_NPU, npus, see_npus
 from mindspeed_qerl.preflight.software import environment, sources, versions, vllm_ascend
 from mindspeed_qerl.preflight.variables import variables
@@ -43,10 +48,10 @@ from mindspeed_qerl.preflight.variables import variables
 STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "dim", ACCEPTED: "magenta"}
 GROUPS = {
     "NPUs": (npus,),
-    "host": (cpus, host_memory, open_files, shared_memory, ray_disk, disk, ports, panic_on_oom, jemalloc,
-             cann, helpers, operators),
+    "host": (cpus, cpuset, host_memory, open_files, threads, user, shared_memory, ray_disk, disk, ports, host_name,
+             between_nodes, panic_on_oom, jemalloc, cann, helpers, operators),
     "environment": (environment, variables),
-    "versions": (versions, sources, vllm_ascend),
+    "versions": (versions, sources, vllm_ascend, imports),
     "config": (config, layout_rules, memory),
     "model": (model,),
     "data": (training_data, test_data, overlap),
@@ -60,7 +65,8 @@ def preflight(raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 
     never an error. `say` is told what may take long, before it does."""
     case = case_of(raw, name, nodes, own_ray)
     if case.on_npus:
-        say("asking npu-smi, CANN and Ray at once, for at most 20 s ...")
+        say("asking npu-smi, CANN and Ray at once, for at most 20 s; then importing what a worker imports, if it is "
+            f"here, for at most {LIMIT} s ...")
         case = replace(case, seen=see_npus(machine, own_ray))
     checks = []
     for group, functions in GROUPS.items():

@@ -17,8 +17,8 @@ NAMES = (
     "VLLM_ASCEND_ENABLE_NZ", "VLLM_USE_V1", "VLLM_VERSION",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME",
     "HCCL_IF_IP", "RANK_TABLE_FILE", "PYTORCH_NPU_ALLOC_CONF", "HCCL_OP_EXPANSION_MODE", "OMP_PROC_BIND",
-    "VLLM_PLUGINS", "Python", *VERSIONS, "vLLM's platform", "memory of an NPU", "context", "vocabulary", "tokenizer",
-    "weights",
+    "VLLM_PLUGINS", "Python", *VERSIONS, "vLLM's platform", "imports of a worker", "memory of an NPU", "context",
+    "vocabulary", "tokenizer", "weights",
     "training rows", "training files", "labels", "prompt lengths", "token ids", "test rows", "train and test",
     "base weights")
 PLAIN = {plain(name): name for name in NAMES}

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from mindspeed_qerl.ascend.imports import SOURCE
 from mindspeed_qerl.emulation import CANN_VERSIONS
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, needs
 from mindspeed_qerl.preflight.machine import Machine
@@ -11,7 +12,6 @@ from mindspeed_qerl.preflight.machine import Machine
 # 8.2.RC1 (docs/source/installation.md:15), MindSpeed-RL for 8.5.0 (docs/zh/install_guide.md:9).
 LEAST_CANN = "8.3.RC1"
 DRIVER = "25.5.0"  # of MindSpeed-RL's guide (docs/zh/install_guide.md:29), which names no least one
-SOURCE = "source /usr/local/Ascend/cann/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
 
 
 @needs("on_npus", "CANN's paths", "no NPU is used")
@@ -32,8 +32,26 @@ def cann(machine: Machine, case: Case) -> Iterator[Check]:
     else:
         yield Check("CANN's paths", PASSED, f"ASCEND_HOME_PATH={home}, acl is importable")
         yield cann_version(machine, home)
+    yield from kernels(machine, case)
     yield nnal(machine)
     yield driver(machine, case)
+
+
+def kernels(machine: Machine, case: Case) -> Iterator[Check]:
+    """CANN's operators are a package of their own, by chip (vllm-ascend issues 237 and 573). Where they lie is that of
+    the releases so far, so that a place without any says nothing."""
+    place = machine.environment.get("ASCEND_OPP_PATH", "/nowhere") + "/built-in/op_impl/ai_core/tbe/kernel"
+    found = sorted({path.rsplit("/", 1)[1] for path in machine.glob(f"{place}/ascend*")
+                    + machine.glob(f"{place}/config/ascend*")})
+    if not found or not isinstance(case.seen.smi, list):
+        return
+    chip = "ascend910_93" if any(die.chip for die in case.seen.smi) else "ascend910b"
+    if any(name.startswith(chip) for name in found):
+        yield Check("CANN's operators", PASSED, f"for {', '.join(found)}")
+    else:
+        yield Check("CANN's operators", WARNING, f"for {', '.join(found)} in {place}, and the dies are {chip}: the "
+                    "first kernel would end with \"check if the opp_kernel package is installed\"",
+                    "bash Ascend-cann-A3-ops_8.5.0_linux-aarch64.run --install    # for a 910C; 910b-ops for a 910B")
 
 
 def order(version: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,26 @@ def layout_rules(machine: Machine, case: Case) -> Iterator[Check]:
 
 @needs("upstream", "memory of an NPU", "no NPU is used")
 def memory(machine: Machine, case: Case) -> Iterator[Check]:
-    """The estimate of layout/memory.py, against one die's."""
+    """The estimate of layout/memory.py, against the smallest die's: 64 GB, or less by npu-smi (a 910B4, a slice)."""
     if not case.legal:
         yield Check("memory of an NPU", SKIPPED, "no legal layout to estimate")
         return
-    held = estimate(case.plan, settings_of(case.recipe))
+    full = settings_of(case.recipe)
+    smallest = min([full.memory_gb, *(die.total * 2**20 / 1e9 for die in case.seen.smi)]
+                   if isinstance(case.seen.smi, list) else [full.memory_gb])
+    held = estimate(case.plan, replace(full, memory_gb=smallest))
+    small = smallest < full.memory_gb  # a 910B4, a slice
+    of = f" --memory-gb {smallest:.0f}    #" if small else "    #"
     sync, update, capacity = map(gigabytes, (held.total("weight sync"), held.total("update"), held.capacity))
     if held.fits:
         yield Check("memory of an NPU", PASSED, f"estimated, never measured: weight sync {sync}, update {update} of "
                     f"{capacity}; the KV cache holds {held.answers_at_once} whole answers, {held.answers_needed} are "
                     "needed")
     else:
-        yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}",
-                    f"python tools/plan_layout.py --config-name {case.name}    # every part, and what else fits")
+        yield Check("memory of an NPU", FAILED, f"estimated: {'; '.join(held.faults)}"
+                    + (f"; the smallest die has {gigabytes(smallest * 1e9)} by npu-smi, and 64 GB are usual" if small
+                       else ""),
+                    f"python tools/plan_layout.py --config-name {case.name}{of} every part, and what else fits")
 
 
 def model(machine: Machine, case: Case) -> Iterator[Check]:

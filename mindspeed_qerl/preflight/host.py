@@ -1,5 +1,6 @@
 """The host: CPUs, limits, memory, disk, ports."""
 
+import multiprocessing
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ OPEN_FILES = 32768  # MindSpeed-RL examples/grpo/*.sh
 OBJECT_STORE = 10**10
 RAY_DISK, SOON = 0.05, 0.02  # part of the disk: Ray's 1 - local_fs_capacity_threshold; what a run may write besides
 PROCESS = 4 * 10**9  # bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
+THREADS, THREADS_OF_A_CPU = 300, 16  # of a rank's process, and of Ray's for each CPU; never measured
+CPUS_OF_A_DIE = 5  # vllm-ascend's own binding asks for as many (issue 6966)
 PORTS = range(1024, 65536)
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
 
@@ -76,6 +79,50 @@ def open_files(machine: Machine, case: Case) -> Iterator[Check]:
     else:
         yield Check("open files", WARNING, f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need "
                     f"{OPEN_FILES:,}", f"ulimit -n {OPEN_FILES}    # in the shell that starts the run")
+
+
+def threads(machine: Machine, case: Case) -> Iterator[Check]:
+    """Threads of ranks and of Ray's processes, whose gRPC has some for each CPU (verl issue 719, vllm issue 6295)."""
+    if not case.on_npus:
+        return
+    need = case.npus_here * THREADS + machine.cpus() * THREADS_OF_A_CPU
+    by, most = min(machine.threads().items(), key=lambda each: each[1])
+    found = (f"{by} = {most:,}; {case.npus_here} ranks and Ray on {machine.cpus()} CPUs may start {need:,}, of "
+             f"{THREADS} a rank, which is assumed")
+    yield Check("threads", PASSED if most >= need else WARNING, found, "" if most >= need else
+                "Start the container with --pids-limit=-1 --ulimit nproc=65535; ulimit -u 65535    # else "
+                "\"pthread_create failed\", or workers that never come")
+
+
+def cpuset(machine: Machine, case: Case) -> Iterator[Check]:
+    """A shell under taskset or numactl, or a container with --cpuset-cpus (vllm-ascend issues 6966 and 8600):
+    torch_npu binds ranks to what is allowed (CPU_AFFINITY_CONF)."""
+    if not case.on_npus:
+        return
+    allowed, there, need = machine.may_use(), multiprocessing.cpu_count(), CPUS_OF_A_DIE * case.npus_here
+    narrow = allowed < min(there, need)
+    yield Check("CPUs to run on", WARNING if narrow else PASSED, f"{allowed} of {there}" + (
+        f": {case.npus_here} ranks would share them, and vllm-ascend wants {CPUS_OF_A_DIE} for each" if narrow else
+        ""), "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the container's "
+             "--cpuset-cpus" if narrow else "")
+
+
+def user(machine: Machine, case: Case) -> Iterator[Check]:
+    """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else), and CANN's compiler writes
+    kernel_meta into the folder that Ray was started in (issue 2748)."""
+    if not case.on_npus:
+        return
+    name = machine.user()
+    if name is None:
+        yield Check("user and folder", WARNING, "the user of this process has no name in /etc/passwd: HCCL was seen "
+                    "to end with \"HcclGetRootInfo ... error code is 19\"",
+                    "echo \"qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash\" >> /etc/passwd    # in the image, or as root")
+    elif not case.seen.any or machine.writable("."):
+        yield Check("user and folder", PASSED, f"{name}, and this folder can be written")
+    else:
+        yield Check("user and folder", WARNING, "this folder cannot be written: CANN's compiler writes kernel_meta "
+                    "into the one that Ray is started in (\"Failed to init tbe\")", "A checkout that can be written; "
+                    "or start Ray elsewhere, and join it (RAY_ADDRESS)")
 
 
 def shared_memory(machine: Machine, case: Case) -> Iterator[Check]:

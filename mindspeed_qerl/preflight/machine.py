@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+import pwd
 import re
 import resource
 import shutil
@@ -12,7 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -52,13 +53,12 @@ class Machine:
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the leader of a session: what it started holds the pipes too
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=1)  # no longer: a process that hangs inside a driver cannot be killed
-            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s") from None
+            complaint = ""
+            with suppress(subprocess.TimeoutExpired):  # a process that hangs inside a driver cannot be killed
+                _, complaint = process.communicate(timeout=1)
+            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s{_last(complaint)}") from None
         if process.returncode:
-            lines = [line for line in (complaint or output).splitlines() if line.strip()]
-            why = f": {lines[-1].strip()[:200]}" if lines else ""
-            raise ProbeError(f"{command[0]}: exit {process.returncode}{why}")
+            raise ProbeError(f"{command[0]}: exit {process.returncode}{_last(complaint or output)}")
         return output
 
     def glob(self, pattern: str) -> list[str]:
@@ -110,6 +110,25 @@ class Machine:
             quota, period = (self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1"
                              for name in ("quota", "period"))
         return min(count, max(1, int(quota) // int(period))) if int(quota) > 0 else count
+
+    def may_use(self) -> int:
+        """Logical CPUs that this process, and what it starts, may run on; `multiprocessing.cpu_count` has all."""
+        return len(os.sched_getaffinity(0))
+
+    def threads(self) -> dict[str, int]:
+        """The limits of processes and threads that hold for this user, by who sets them; root has no `ulimit -u`."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limits = {"kernel.threads-max": int(self.read("/proc/sys/kernel/threads-max") or sys.maxsize)}
+        if os.geteuid() and soft != resource.RLIM_INFINITY:
+            limits["ulimit -u"] = soft
+        return limits | cgroup_threads(self.read)
+
+    def user(self) -> str | None:
+        """The name of this process's user; None if /etc/passwd, or what stands for it, has none."""
+        try:
+            return pwd.getpwuid(os.geteuid()).pw_name
+        except KeyError:
+            return None
 
     def open_files(self) -> int:
         """RLIMIT_NOFILE, the soft limit."""
@@ -178,6 +197,12 @@ class Machine:
         return found
 
 
+def _last(words: str) -> str:
+    """The last line that is not empty, after a colon."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return f": {lines[-1][:200]}" if lines else ""
+
+
 def _nearest(path: str | Path) -> Path:
     """`path`, or the nearest folder above it that is there."""
     place = Path(path).absolute()
@@ -189,21 +214,30 @@ def _nearest(path: str | Path) -> Path:
 def cgroup_room(read: Callable[[str], str | None]) -> dict[str, int]:
     """Bytes left below each limit of this process's memory cgroups, its own and those above, version 2 or 1. What is
     cached of files counts as left. read: of `Machine`."""
-    kinds = {"": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-             "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                        "total_inactive_file")}
+    names = {"": ("memory.max", "memory.current", "inactive_file"),
+             "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
     room = {}
+    for place, kind in _cgroups(read, "memory"):
+        most, current, cached = names[kind]
+        limit, used = ((read(f"{place}/{name}") or "").strip() for name in (most, current))
+        if limit.isdigit() and used.isdigit() and int(limit) < 2**60:  # version 1 writes 2^63 for none
+            files = re.search(rf"^{cached} (\d+)$", read(f"{place}/memory.stat") or "", re.MULTILINE)
+            room[f"{place}/{most} = {int(limit) / 1e9:,.1f} GB"] = (
+                int(limit) - int(used) + (int(files[1]) if files else 0))
+    return room
+
+
+def cgroup_threads(read: Callable[[str], str | None]) -> dict[str, int]:
+    """The limits of processes and threads of this process's cgroups, by where they are (docker's --pids-limit)."""
+    found = {f"{place}/pids.max": (read(f"{place}/pids.max") or "").strip() for place, _ in _cgroups(read, "pids")}
+    return {place: int(limit) for place, limit in found.items() if limit.isdigit()}
+
+
+def _cgroups(read: Callable[[str], str | None], controller: str) -> Iterator[tuple[str, str]]:
+    """The folders of this process's cgroup and of those above, with "" for version 2, or the controller for 1."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        kind = next((kind for kind in controllers.split(",") if kind in kinds), None)
-        if kind is None:
-            continue
-        root, most, current, cached = kinds[kind]
-        for folder in (Path(path), *Path(path).parents):  # a container sees its own at the root
-            place = f"{root}/{str(folder).strip('/')}".rstrip("/")
-            limit, used = ((read(f"{place}/{name}") or "").strip() for name in (most, current))
-            if limit.isdigit() and used.isdigit() and int(limit) < 2**60:  # version 1 writes 2^63 for none
-                files = re.search(rf"^{cached} (\d+)$", read(f"{place}/memory.stat") or "", re.MULTILINE)
-                room[f"{place}/{most} = {int(limit) / 1e9:,.1f} GB"] = (
-                    int(limit) - int(used) + (int(files[1]) if files else 0))
-    return room
+        kind = next((kind for kind in controllers.split(",") if kind in ("", controller)), None)
+        if kind is not None:
+            for folder in (Path(path), *Path(path).parents):  # a container sees its own at the root
+                yield f"/sys/fs/cgroup/{kind}/{str(folder).strip('/')}".replace("//", "/").rstrip("/"), kind

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mindspeed_qerl.ascend.cluster import holders, placed
+from mindspeed_qerl.ascend.imports import DRIVER, SOURCE, way_out
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, Die, Seen, gigabytes
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
@@ -26,8 +27,7 @@ ACL_ERRORS = {"507033": "a device cannot be started"}
 SMI_FIXES = {
     "no answer": "ps -eo pid,stat,args | grep npu-smi    # in state D it hangs inside the driver, as a run would\n"
                  "dmesg | grep -i -E 'davinci|hisi|drv' | tail    # on the host; then a reset or reboot by its owner",
-    "shared librar": "export LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:"
-                     "$LD_LIBRARY_PATH    # /usr/local/Ascend/driver, mapped into the container with -v",
+    "shared librar": DRIVER,
     "not installed": "Map /usr/local/bin/npu-smi and /usr/local/dcmi into the container",
     "": "On the host: npu-smi info. If it answers there, map davinci_manager, devmm_svm, hisi_hdc, /usr/local/dcmi "
         "and /usr/local/Ascend/driver into the container; \"device is used\" is another container with the same dies",
@@ -44,7 +44,9 @@ except ModuleNotFoundError:
 print("devices", count)
 """
 RAY_PROBE = """
-import json, ray
+import json, os
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+import ray
 from mindspeed_qerl.ascend.cluster import look
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
 print("cluster", json.dumps(look()))
@@ -262,8 +264,7 @@ def _cann(seen: Seen, asked: int, case: Case) -> Check:
             return Check("CANN", FAILED, seen.cann + meaning, f"{PLOG}\nnpu-smi info    # a die that is not OK, or "
                          "that a process of another container has\ncat /usr/local/Ascend/driver/version.info    # "
                          "older than CANN? docs/ascend.md has the pair")
-        source = "source /usr/local/Ascend/cann/set_env.sh"
-        return Check("CANN", FAILED, seen.cann, SMI_FIXES["shared librar"] if "shared object" in seen.cann else source)
+        return Check("CANN", FAILED, seen.cann, way_out(seen.cann) if "shared object" in seen.cann else SOURCE)
     if seen.cann < min(asked, seen.davinci):
         return Check("CANN", FAILED, f"{seen.cann} of the {seen.davinci} devices come up: a faulty die, or one that "
                      "another container holds", "npu-smi info    # the die whose health is not OK, or that has "

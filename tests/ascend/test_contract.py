@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend import contract, engine
+from mindspeed_qerl.ascend import contract, engine, imports
 from mindspeed_qerl.ascend.contract import (
     ENTRIES,
     PINS,
@@ -269,8 +269,8 @@ def test_the_engine_names_what_is_missing_and_how_to_get_it(monkeypatch):
     try:
         importlib.import_module("no_such_package.part")
     except ImportError as error:
-        assert f"by {sys.executable}: No module named 'no_such_package'" in engine.not_importable(error)
-        assert "pip install no_such_package," in engine.not_importable(error)
+        assert f"by {sys.executable}: No module named 'no_such_package'" in imports.of_the_driver(error)
+        assert "pip install no_such_package " in imports.of_the_driver(error)
 
 
 @pytest.fixture

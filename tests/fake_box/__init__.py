@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.ascend import contract
+from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.software import VERSIONS
 from tests.fake_box.npu_smi import table
 
@@ -36,7 +38,10 @@ MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
-OF_THE_HOST = {"open files"} if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768 else set()
+OF_THE_HOST = {name for name, true in (
+    ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
+    ("CPUs to run on", len(os.sched_getaffinity(0)) < min(80, os.cpu_count())),
+    ("threads", min(Machine().threads().values()) < 32768)) if true}
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class Box:
     packages: Mapping[str, str | None] = field(default_factory=dict)  # distribution -> version; None: not installed
     installed: bool = True  # vllm-ascend, of the stand-in with its operators: else a checkout on PYTHONPATH
     compiled: bool = True  # Megatron's dataset helpers, of the stand-in
+    raises: Mapping[str, str] = field(default_factory=dict)  # module of a stand-in -> Python, run when it is imported
+    kernels: str | None = None  # chip of CANN's operators; None: that of the dies
+    hbm: int = 65536  # MB of a die
     upstream: str | None = None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
     memory: int = 1536 * GB  # of the host, and what is free of it
     free: int = 1400 * GB
@@ -66,6 +74,8 @@ class Box:
     shm: str = "500G"
     disk: str = "8T"  # size of the disk below runs/
     files: Mapping[str, str] = field(default_factory=dict)  # path -> content, over files that exist
+    etc: Mapping[str, str] = field(default_factory=dict)  # name -> content, new files of /etc
+    links: str = "UP"  # of the NPUs' own interfaces, by hccn_tool; empty: there is none
     without: tuple[str, ...] = ()  # commands of /usr/bin and /usr/sbin that are not installed
     network: bool = True  # of its own; False: the caller's
 
@@ -144,7 +154,7 @@ def _many_files() -> None:
 def _make(box: Box, folder: Path) -> dict[str, Any]:
     """Write what the box is made of into `folder`, and what inside.py is to do with it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part in ("Ascend", "bin", "site", "lib", "binds"):
+    for part in ("Ascend", "bin", "site", "lib", "binds", "etc"):
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
@@ -153,6 +163,9 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
             info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
             info.mkdir()
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if box.links:
+        (folder / "bin" / "hccn_tool").write_text(f"#!/bin/sh\necho link status: {box.links}\n")
+        (folder / "bin" / "hccn_tool").chmod(0o755)
     if box.smi != "missing":
         (folder / "bin" / "npu-smi").write_text(_npu_smi(box))
         (folder / "bin" / "npu-smi").chmod(0o755)
@@ -161,9 +174,11 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
     for place in ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/lib64"):
         if (library := Path(place, "libutil.so.1")).is_file():  # empty since glibc 2.34: what is preloaded must be one
             shutil.copy(library, folder / "lib" / "libjemalloc.so.2")
-    files = {"/proc/meminfo": _meminfo(box), **box.files}
+    hosts = f"127.0.0.1 localhost {socket.gethostname()}\n"
+    files = {"/proc/meminfo": _meminfo(box), "/etc/hosts": hosts, **box.files}
     if box.upstream is None:
-        files[str(contract.TABLE)] = _stand_ins(folder)
+        _imported(box, folder)
+        files[str(contract.TABLE)] = _stand_ins(folder, "vllm_ascend.vllm_ascend_C" not in box.raises)
         _helpers(folder, box.compiled)
         if box.installed:
             (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{SUFFIX}").touch()
@@ -172,13 +187,16 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.11.0\n")
         (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nascend = vllm_ascend:register\n")
+    for name, content in box.etc.items():
+        (folder / "etc" / name).write_text(content)
     binds = {}
     for number, (path, content) in enumerate(files.items()):
         (folder / "binds" / str(number)).write_text(content)
         binds[path] = str(folder / "binds" / str(number))
     return {"devices": [f"davinci{die}" for die in box.nodes] + [*MANAGERS] * bool(box.nodes), "folder": str(folder),
             "binds": binds, "hidden": _of_this_python(), "runs": str(ROOT / "runs"), "left": str(folder / "left.json"),
-            **{name: value for name, value in asdict(box).items() if name in ("shm", "disk", "cgroup", "without")}}
+            **{name: value for name, value in asdict(box).items()
+               if name in ("shm", "disk", "cgroup", "without", "etc")}}
 
 
 def _meminfo(box: Box) -> str:
@@ -194,7 +212,8 @@ def _npu_smi(box: Box) -> str:
         return "#!/bin/sh\nexec sleep infinity\n"
     if box.smi != "works":
         return f"#!/bin/sh\ncat <<'EOF'\n{box.smi}\nEOF\nexit 255\n"
-    shown = table(box.kind, [die for die in range(box.dies) if die not in box.lost], box.sick, box.used, box.driver)
+    shown = table(box.kind, [die for die in range(box.dies) if die not in box.lost], box.sick, box.used, box.driver,
+                  box.hbm)
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 
@@ -214,6 +233,8 @@ def _ascend(box: Box, folder: Path) -> None:
         (acl / "__init__.py").write_text((HERE / "ascend" / "acl.py").read_text() + f"COUNT, ERROR, SOC = {count}, "
                                          f"{box.acl_error}, {box.soc!r}\n")
         (home / "opp" / "vendors").mkdir(parents=True)
+        chip = box.kernels or ("ascend910_93" if box.kind == "910C" else "ascend910b")
+        (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(parents=True)
         shutil.copy(HERE / "ascend" / "cann_set_env.sh", home / "set_env.sh")
         (folder / "cann").symlink_to(home.name)
     if box.nnal:
@@ -233,6 +254,29 @@ def _of_this_python() -> list[str]:
             for place in spec.submodule_search_locations or [] if "site-packages" in place]
 
 
+NO_HCCL = "libhccl.so: cannot open shared object file: No such file or directory"
+# The packages of what a worker imports, besides upstream's; torch_npu cannot do without CANN's libraries.
+STUBS = {
+    "torch": "", "transformers": "", "tensordict": "", "vllm": "",
+    "torch_npu": f"import importlib.util as it\nif not it.find_spec('acl'):\n    raise ImportError({NO_HCCL!r})\n",
+    "torch_npu.op_plugin": "", "torch_npu.op_plugin.atb": "",
+    "torch_npu.op_plugin.atb._atb_ops": "def _register_atb_extensions(): pass\n",
+    "vllm.platforms": "class current_platform:\n    device_type = 'npu'\n"}
+OF_UPSTREAM = {"mindspeed_rl.workers": "MindSpeed-RL", "mindspeed_rl.workers.integrated_worker": "MindSpeed-RL",
+               "mindspeed_llm.training": "MindSpeed-LLM", "mindspeed_llm.training.arguments": "MindSpeed-LLM",
+               "vllm_ascend.worker": "vllm-ascend", "vllm_ascend.worker.worker_v1": "vllm-ascend"}
+
+
+def _imported(box: Box, folder: Path) -> None:
+    """Modules for the imports of a worker, with what `raises`."""
+    shutil.rmtree(folder / "upstream", ignore_errors=True)
+    for name, code in {**STUBS, **dict.fromkeys(OF_UPSTREAM, "")}.items():
+        place = folder / "upstream" / OF_UPSTREAM[name] if name in OF_UPSTREAM else folder / "site"
+        module = place.joinpath(*name.split("."))
+        module.mkdir(parents=True, exist_ok=True)
+        (module / "__init__.py").write_text(f"{code}{box.raises.get(name, '')}\n")
+
+
 def _helpers(folder: Path, compiled: bool) -> None:
     """What `make` compiles in Megatron-LM's megatron/core/datasets, whose Makefile asks as this one."""
     datasets = folder / "upstream" / "Megatron-LM" / "megatron" / "core" / "datasets"
@@ -245,13 +289,14 @@ def _helpers(folder: Path, compiled: bool) -> None:
         (datasets / f"helpers_cpp{SUFFIX}").touch()
 
 
-def _stand_ins(folder: Path) -> str:
-    """A repository of one file for each of upstream's, and a contract.yaml of which they are the pins."""
-    shutil.rmtree(folder / "upstream", ignore_errors=True)
+def _stand_ins(folder: Path, operators: bool) -> str:
+    """A repository of few files for each of upstream's, and a contract.yaml of which they are the pins. operators:
+    those of vllm-ascend can be imported, though their file is empty."""
     pins = {}
     for package, pin in contract.PINS.items():
         module = folder / "upstream" / pin.title / package
         (module / "core").mkdir(parents=True)
-        (module / "__init__.py").write_text(f'"""A stand-in for {pin.title}."""\n')
+        (module / "__init__.py").write_text(f'"""A stand-in for {pin.title}."""\n' + (
+            "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n" * (operators and package == "vllm_ascend")))
         pins[package] = {**asdict(pin), "content": contract.content_of(module)}
     return yaml.safe_dump({"pins": pins, "files": {}})

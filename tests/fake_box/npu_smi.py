@@ -8,7 +8,7 @@ WIDE = f"+{'-' * 96}+\n"
 
 
 def table(kind: str, dies: Sequence[int], sick: Mapping[int, str], used: Mapping[int, int],
-          version: str | None) -> str:
+          version: str | None, memory: int = 65536) -> str:
     """Dies in the order of /dev/davinci*: two chips a card with their Phy-ID for a 910C, else one."""
     chips = 2 if kind == "910C" else 1
     version = version or "25.2.1"
@@ -22,7 +22,7 @@ def table(kind: str, dies: Sequence[int], sick: Mapping[int, str], used: Mapping
         held = used.get(die, 3416 - 221 * chip)
         text += _row(f"{card:<6}{name}", sick.get(die, "OK"), f"{'-' if chip else watts:<12}{36:<18}0    / 0")
         text += _row(f"{chip:<6}" + (str(die) if chips == 2 else ""), f"0000:{0x9D + die:02X}:00.0",
-                     f"{0:<12}0    / 0          {held:<5}/ 65536")
+                     f"{0:<12}0    / 0          {held:<5}/ {memory}")
         text += DOUBLE if chip == chips - 1 else WIDE
     text += PLAIN + _processes("NPU     Chip", "Process id", "Process name", "Process memory(MB)") + DOUBLE
     for card in sorted({die // chips for die in dies}):

@@ -1,6 +1,7 @@
 """The preflight on boxes that are played: each fault is found where it is, with what to type. The real Machine answers
 on this one."""
 
+import getpass
 import importlib.util
 import io
 import json
@@ -28,7 +29,8 @@ from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, SKIPPED, WARNING, C
 from mindspeed_qerl.preflight.accepted import NAMES
 from mindspeed_qerl.preflight.case import Seen
 from mindspeed_qerl.preflight.files import read_packed
-from mindspeed_qerl.preflight.machine import Machine, ProbeError, cgroup_room
+from mindspeed_qerl.preflight.imports import PACKAGES as PACKAGES_OF_A_WORKER
+from mindspeed_qerl.preflight.machine import Machine, ProbeError, cgroup_room, cgroup_threads
 from mindspeed_qerl.preflight.npus import CANN_PROBE, _cann, dies, see_npus
 from mindspeed_qerl.preflight.software import VERSIONS
 from mindspeed_qerl.recipe.compose import compose
@@ -109,7 +111,9 @@ class Box:
     left: float = 0.4  # of the disk of /tmp
     taken: tuple[int, ...] = ()
     executable: bool = True
-    commands: dict[str, str] = field(default_factory=lambda: {"ninja": "1.13.0"})  # what others print
+    commands: dict[str, str] = field(
+        default_factory=lambda: {"ninja": "1.13.0", "getent": "127.0.0.1  STREAM here\n"})  # what others print
+    imported: str = "imported in 31 s\n"  # what the imports of a worker say
     compiling: dict[int, dict[str, str]] = field(default_factory=dict)  # processes of ninja
     panic: str = "0\n"
     cann: str | None = "8.5.0"
@@ -128,6 +132,8 @@ class Box:
             return f"warnings of CANN\ndevices {self.acl}\n"
         if "ray.init" in words and self.ray is not None:
             return f"cluster {json.dumps(self.ray)}\n"
+        if "importing" in words:
+            return self.imported
         if command[0] in self.commands:
             return self.commands[command[0]]
         raise ProbeError(f"{command[0]} is not installed here")
@@ -142,7 +148,8 @@ class Box:
         return [JEMALLOC] if pattern in (JEMALLOC, "/usr/lib/*/libjemalloc.so.2") else []
 
     def read(self, path):
-        return {**self.files, "/proc/sys/vm/panic_on_oom": self.panic,
+        addresses = "".join(f"address_{die}=192.168.20.{die}\n" for die in self.nodes or range(self.davinci))
+        return {"/etc/hccn.conf": addresses, **self.files, "/proc/sys/vm/panic_on_oom": self.panic,
                 "ascend_toolkit_install.info": f"package_name=Ascend-cann-toolkit\nversion={self.cann}\narch=aarch64\n"
                 }.get(path)
 
@@ -153,7 +160,7 @@ class Box:
         return self.plugins if group == "vllm.platform_plugins" else ()
 
     def importable(self, name):
-        return name == "acl" and self.acl is not None
+        return self.acl is not None and name in ("acl", *PACKAGES_OF_A_WORKER)
 
     def upstream(self):
         return self.reports
@@ -172,6 +179,15 @@ class Box:
 
     def open_files(self):
         return self.limit
+
+    def may_use(self):
+        return 320
+
+    def threads(self):
+        return {"kernel.threads-max": 10**6}
+
+    def user(self):
+        return "root"
 
     def listens(self, host, port):
         return (host, port) in self.listening
@@ -372,6 +388,24 @@ def test_memory_in_use_by_somebody_else(ready):
     checks = look(ready, Box(smi=npu_smi(16, used={5: 31877})))
     assert not_passed(checks) == {"npu-smi": FAILED, "ranks": FAILED}
     assert "NPU 2 chip 1 (31,877 of 65,536 MB)" in checks["npu-smi"].found
+
+
+def test_imports_are_tried_where_they_can_be(ready, monkeypatch):
+    """With what a worker has in its environment; not without NPUs, nor where a package is missing."""
+    asked = []
+    monkeypatch.setattr(Box, "run", lambda box, command, timeout=20, environment=None, run=Box.run: (
+        asked.append((timeout, environment)) if "importing" in " ".join(command) else None,
+        run(box, command, timeout, environment))[1])
+    check = look(ready, Box())["imports of a worker"]
+    assert (check.state, check.found) == (PASSED, "imported in 31 s, with the environment of a worker")
+    [(limit, environment)] = asked
+    assert limit == 120 and environment["LD_PRELOAD"] == JEMALLOC and environment["VLLM_DP_SIZE"] == "16"
+    assert environment["HCCL_IF_BASE_PORT"] == "12345" and environment["HCCL_BUFFSIZE"] == "640"
+    monkeypatch.setattr(Box, "importable", lambda box, name: name == "acl")
+    check = look(ready, Box())["imports of a worker"]
+    assert check.state == SKIPPED and check.found.startswith("not tried: there is no torch, torch_npu, vllm, ")
+    check = look(ready, Box(smi=None, davinci=0, acl=None))["imports of a worker"]
+    assert check.state == SKIPPED and check.found.startswith("no NPU here") and len(asked) == 1
 
 
 def test_a_process_on_a_die(ready):
@@ -953,7 +987,8 @@ def test_the_family_is_that_of_the_config_json(ready):
 def test_emulated_npus(ready):
     checks = look({**ready, "emulate_npu": True},
                   Box(smi=None, davinci=0, acl=None, environment={}, logical_cpus=2, hangs=("ray", "npu")))
-    assert not_passed(checks) == dict.fromkeys(["ranks", "ports", "host memory", "jemalloc", "CANN's paths"], SKIPPED)
+    assert not_passed(checks) == dict.fromkeys(
+        ["ranks", "ports", "host memory", "jemalloc", "CANN's paths", "imports of a worker"], SKIPPED)
 
 
 def test_a_rehearsal(ready):
@@ -995,6 +1030,10 @@ def test_memory_cgroups():
              "/sys/fs/cgroup/memory/memory.usage_in_bytes": "5"}
     assert cgroup_room(files.get) == {f"{one}.limit_in_bytes = 64.0 GB": 62 * 10**9}
     assert cgroup_room({}.get) == {}
+    files |= {"/proc/self/cgroup": "8:pids:/docker/x\n0::/\n", "/sys/fs/cgroup/pids/docker/x/pids.max": "2048\n",
+              "/sys/fs/cgroup/pids/pids.max": "max\n", "/sys/fs/cgroup/pids.max": "9000\n"}
+    assert cgroup_threads(files.get) == {"/sys/fs/cgroup/pids/docker/x/pids.max": 2048,
+                                         "/sys/fs/cgroup/pids.max": 9000}
     assert Machine().memory()["MemAvailable"] == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
@@ -1224,7 +1263,9 @@ def test_this_machine(tmp_path):
     machine = Machine()
     assert machine.run([sys.executable, "-c", "print('yes')"]) == "yes\n"
     assert 1 <= machine.cpus() <= os.cpu_count()
-    assert machine.open_files() > 0 and machine.python_version == sys.version_info[:2]
+    assert machine.open_files() > 0 and 1 <= machine.may_use() <= os.cpu_count()
+    assert machine.user() == getpass.getuser()
+    assert 0 < machine.threads()["kernel.threads-max"] and machine.python_version == sys.version_info[:2]
     assert 0 < machine.disk_free(tmp_path / "not" / "made" / "yet") == pytest.approx(
         machine.disk_free(tmp_path), rel=0.1)
     assert 0 < machine.disk_left(tmp_path / "not" / "made" / "yet") < 1 and machine.may_execute(tmp_path)

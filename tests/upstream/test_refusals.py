@@ -1,10 +1,16 @@
 """What cannot work is stopped with its message, and how long that takes (printed)."""
 
+import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
-from rehearsal import CHECKOUTS, make_config, run_engine
+from rehearsal import CHECKOUTS, environment, make_config, run_engine
+
+from mindspeed_qerl import emulation
+from mindspeed_qerl.ascend.imports import PROBE
 
 REFUSED = [  # name, changes, exit code, message
     ("a misspelt verifier", {"rl_config.verifier_function": ["gsm8k_strickt"]}, 2,
@@ -22,6 +28,14 @@ def test_a_config_that_cannot_work(changes, code, message, upstream, tiny, tmp_p
     print(f"\n{time.perf_counter() - started:.1f} s: {result.stderr.strip()[:200]}")
     assert result.returncode == code and message in result.stderr
     assert not (tmp_path / "rehearsal").exists()
+
+
+def test_what_the_preflight_imports_is_what_is_there(upstream, monkeypatch):
+    """Each step on the real upstream; the last is compiled, and nobody compiled it here."""
+    monkeypatch.setenv("PYTHONPATH", environment(upstream)["PYTHONPATH"])
+    done = subprocess.run([sys.executable, "-c", PROBE], env={**os.environ, **emulation.environment(2)}, check=True,
+                          capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].startswith("cannot import vllm_ascend_C: ModuleNotFoundError"), done
 
 
 def test_a_changed_upstream_file(upstream, tiny, tmp_path):

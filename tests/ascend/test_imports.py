@@ -1,0 +1,111 @@
+"""An import that fails in a worker, or in the driver, is one line with what to do, whatever Ray makes of it."""
+
+import importlib
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from mindspeed_qerl import private_ray
+from mindspeed_qerl.ascend import engine, imports
+from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.runs.directory import RunDirectory
+from tests.fake_box.page import seen
+
+ERROR = "libop_plugin_atb.so: undefined symbol: _ZNK6AsdOps3Ops18GetOperationByNameERKSs"
+OF_UPSTREAM = f"""
+import os
+if "IN_A_WORKER" in os.environ:
+    raise ImportError("{ERROR}")
+class Upstream:
+    def starts(self): return 1
+"""
+MODULE = """
+import of_upstream
+class Module(of_upstream.Upstream):
+    pass
+"""
+WORKERS = f"""
+class Constructor:
+    def __init__(self): raise ImportError("{ERROR}")
+    def starts(self): return 1
+class Task:
+    def starts(self): raise ImportError("{ERROR}")
+class Else:
+    def starts(self): raise ValueError("no import")
+"""
+WAYS = {"Constructor": "an import error in a worker's constructor", "Module": "an import error in a worker's module",
+        "Task": "an import error in a task of a worker"}
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Classes in a module that Ray's workers find, and cannot import whole."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "of_upstream.py").write_text(OF_UPSTREAM)
+    (folder / "module_of_a_test.py").write_text(MODULE)
+    (folder / "workers_of_a_test.py").write_text(WORKERS)
+    sys.path.insert(0, str(folder))
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    private_ray.start(num_cpus=4, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}})
+    found = importlib.import_module("workers_of_a_test")
+    found.Module = importlib.import_module("module_of_a_test").Module
+    yield found
+    private_ray.stop()
+    sys.path.remove(str(folder))
+
+
+def failed(worker: type, tmp_path) -> str:
+    """What the engine says of an upstream that starts such a worker."""
+    upstream = SimpleNamespace(train=SimpleNamespace(
+        _function=lambda _: ray.get(ray.remote(worker).remote().starts.remote())))
+    recipe = read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu"))
+    with pytest.raises(EngineError) as caught:
+        engine._call(upstream, recipe, RunDirectory(tmp_path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_import_that_fails_in_a_worker(way, workers, tmp_path):
+    began = time.monotonic()
+    said = failed(getattr(workers, way), tmp_path)
+    seen(WAYS[way], said.splitlines()[0], began)
+    assert said == (
+        f"a worker failed: {ERROR}. In a new shell, where python3 has torch: {imports.SOURCE} # libatb is of NNAL: "
+        "another version's, or for torch's other C++ ABI; tools/preflight.py tries it too\n"
+        f"Each process's output is in {tmp_path}/logs")
+
+
+def test_what_is_no_import_is_told_whole(workers, tmp_path):
+    said = failed(workers.Else, tmp_path)
+    assert "in starts" in said and "ValueError: no import" in said
+
+
+def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
+    script = tmp_path / "checkout" / "cli" / "train_grpo.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import no_such_package.part\n")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "checkout" / "mindspeed_rl")])
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: package)
+    began = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        engine.load_upstream(None, None)
+    seen("an import error in the driver", str(caught.value), began)
+    assert str(caught.value) == (
+        f"upstream cannot be imported by {sys.executable}: No module named 'no_such_package' (asked for by {script}). "
+        "pip install no_such_package # in the version of docs/ascend.md, Install; tools/preflight.py tries it too")
+
+
+@pytest.mark.parametrize(("error", "typed"), [
+    ("No module named 'vllm_ascend'", "setup.py install"), ("No module named 'numpy'", "pip install numpy "),
+    ("numpy.core.multiarray failed to import", "pip install numpy==1.26.4"),
+    ("libhccl.so: cannot open shared object file", "set_env.sh"),
+    ("/lib64/libstdc++.so.6: version `GLIBCXX_3.4.29' not found", "Build it on this image"),
+    ("anything else", "docs/ascend.md, Install"), ("No module named 'mindspeed'", "docs/ascend.md, Install")])
+def test_ways_out(error, typed):
+    assert typed in imports.way_out(error)

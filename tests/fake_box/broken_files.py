@@ -1,0 +1,91 @@
+"""What is done to the files of `prepared.prepare`: functions of (model, base weights, folder of the data)."""
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.rehearsal.model import train_tokenizer
+from mindspeed_qerl.tasks.packed import indexed_format
+from mindspeed_qerl.tasks.prompts import chat_ids
+from mindspeed_qerl.tasks.rows import read_rows
+
+Breaking = Callable[[Path, Path, Path], Any]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
+WEIGHTS = "model-00001-of-00001.safetensors"
+
+
+def config_says(**values: Any) -> Breaking:
+    def change(model: Path, base: Path, data: Path) -> None:
+        file = model / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+def without(name: str) -> Breaking:
+    """`packed`, or a file below model/, base/ or data/."""
+    def change(model: Path, base: Path, data: Path) -> None:
+        if name == "packed":
+            shutil.rmtree(data / model.name)
+        else:
+            place, _, file = name.partition("/")
+            ({"model": model, "base": base, "data": data}[place] / file).unlink()
+
+    return change
+
+
+def pointers(of: str) -> Breaking:
+    def change(model: Path, base: Path, data: Path) -> None:
+        files = {"base": sorted(base.glob("iter_*/*/*.pt")), "weights": [model / WEIGHTS],
+                 "tokenizer": [model / "tokenizer.json"]}[of]
+        for file in files:
+            file.write_text(POINTER)
+
+    return change
+
+
+def half(model: Path, base: Path, data: Path) -> None:
+    with open(model / WEIGHTS, "r+b") as file:
+        file.truncate(30 * 10**9)
+
+
+def tiny_base(model: Path, base: Path, data: Path) -> None:
+    """Sixteen whole zips, each of a few bytes."""
+    for file in base.glob("iter_*/*/*.pt"):
+        with zipfile.ZipFile(file, "w") as whole:
+            whole.writestr("data.pkl", file.parent.name)
+
+
+def another_layout(model: Path, base: Path, data: Path) -> None:
+    for folder in sorted(base.glob("iter_*/mp_rank_00_*"))[4:]:
+        shutil.rmtree(folder)
+
+
+def cut(model: Path, base: Path, data: Path) -> None:
+    with open(next(base.glob("iter_*/mp_rank_00_003/*.pt")), "r+b") as file:
+        file.truncate(10**9)
+
+
+def same_split(model: Path, base: Path, data: Path) -> None:
+    (data / "train_chat.parquet").write_bytes((data / "test_chat.parquet").read_bytes())
+
+
+def empty_labels(model: Path, base: Path, data: Path) -> None:
+    write_packed(data / model.name, "labels", [[7]] * 7000 + [[]] * 473)
+
+
+def packed_test_split(model: Path, base: Path, data: Path) -> None:
+    """With a tokenizer that can read them back."""
+    rows = read_rows(data / "test_chat.parquet")
+    tokenizer = train_tokenizer([row.question for row in rows], 600)
+    tokenizer.save_pretrained(model)
+    write_packed(data / model.name, "input_ids", [chat_ids(tokenizer, row) for row in rows])
+    write_packed(data / model.name, "labels", [[1]] * len(rows))
+
+
+def write_packed(folder: Path, column: str, rows: list[list[int]]) -> None:
+    for ending, content in zip(("bin", "idx"), indexed_format(rows)):
+        next(folder.glob(f"*_packed_{column}_document.{ending}")).write_bytes(content)
