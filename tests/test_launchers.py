@@ -1,6 +1,7 @@
 """examples/grpo: what the launchers would do, what they do where no NPU is, and that they stop the Ray that they
 started and no other."""
 
+import functools
 import os
 import re
 import resource
@@ -53,23 +54,27 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.fixture
-def machine(tmp_path):
+def make_machine(folder: Path) -> dict:
     """An environment in which python and ray write down that they were called, and everything that a launcher looks
     for is there."""
-    fakes = tmp_path / "bin"
+    fakes = folder / "bin"
     fakes.mkdir()
     (fakes / "python").write_text(PYTHON)
     (fakes / "ray").write_text('#!/usr/bin/env bash\necho "ray $*" >> "$RECORD"\n')
     for file in ("Ascend/cann/set_env.sh", "Ascend/nnal/atb/set_env.sh", "libjemalloc.so.2", "record"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
     for fake in fakes.iterdir():
         fake.chmod(0o755)
     return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user",
-            "BOX_LOCK": str(tmp_path / "lock"), "RECORD": str(tmp_path / "record"),
-            "ASCEND_ROOT": str(tmp_path / "Ascend"), "JEMALLOC": str(tmp_path / "libjemalloc.so.2"),
+            "BOX_LOCK": str(folder / "lock"), "RECORD": str(folder / "record"),
+            "ASCEND_ROOT": str(folder / "Ascend"), "JEMALLOC": str(folder / "libjemalloc.so.2"),
             "MODELS": "/data/models", "DATA": "/data", "PYTHON": "python"}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return make_machine(tmp_path)
 
 
 def few_files() -> None:
@@ -80,6 +85,24 @@ def few_files() -> None:
 def launch(machine: dict, script: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", str(script), *arguments], check=False, cwd=cwd, env=machine, capture_output=True,
                           text=True, timeout=300, preexec_fn=few_files)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """A function that launches with --dry-run once for all that look at it; the paths of its machine read as on a
+    box."""
+    machine = make_machine(tmp_path_factory.mktemp("machine"))
+
+    @functools.cache
+    def shown(*words: str) -> subprocess.CompletedProcess:
+        """words: VARIABLE=value ..., then the launcher and its arguments."""
+        start = next(place for place, word in enumerate(words) if word.endswith(".sh"))
+        result = launch({**machine, **dict(word.split("=", 1) for word in words[:start])}, *words[start:])
+        assert result.returncode == 0 and recorded(machine) == "", result
+        result.stdout = result.stdout.replace(machine["ASCEND_ROOT"], "/usr/local/Ascend").replace(
+            machine["JEMALLOC"], "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2")
+        return result
+    return shown
 
 
 def commands(result: subprocess.CompletedProcess) -> list[list[str]]:
@@ -105,20 +128,18 @@ def test_shellcheck():
 
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.stem)
-def test_dry_run_shows_everything_and_runs_nothing(script, machine):
+def test_dry_run_shows_everything_and_runs_nothing(script, dry_run):
     from mindspeed_qerl.recipe.compose import compose
 
     nodes = 2 if "2x8" in script.stem else 1
-    result = launch({**machine, "NODE_ADDR": "10.0.0.1"}, script, "--dry-run", "aqn=off")
-    assert result.returncode == 0, result.stderr
-    assert recorded(machine) == ""
-    shown = commands(result)
+    variables = ["NODE_ADDR=10.0.0.1"] if nodes == 2 else []
+    shown = commands(dry_run(*variables, f"examples/grpo/{script.name}", "--dry-run"))
     name = script.stem.replace("grpo_trainer_",
                                "grpo_").replace("a3b_", "a3b_gsm8k_").replace("a27b_", "a27b_gsm8k_").replace(
         "5b_", "5b_gsm8k_").replace("7b_8", "7b_gsm8k_8")
     config = compose(name)
     npus = config["rl_config"]["actor_resource"]["num_npus"]
-    assert shown[-1] == ["python", "-u", "cli/train_grpo.py", "--config-name", name, "aqn=off"]
+    assert shown[-1] == ["python", "-u", "cli/train_grpo.py", "--config-name", name]
     first = [command[:2] for command in shown]
     order = [first.index(words)
              for words in (["python", "tools/preflight.py"], ["python", "tools/convert_gsm8k.py"],
@@ -131,7 +152,7 @@ def test_dry_run_shows_everything_and_runs_nothing(script, machine):
     assert f"--num-cpus={npus * 4 + 2 + 10}" in ray  # upstream's bundles, two tasks, the transfer dock
     assert (["export", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"] in shown) == (nodes == 1)
     assert (["export", "RAY_AUTH_MODE=token"] in [command[:2] for command in shown]) == (nodes == 2)
-    options = [*(["--nodes", "2"] if nodes == 2 else []), "--own-ray", "aqn=off"]
+    options = [*(["--nodes", "2"] if nodes == 2 else []), "--own-ray"]
     later = ["--later", "test rows", "--later", "training files", "--later", "base weights"]
     preflight = ["python", "tools/preflight.py", "--config-name", name]
     assert [command for command in shown if command[1].endswith("preflight.py")] == [
@@ -140,18 +161,13 @@ def test_dry_run_shows_everything_and_runs_nothing(script, machine):
     assert load in next(command for command in shown if command[0] == "env")
 
 
-def test_the_page_shows_what_the_launchers_show(machine):
+def test_the_page_shows_what_the_launchers_show(dry_run):
     """Every block of docs/launch.md that begins with a dry run; all launchers are among them."""
-    blocks = re.findall(r"^```\n\$ ((?:\w+=\S+ )*bash examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
+    blocks = re.findall(r"^```\n\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
                         PAGE.read_text(), re.MULTILINE)
-    assert {script for _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
-    for command, _, output in blocks:
-        words = shlex.split(command)
-        variables = dict(word.split("=", 1) for word in words[:words.index("bash")])
-        result = launch({**machine, **variables}, *words[words.index("bash") + 1:])
-        shown = result.stdout.replace(machine["ASCEND_ROOT"], "/usr/local/Ascend").replace(
-            machine["JEMALLOC"], "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2")
-        assert shown == output, command
+    assert {script for _, _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
+    for variables, command, _, output in blocks:
+        assert dry_run(*variables.split(), *shlex.split(command)).stdout == output, command
 
 
 def test_variants_and_overrides(machine):
@@ -424,7 +440,8 @@ def test_its_own_ray_is_private_and_the_only_one_it_stops(another_ray, launched)
 
 
 @pytest.mark.parametrize(("signals", "group"),
-                         [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+                         [pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
+                          pytest.param(signal.SIGTERM, True, marks=pytest.mark.full), (signal.SIGINT, True)],
                          ids=["kill", "scheduler", "Ctrl-C"])
 def test_stopped_from_outside(launched, signals, group):
     """The training is told once and may end in order, then Ray is stopped."""

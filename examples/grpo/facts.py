@@ -25,6 +25,8 @@ from mindspeed_qerl.ascend.settings import needed_cpus
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.layout.plan import plan_of
+from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import Case, case_of
 from mindspeed_qerl.preflight.files import conversion
 from mindspeed_qerl.recipe.compose import compose
@@ -71,7 +73,7 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
         "test_file": path("task.test_file", recipe.task.test_file),
         "load": "" if recipe.model.load is None else path("actor_config.load", recipe.model.load),
     }
-    check_layout(name, case.npus // nodes, overrides)
+    check_layout(case, case.npus // nodes, overrides)
     if not facts["load"] or (Path(facts["load"]) / TRACKER).is_file():
         return facts, []
     return facts, conversion(case)
@@ -97,14 +99,19 @@ def check_for_npus(case: Case, name: str) -> None:
                       f"python cli/train_grpo.py --config-name {name} engine=local rehearsal.enabled=true")
 
 
-def check_layout(name: str, npus_per_node: int, overrides: list[str]) -> None:
-    """ConfigError with what tools/plan_layout.py says, unless it finds the layout legal."""
-    done = subprocess.run([sys.executable, "tools/plan_layout.py", "--config-name", name, "--ranks-per-node",
+def check_layout(case: Case, npus_per_node: int, overrides: list[str]) -> None:
+    """ConfigError with what tools/plan_layout.py says, unless the layout is legal."""
+    try:
+        if not broken(plan_of(case.recipe, ranks_per_node=npus_per_node)):
+            return
+    except ConfigError:
+        pass  # said by the tool
+    done = subprocess.run([sys.executable, "tools/plan_layout.py", "--config-name", case.name, "--ranks-per-node",
                            str(npus_per_node), *overrides],
                           check=False, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise ConfigError(f"{name}, as it is overridden here, has no layout that can be trained. tools/plan_layout.py "
-                          f"says:\n{done.stdout.rstrip()}")
+        raise ConfigError(f"{case.name}, as it is overridden here, has no layout that can be trained. "
+                          f"tools/plan_layout.py says:\n{done.stdout.rstrip()}")
 
 
 def path(key: str, value: str) -> str:

@@ -223,6 +223,8 @@ class QeRLTrainer(RayGRPOTrainer):
         if self.observer.wants_proof(iteration):
             self.observer.proved(iteration, join(self.actor_worker.execute_sync_command("prove")))
         self._evaluate(iteration)
+        if self.recipe.rehearsal.enabled:
+            self.observer.run.record(memory=self.actor_worker.execute_sync_command("measured"))
 
     def save_checkpoint(self, iteration: int) -> None:
         super().save_checkpoint(iteration)

@@ -15,6 +15,7 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.ascend import loss, ports, proof, weights
+from mindspeed_qerl.ascend.measure import Meter
 from mindspeed_qerl.ascend.settings import epoch_steps
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
@@ -117,7 +118,15 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def _build_sharding_manager(self) -> Any:
         weights.install()
-        return super()._build_sharding_manager()
+        manager = super()._build_sharding_manager()
+        if self.rl_config.qerl.rehearsal.enabled:
+            self.meter = Meter(self.actor_offloader, manager, self.inference_model)
+        return manager
+
+    def measured(self) -> dict[str, int]:
+        """Of a rehearsal: the bytes of each term that the planner has a formula for (measure.py), and this rank's
+        pipeline stage."""
+        return {"stage": self.parallel_state.get_pipeline_model_parallel_rank(), **self.meter.found}
 
     def generate_sequences(self) -> None:
         """Upstream's rollout of one batch, with this iteration's noise; its report goes with upstream's metrics."""

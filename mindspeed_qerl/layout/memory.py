@@ -202,10 +202,12 @@ def communicators(plan: Plan) -> list[str]:
 
 # ---- the sums ----
 
-def estimate(plan: Plan, settings: Settings) -> Memory:
-    """The memory of the fullest rank of a legal plan (`rules.broken` empty): shares have no remainder."""
+def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory:
+    """The memory of a rank in that pipeline stage (None: the fullest) of a legal plan (`rules.broken` empty): shares
+    have no remainder."""
     pp = plan.layout.pp
     stages = range(pp) if plan.layout.num_layer_list else {0, pp - 1}  # of equal ones those between hold less
+    stages = stages if stage is None else {stage}
     return max((_stage(plan, settings, stage) for stage in stages),
                key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache))
 
@@ -240,10 +242,23 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
     return Memory(
         plan, settings, stage,
         {"rollout": (*used, cache),
-         "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan)),
+         "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan, stage)),
          "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
          "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
         kv_cache, kv_token, max(0, kv_token * batch.max_model_len - left), at_once, needed)
+
+
+def terms(memory: Memory) -> dict[str, int]:
+    """Bytes of what a rehearsal measures as well, by the names of ascend/measure.py."""
+    parts = {part.name: part.bytes for part in memory.moments["update"]}
+
+    def of_kind(kind: str) -> int:
+        return sum(part.bytes for part in memory.moments["weight sync"] if part.kind == kind)
+
+    return {"KV cache of a token": memory.kv_token,
+            **{name: parts[name] for name in ("adapters", "gradients", "AdamW")},
+            "frozen base": of_kind("training weights"), "vLLM's weights": of_kind("vLLM's weights"),
+            "sync buffers": of_kind("sync buffers")}
 
 
 def _runtime(plan: Plan, settings: Settings) -> list[Part]:
@@ -314,17 +329,59 @@ def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> li
                  "activations and logits")]
 
 
-def _sync(plan: Plan) -> list[Part]:
-    """The container gathers the experts of one pipeline stage after the other in a buffer of their own
-    (vllm_weight_container.py:490-546), N times a vLLM rank's share, which is a training rank's; and our adaptor merges
-    one tensor after the other."""
+def _sync(plan: Plan, stage: int) -> list[Part]:
+    """The fuller of the container's two passes (vllm_weight_container.py): tensor after tensor into vLLM's buffers,
+    joined and cut where infer TP is not TP (:461-464); then the experts of one pipeline stage after the other, in a
+    buffer that is N times a vLLM rank's share, which is a training rank's (:490-546). Our adaptor merges one tensor
+    after the other, and the one before is still there."""
+    return max(_dense_sync(plan, stage), _experts_sync(plan, stage),
+               key=lambda parts: sum(part.bytes for part in parts))
+
+
+def _dense_sync(plan: Plan, stage: int) -> list[Part]:
+    it, shape = plan.layout, plan.shape
+    tables = (stage == 0) + (stage == it.pp - 1 and not shape.tie_word_embeddings)
+    joined, kept = _joined(plan, plan.rows * shape.hidden_size)
+    of_tables = Part("embedding on its way", bool(tables) * joined + (tables > 1) * kept,
+                     f"TP {it.tp} to infer TP {it.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 joined and cut"
+                     f"{', beside the output layer' if tables > 1 else ''}", "sync buffers")
+    linears = [linear for linear in family_of(shape).linears(shape) if linear.split != "expert"]
+    largest = max(linear.inputs * linear.outputs for linear in linears)
+    merging = 2 * largest // it.tp * FP32 if plan.lora else 0
+    joined, kept = _joined(plan, largest)
+    of_linears = Part("merging", max(merging, largest // it.tp * BF16 * plan.lora + joined + kept),
+                      f"the largest linear layer, {largest / 1e6:.1f} x 10^6 / TP {it.tp}: W and W + BA, float32",
+                      "sync buffers")
+    return [max(of_tables, of_linears, key=lambda part: part.bytes)]
+
+
+def _joined(plan: Plan, numbers: int) -> tuple[int, int]:
+    """Bytes to bring a tensor of so many numbers from training's TP ranks to vLLM's, and what is left of them while
+    the next one comes (:655-760): training's shares are gathered, joined and cut."""
+    it = plan.layout
+    if it.tp == it.infer_tp:
+        return 0, 0
+    kept = numbers * BF16 // it.infer_tp if it.tp > it.infer_tp else numbers * BF16  # a part of what was joined
+    return (it.tp > 1) * numbers * BF16 + kept, kept
+
+
+def _experts_sync(plan: Plan, stage: int) -> list[Part]:
+    """With pipeline stages the buffer of the one before is still there: variables hold views of it (:535-537)."""
     if not plan.shape.moe:
         return []
-    layers, (_, layer) = max(plan.layers), layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)
-    merging = Part("merging", 2 * layer * 2 // 3 * FP32, "W and W + BA of one layer's fc1, float32", "sync buffers")
-    return [Part("experts on their way", layer * layers * BF16,
-                 f"a second copy of a stage's experts, {layers} layers", "sync buffers"),
-            *([merging] if plan.lora else [])]
+    _, layer = layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)
+    merging = Part("merging", layer * 2 // 3 * 2 * FP32 + layer // 3 * BF16,
+                   "W and W + BA of one layer's fc1, float32, beside fc2", "sync buffers")
+
+    def buffers(last: int) -> Part:
+        layers = plan.layers[max(last - 1, 0):last + 1]
+        of = "a stage's" if len(layers) == 1 else "two stages'"
+        return Part("experts on their way", layer * sum(layers) * BF16,
+                    f"a second copy of {of} experts, {sum(layers)} layers", "sync buffers")
+
+    own = [buffers(stage), *([merging] if plan.lora else [])]  # merges while the buffer of its own stage is filled
+    return max(own, *([buffers(last)] for last in range(plan.layout.pp)),
+               key=lambda parts: sum(part.bytes for part in parts))
 
 
 def _profiled(plan: Plan, settings: Settings) -> Part:

@@ -170,8 +170,6 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
 
 def _environment(scratch: Path, processes: int) -> dict[str, str]:
     """Of one of `processes` that compute at the same time. Ranks and rollout engines take turns: threads that wait by
-    spinning would hold the cores of those whose turn it is. What torch has compiled stays where it always is."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+    spinning would hold the cores of those whose turn it is."""
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)), "OMP_WAIT_POLICY": "PASSIVE",
-            "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
+            "TMPDIR": str(scratch)}

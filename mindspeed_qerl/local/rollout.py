@@ -48,6 +48,8 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
                       VLLM_NO_USAGE_STATS="1")
     from vllm import LLM
 
+    # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start, the same numbers.
+    torch.compiler.set_stance("force_eager")
     return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
                **more)

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,19 @@ import mindspeed_qerl
 def own_versions() -> dict[str, Any]:
     """What the run ran on: Python, machine, every installed distribution (read, not imported) and the source's git
     state."""
-    packages = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
     return {"mindspeed_qerl": mindspeed_qerl.__version__,
             "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
             "python": platform.python_version(), "platform": platform.platform(), "cpu_count": os.cpu_count(),
-            "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower()))}
+            "packages": _installed()}
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Version of every distribution, by name. Once a process, and each one's metadata once: `dist.name` and
+    `dist.version` would parse it, its whole description, again and again."""
+    found = (dist.metadata for dist in importlib.metadata.distributions())
+    packages = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
+    return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
 
 
 def git_state(source: Path) -> dict[str, Any] | None:

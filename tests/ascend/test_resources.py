@@ -17,12 +17,11 @@ from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Recipe
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
-    def start(npus: int, cpus: int) -> None:
-        ray.init(address="local", num_cpus=cpus, resources={"NPU": npus}, include_dashboard=False,
-                 logging_level="ERROR")
-    yield start
+    """A real Ray of 12 NPUs and 128 CPUs."""
+    ray.init(address="local", num_cpus=128, resources={"NPU": 12}, include_dashboard=False, logging_level="ERROR")
+    yield
     ray.shutdown()
 
 
@@ -33,10 +32,9 @@ def asked(npus: int, cpus_per_npu: int) -> Recipe:
 
 def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7,8,9,10,11")
-    cluster(npus=12, cpus=200)
     with pytest.raises(EngineError, match=r"16 NPUs are asked for .* Ray sees 12\..*ASCEND_RT_VISIBLE_DEVICES names "
                                           r"fewer \(it is '0,1,2"):
-        check_resources(asked(16, 8))
+        check_resources(asked(16, 4))
 
 
 OTHER = """
@@ -44,7 +42,7 @@ import os, sys
 import ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 
-@ray.remote(resources={"NPU": 12})
+@ray.remote(resources={"NPU": 8})
 class Training:
     def ready(self): return True
 
@@ -57,16 +55,15 @@ sys.stdin.read()
 
 def test_npus_that_another_job_holds(cluster, tmp_path):
     """The count is right, and upstream would wait for ever; when the job has ended its NPUs are taken."""
-    cluster(npus=16, cpus=200)
     (tmp_path / "other_training.py").write_text(OTHER)
     with subprocess.Popen([sys.executable, tmp_path / "other_training.py", ray.get_runtime_context().gcs_address],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "holds\n"
-        with pytest.raises(EngineError, match=rf"16 NPUs are asked for, Ray has 16, of which 4 are free; the others "
+        with pytest.raises(EngineError, match=rf"12 NPUs are asked for, Ray has 12, of which 4 are free; the others "
                                               rf"are held by process {other.pid} on .*other_training\.py"):
-            check_resources(asked(16, 4), patience=0)
+            check_resources(asked(12, 4), patience=0)
         other.stdin.close()
-    check_resources(asked(16, 4))
+    check_resources(asked(12, 4))
 
 
 def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
@@ -125,9 +122,9 @@ def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):
 
 
 def test_too_few_cpus_for_the_placement(cluster):
-    cluster(npus=16, cpus=128)  # 16 x 8: upstream's bundles take them all, and its transfer dock waits for 10 more
-    assert needed_cpus(asked(16, 8)) == 128 + 2 + 10
-    with pytest.raises(EngineError, match=r"need 140 CPUs; Ray has 128\. .*num_cpus_for_placement_group=7, or start "
-                                          r"Ray with --num-cpus=140"):
-        check_resources(asked(16, 8))
-    check_resources(asked(16, 7))
+    """Of 128, 12 x 10 are taken by upstream's bundles, and its transfer dock waits for 10 more."""
+    assert needed_cpus(asked(12, 10)) == 120 + 2 + 10
+    with pytest.raises(EngineError, match=r"need 132 CPUs; Ray has 128\. .*num_cpus_for_placement_group=9, or start "
+                                          r"Ray with --num-cpus=132"):
+        check_resources(asked(12, 10))
+    check_resources(asked(12, 9))

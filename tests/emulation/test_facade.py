@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.emulation import CANN_VARIABLE, NUM_NPUS_VARIABLE, SOC_VARIABLE, STAND_INS, environment
+from tests.emulation.forked import forking
 
 PRELUDE = "import torch, torch_npu, pytest\n"
 
@@ -26,10 +27,16 @@ def check(*processes: subprocess.Popen) -> list[str]:
     return outputs
 
 
-def test_every_way_to_name_a_device_means_the_cpu():
-    check(
-        start(
-            """
+@pytest.fixture(scope="module")
+def forked():
+    """A function that runs code in a process of its own, with 4 NPUs."""
+    with forking(PRELUDE, {**os.environ, **environment(4)}) as run:
+        yield run
+
+
+def test_every_way_to_name_a_device_means_the_cpu(forked):
+    forked(
+        """
             import io
             cpu = torch.device("cpu")
             for name in ("npu", "npu:1", "cuda:0", 0, torch.device("cuda", 1), "cpu", None):
@@ -59,15 +66,13 @@ def test_every_way_to_name_a_device_means_the_cpu():
             assert x.type("torch.npu.HalfTensor").dtype == torch.float16
             assert x.type(torch.float64).dtype == torch.float64
             assert torch.cuda.LongTensor([1]).dtype == torch.int64
-            """
-        )
+        """
     )
 
 
-def test_devices_streams_and_memory():
-    check(
-        start(
-            """
+def test_devices_streams_and_memory(forked):
+    forked(
+        """
             npu = torch.npu
             assert npu is torch_npu.npu and npu.is_available() and npu.device_count() == torch.cuda.device_count() == 4
             assert npu.current_device() == 0
@@ -88,15 +93,13 @@ def test_devices_streams_and_memory():
             assert npu.get_device_properties(0).total_memory == 2 << 30
             from torch_npu.contrib import transfer_to_npu
             from torch_npu.utils.collect_env import get_cann_version
-            """
-        )
+        """
     )
 
 
-def test_random_numbers_come_from_one_generator():
-    check(
-        start(
-            """
+def test_random_numbers_come_from_one_generator(forked):
+    forked(
+        """
             numbers = lambda **where: torch.rand(3, **where)
             torch.manual_seed(3); expected = numbers()
             for seed in (torch.npu.manual_seed, torch.npu.manual_seed_all, torch.cuda.manual_seed):
@@ -117,28 +120,24 @@ def test_random_numbers_come_from_one_generator():
             assert not isinstance(1, torch.Generator)
             drawn = torch.rand(3, generator=generator, device="npu")
             assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
-            """
-        )
+        """
     )
 
 
-def test_patching_twice_changes_nothing():
-    check(
-        start(
-            """
+def test_patching_twice_changes_nothing(forked):
+    forked(
+        """
             from mindspeed_qerl.emulation import facade
             names = torch.Tensor.to, torch.zeros, torch.distributed.new_group, torch.load
             facade.install()
             assert names == (torch.Tensor.to, torch.zeros, torch.distributed.new_group, torch.load)
-            """
-        )
+        """
     )
 
 
-def test_an_operator_that_is_not_emulated_raises_when_it_is_called():
-    check(
-        start(
-            """
+def test_an_operator_that_is_not_emulated_raises_when_it_is_called(forked):
+    forked(
+        """
             operator = torch_npu.npu_incre_flash_attention
             assert hasattr(torch_npu, "npu_mrope")
             with pytest.raises(NotImplementedError, match="torch_npu.npu_incre_flash_attention"):
@@ -149,15 +148,13 @@ def test_an_operator_that_is_not_emulated_raises_when_it_is_called():
             with pytest.raises(NotImplementedError, match="'ffn'"):
                 load(name="ffn", sources=["ffn.cpp"])
             assert load(name="grouped_matmul", sources=[]).npu_gmm
-            """
-        )
+        """
     )
 
 
-def test_kernels_of_mindspeed_for_npu_tensors_get_cpu_tensors():
-    check(
-        start(
-            """
+def test_kernels_of_mindspeed_for_npu_tensors_get_cpu_tensors(forked):
+    forked(
+        """
             from torch.library import Library, impl
             library = Library("mindspeed", "DEF")
             library.define("twice(Tensor x) -> Tensor")
@@ -172,15 +169,13 @@ def test_kernels_of_mindspeed_for_npu_tensors_get_cpu_tensors():
             impl(other, "thrice", "PrivateUse1")(lambda x: 3 * x)
             with pytest.raises(NotImplementedError):
                 torch.ops.another.thrice(torch.ones(1))
-            """
-        )
+        """
     )
 
 
-def test_functions_that_use_the_stand_ins_can_be_sent_to_another_process():
-    check(
-        start(
-            """
+def test_functions_that_use_the_stand_ins_can_be_sent_to_another_process(forked):
+    forked(
+        """
             import pickle, types
             cloudpickle = pytest.importorskip("cloudpickle")
             for module in (torch_npu, torch_npu.npu, torch_npu._C, torch_npu.profiler, torch_npu.utils, torch.npu):
@@ -192,8 +187,7 @@ def test_functions_that_use_the_stand_ins_can_be_sent_to_another_process():
                 return torch_npu_npu.current_device(), torch.npu.is_available(), torch_npu_profiler, torchair, acl
 
             assert pickle.loads(cloudpickle.dumps(work))()[:2] == (0, True)
-            """
-        )
+        """
     )
 
 

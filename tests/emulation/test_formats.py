@@ -1,18 +1,17 @@
-"""FRACTAL_NZ as a layout of bytes. Tests that convert run in a process of their own: conversions cannot be switched
-off again."""
+"""FRACTAL_NZ as a layout of bytes. Tests that convert run in a process of their own, forked from one that has imported
+torch: conversions cannot be switched off again."""
 
 import itertools
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
 from mindspeed_qerl.emulation.formats import from_blocks, to_blocks
+from tests.emulation.forked import forking
 
 PRELUDE = """
-import ctypes, sys, torch
+import ctypes, torch
 from mindspeed_qerl.emulation import formats
 from mindspeed_qerl.emulation.formats import ND, NZ, get_npu_format, npu_format_cast, npu_format_cast_
 
@@ -24,15 +23,17 @@ def in_nz(x):
     cast = npu_format_cast(x, NZ)
     assert (get_npu_format(x), get_npu_format(cast)) == (ND, NZ)
     return cast
-
-x = torch.randn(3, 20, 37, generator=torch.Generator().manual_seed(0)).to(getattr(torch, sys.argv[1]))
 """
 
 
-def check(code: str, dtype: str = "float32") -> None:
-    done = subprocess.run([sys.executable, "-c", PRELUDE + textwrap.dedent(code), dtype], capture_output=True,
-                          text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def check():
+    """A function that runs code in a process of its own, in which x is a tensor of that dtype."""
+    with forking(PRELUDE) as run:
+        def check(code: str, dtype: str = "float32") -> None:
+            run(f"x = torch.randn(3, 20, 37, generator=torch.Generator().manual_seed(0)).to(torch.{dtype})\n"
+                + textwrap.dedent(code))
+        yield check
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.int8, 32), (torch.bfloat16, 16), (torch.float32, 16)])
@@ -47,7 +48,7 @@ def test_an_element_lies_where_the_format_says(dtype, columns):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_operators_read_and_write_values(dtype):
+def test_operators_read_and_write_values(check, dtype):
     check("""
         y = in_nz(x)
         assert torch.equal(y.clone(), x) and get_npu_format(y.clone()) == ND and y.shape == x.shape
@@ -71,7 +72,7 @@ def test_operators_read_and_write_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_matrix_products_are_those_of_the_values(dtype):
+def test_matrix_products_are_those_of_the_values(check, dtype):
     check("""
         y, a = in_nz(x), torch.ones(5, 37, dtype=x.dtype)
         assert torch.equal(torch.nn.functional.linear(a, y[1]), torch.nn.functional.linear(a, x[1]))
@@ -79,7 +80,7 @@ def test_matrix_products_are_those_of_the_values(dtype):
         """, dtype)
 
 
-def test_bytes_that_go_round_the_operators_are_seen():
+def test_bytes_that_go_round_the_operators_are_seen(check):
     check("""
         plain = torch.randn(32, 64)
         blocks = in_nz(plain)
@@ -89,7 +90,7 @@ def test_bytes_that_go_round_the_operators_are_seen():
         """)
 
 
-def test_an_operator_written_in_python_sees_values_too():
+def test_an_operator_written_in_python_sees_values_too(check):
     check("""
         held = in_nz(x)  # as a layer's weight, which vLLM's operators reach by the layer's name
 
@@ -102,7 +103,7 @@ def test_an_operator_written_in_python_sees_values_too():
         """)
 
 
-def test_what_the_format_cannot_say_is_refused():
+def test_what_the_format_cannot_say_is_refused(check):
     check("""
         for arguments in ((x, 3), (x.flatten(), NZ), (x, NZ, 1)):
             try:

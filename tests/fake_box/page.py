@@ -105,8 +105,8 @@ def page(rows: dict[str, dict]) -> str:
         for name in group:
             row = rows[name]
             file, _, test = row["test"].partition("::")
-            message = escape(told(row["message"]).replace("`", "'"))
-            text += (f"| {escape(name)} | `{message}` | {row['seconds']:.1f} | "
+            said = escape(told(row["message"]).replace("`", "'"))
+            text += (f"| {escape(name)} | `{said}` | {row['seconds']:.1f} | "
                      f"{Path(file).name} {test.removeprefix('test_').replace('_', ' ')} |\n")
     text += "\n## Not caught\n\n| what is done | why |\n|---|---|\n"
     return text + "".join(f"| {escape(name)} | {why} |\n" for name, why in NOT_CAUGHT.items())

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -141,6 +142,18 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
                           capture_output=True, text=True, cwd=ROOT, env={**os.environ, **variables})
 
 
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """`run` in this process, which has imported what the tool needs."""
+    def run_here(*arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["plan_layout.py", *arguments])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "tools" / "plan_layout.py"), run_name="__main__")
+        return subprocess.CompletedProcess(arguments, end.value.code or 0, *capsys.readouterr())
+    return run_here
+
+
 VERDICTS = [
     ("qwen3_30b_a3b", 12, "tp=3,pp=1,ep=4,infer_tp=6,infer_ep=2", 1),
     ("qwen3_30b_a3b", 16, "tp=4,ep=4,infer_tp=4,infer_ep=4", 0),
@@ -154,8 +167,8 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize("model, ranks, check, status", VERDICTS)
-def test_verdicts(model, ranks, check, status):
-    result = run("--model", model, "--ranks", str(ranks), "--check", check, "--json")
+def test_verdicts(run_here, model, ranks, check, status):
+    result = run_here("--model", model, "--ranks", str(ranks), "--check", check, "--json")
     said = json.loads(result.stdout)
     assert result.returncode == status and said["legal"] == (status == 0)
     assert bool(said["broken"]) == (status == 1) and (said["memory"] is None) == (status == 1) and len(
@@ -234,8 +247,8 @@ def test_no_layout_is_explained():
         ("megatron_training.lora_target_modules=3", "lora_target_modules = 3 must be list"),
         ("rl_config.actor_resource.num_npus=1000000007", "num_npus = 1000000007 must be at most 100000"))],
 ])
-def test_a_wrong_command_line(arguments, message):
-    result = run(*arguments)
+def test_a_wrong_command_line(run_here, arguments, message):
+    result = run_here(*arguments)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 

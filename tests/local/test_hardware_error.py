@@ -134,7 +134,9 @@ ARITHMETICS = (Scaled, HardwareErrorMode)
 ARGUMENTS = dict(kinds=["silu_table", "reordered"], block=8)
 
 
-@pytest.fixture(params=FAMILIES)
+# Llama's layers are Qwen2's, and Qwen3-MoE's are Qwen3's and Qwen2-MoE's
+@pytest.fixture(params=[pytest.param(family, marks=[pytest.mark.full] * (family in ("llama", "qwen3_moe")))
+                        for family in FAMILIES])
 def family(request):
     return request.param
 

@@ -121,10 +121,10 @@ def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
         assert report.layers == 2 and all(name.endswith("post_attention_layernorm") for name in report.names)
     else:
         assert report.layers == 5  # two a layer, and the final one
-    for prompt, group in zip(prompts, completions):
-        for answer in group:
-            scored = engine.logprobs([prompt + answer.token_ids], noise_step=STEP)[0][len(prompt) - 1:]
-            np.testing.assert_allclose(answer.logprobs, scored, atol=1e-5)
+    answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
+    scored = engine.logprobs([prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP)
+    for (prompt, answer), logprobs in zip(answers, scored, strict=True):
+        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1:], atol=1e-5)
 
 
 def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(engine, model_dir):
@@ -132,17 +132,17 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
     weights, prompts = changed_weights(model_dir), [row[:8] for row in sequences()]
     sync(engine, weights)
     completions, _ = engine.generate(prompts, 16, seed=4, sampling={**SAMPLING, "temperature": 2.0})
-    model, cut = reference_model(model_dir, weights), []
-    for prompt, group in zip(prompts, completions):
-        for answer in group:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1:-1]
-            expected = (logits / 2.0).log_softmax(-1)[range(len(answer.token_ids)), answer.token_ids]
-            np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
-            assert (answer.token_ids[-1] == 2) != answer.truncated
-            assert len(answer.token_ids) == SAMPLING["max_tokens"] or not answer.truncated
-            cut.append(answer.truncated)
-    assert set(cut) == {True, False}
+    answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + answer.token_ids) for prompt, answer in answers],
+                                             batch_first=True)  # what comes after an answer changes nothing in it
+    with torch.no_grad():
+        logprobs = (reference_model(model_dir, weights)(tokens).logits[:, 7:] / 2.0).log_softmax(-1)
+    for (_, answer), of_answer in zip(answers, logprobs):
+        expected = of_answer[range(len(answer.token_ids)), answer.token_ids]
+        np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
+        assert (answer.token_ids[-1] == 2) != answer.truncated
+        assert len(answer.token_ids) == SAMPLING["max_tokens"] or not answer.truncated
+    assert {answer.truncated for _, answer in answers} == {True, False}
 
 
 def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, model_dir):

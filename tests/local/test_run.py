@@ -74,6 +74,7 @@ def assert_metrics_are_whole(run, at_least):
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K dataset in ../shared/data/gsm8k")
 def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     """Reward stays at 0: the path is the point. The group rewards carry no signal, so the adapters must not move."""
@@ -175,6 +176,11 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert rows[1]["reward/kl"] > rows[0]["reward/kl"] == rows[1]["loss/kl"] == 0
     assert rows[1]["mismatch/k3"] < 1e-8 < rows[-1]["mismatch/k3"]
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000006", "iter_0000009"]
+    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 5 + [0.05] * 4)
+    assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
+    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6, 9]
+    assert {path.name for path in unbroken.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png",
+                                                                    "mismatch.png"}
     asked, trained = ([row[f"selection/{name}_groups"] for row in rows] for name in ("sampled", "trained"))
     assert set(asked) == {4, 8} and max(trained) == 2  # in some steps one batch had enough groups with signal
     state = read_state(unbroken.checkpoints_dir)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import NAMED_SHAPES, read_shape
-from mindspeed_qerl.layout.plan import plan_of
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
+from mindspeed_qerl.layout.memory import Settings, estimate, terms
+from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import settings as local
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
@@ -21,6 +22,7 @@ from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
+from mindspeed_qerl.rehearsal.report import memory_table
 from mindspeed_qerl.tasks.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -161,21 +163,64 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
                f"rl_config.actor_resource.num_npus={2 * stages}", "actor_config.tensor_model_parallel_size=2",
                f"actor_config.pipeline_model_parallel_size={stages}", "generate_config.infer_tensor_parallel_size=2",
                "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
-               "actor_config.micro_batch_size=4", "rehearsal.layers=2"]
+               "actor_config.micro_batch_size=4", f"rehearsal.layers={stages}"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
     text = (run / "rehearsal.md").read_text()
     assert text in done.stdout
-    layers = f"{2 // stages} layers here ({48 // stages} there)"
+    layers = f"1 layers here ({48 // stages} there)"
     for line in ((f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 "
                  f"of 128 experts, {layers}."),
                  ("4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 "
                  "update(s) a step; 2 steps."), "Every LoRA target reached the rollout engine: ",
-                 "AQN fired: noise on 2 RMSNorm layers in step 2, sigma 0.05",
+                 f"AQN fired: noise on {stages} RMSNorm layers in step 2, sigma 0.05",
                  "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
         assert line in text, text
     facts = json.loads((run / "facts.json").read_text())
     assert {target: count["modules"] for target, count in facts["lora"].items()} == {
-        "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 256, "linear_fc2": 256}
+        "linear_qkv": stages, "linear_proj": stages, "linear_fc1": 128 * stages, "linear_fc2": 128 * stages}
     assert facts["peak_memory_gib"] > 1
+
+
+# What two emulated NPUs allocated (tests/upstream/test_rehearsal.py), TP 2, vLLM TP 1 x EP 2, Qwen2-MoE of two layers
+MEASURED = {"stage": 0, "KV cache": 214_695_936, "KV cache of a token": 512, "adapters": 35_328, "gradients": 70_656,
+            "adapters, back": 35_328, "gradients, back": 70_656, "AdamW": 211_968, "frozen base": 1_399_040,
+            "vLLM's weights": 2_595_584, "sync buffers": 3_145_728}
+
+
+
+@pytest.fixture
+def planned():
+    """The planner's formulas for the model and the layout of MEASURED."""
+    shape = ModelShape("tiny", "qwen2_moe", 2, 128, 4, 2, 32, 0, 4096, 1e6, False, 4096, num_experts=8,
+                       num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64)
+    layout = Layout(2, tp=2, ep=1, infer_tp=1, infer_ep=2, sequence_parallel=True)
+    return terms(estimate(Plan(shape, layout, padded_vocab_size=4096), Settings(lora_r=4), 0))
+
+
+def test_what_was_measured_is_what_is_planned(planned):
+    table = "\n".join(memory_table([MEASURED] * 2, [planned] * 2, planned))
+    assert planned == {term: MEASURED[term] for term in planned} and "Warning" not in table
+    assert "| sync buffers | 3,145,728 | 3,145,728 | 1.00 | 3,145,728 |" in table
+
+
+@pytest.mark.parametrize("term, measured", [
+    ("KV cache of a token", 1024), ("adapters", 70_656), ("gradients", 35_328), ("AdamW", 0), ("frozen base", 10**7),
+    ("vLLM's weights", 2_000_000), ("sync buffers", 458_752)])
+def test_a_term_that_is_not_as_planned_is_named(planned, term, measured):
+    """Measured otherwise on one rank of two, or planned otherwise: the same warning."""
+    wrong = MEASURED | {term: measured}
+    if term in ("adapters", "gradients"):
+        wrong |= {f"{term}, back": measured}
+    table = [*memory_table([MEASURED, wrong], [planned] * 2, planned)]
+    [warning] = [line for line in table if line.startswith("**Warning**")]
+    assert warning.startswith(f"**Warning**: {term}: a rank allocated {measured:,} bytes, and the planner's formula "
+                              f"says {planned[term]:,}")
+    other = [*memory_table([MEASURED] * 2, [planned | {term: measured}] * 2, planned)]
+    assert [line.split(":")[1] for line in other if line.startswith("**Warning**")] == [f" {term}"]
+
+
+def test_what_does_not_come_back_is_named(planned):
+    table = "\n".join(memory_table([MEASURED | {"gradients, back": 0}], [planned], planned))
+    assert "**Warning**: gradients: 70,656 bytes were offloaded, 0 came back." in table

@@ -9,6 +9,9 @@ import pytest
 import yaml
 from rehearsal import LAYERS, NOISY_NORMS, environment, make_config, run_engine
 
+from mindspeed_qerl.layout.memory import estimate, settings_of, terms
+from mindspeed_qerl.layout.plan import plan_of
+from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -83,10 +86,14 @@ def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
     assert RunDirectory.open(run).status()["state"] == "failed"
 
 
-def test_a_rehearsal_of_a_config(upstream, tiny, tmp_path):
-    """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what Megatron is told of it."""
-    model, data = tiny("qwen2_moe")
-    config = make_config("qwen2_moe", model, data, tmp_path, npus=2, tp=2, ep=1, infer_ep=2)
+@pytest.mark.parametrize("family, layout", [
+    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2)), ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4)),
+    ("qwen2", dict(npus=2, tp=2)), ("qwen3", dict(npus=2, infer_tp=2))], ids=lambda value: str(value))
+def test_a_rehearsal_of_a_config(family, layout, upstream, tiny, tmp_path):
+    """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what Megatron is told of it;
+    what its ranks allocate is what the planner's formulas say."""
+    model, data = tiny(family)
+    config = make_config(family, model, data, tmp_path, **layout)
     config["rehearsal"] = dict(enabled=True, steps=2, max_tokens=8, models=str(tmp_path / "models"))
     config["task"]["train_file"] = str(data / "chat" / "train_chat.parquet")
     result = run_engine(config, upstream, tmp_path)
@@ -94,4 +101,14 @@ def test_a_rehearsal_of_a_config(upstream, tiny, tmp_path):
     run = RunDirectory.open(next((tmp_path / "rehearsals" / "rehearsal").iterdir()))
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert [row["aqn/sigma"] > 0 for row in read_jsonl(run.metrics_file)] == [False, True]
-    assert {entry["modules"] for entry in run.facts()["lora"].values()} == {LAYERS, 2 * LAYERS}
+    assert {entry["modules"] for entry in run.facts()["lora"].values()} == {LAYERS, 2 * LAYERS} if family == (
+        "qwen2_moe") else {LAYERS}
+
+    recipe = read_recipe(run.config())
+    for rank in run.facts()["memory"]:
+        for term, formula in terms(estimate(plan_of(recipe), settings_of(recipe), rank["stage"])).items():
+            assert rank[term] == pytest.approx(formula, rel=0.25 if term == "sync buffers" else 0.02), term
+        assert (rank["adapters"], rank["gradients"]) == (rank["adapters, back"], rank["gradients, back"])
+        assert rank["KV cache"] % rank["KV cache of a token"] == 0 < rank["KV cache"]
+    text = (run.path / "rehearsal.md").read_text()
+    assert "## Memory, measured and planned" in text and "**Warning**" not in text

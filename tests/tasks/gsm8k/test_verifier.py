@@ -223,7 +223,7 @@ def test_numbers_are_bounded():
     assert extract_answer("7 or " + "9" * 5000) is None  # int() refuses more than 4300 digits
 
 
-# Each of these is quadratic, or fails, for some plausible way to write the verifier (1 MB of each).
+# Each of these is quadratic, or fails, for some plausible way to write the verifier (half a MB of each).
 HOSTILE_UNITS = [
     "9", "9,", "1,000,", ",", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1",
     "\\frac{1",
@@ -233,15 +233,14 @@ HOSTILE_UNITS = [
 HOSTILE_STARTS = ["", "#### ", "#### 1", "\\frac{1"]
 
 
-def test_a_megabyte_of_anything_is_read_in_linear_time():
-    """Quadratic time is 10^10 steps or more, many minutes; the limit only ends such a run, linear time takes a second
-    or two."""
+def test_half_a_megabyte_of_anything_is_read_in_linear_time():
+    """Quadratic time is 10^10 steps or more, minutes; the limit only ends such a run, linear time takes a second."""
     program = (
         "import faulthandler, json, sys\n"
         "from mindspeed_qerl.tasks.gsm8k.verifier import score\n"
         "for start, unit in json.loads(sys.argv[1]):\n"
         "    faulthandler.dump_traceback_later(60, exit=True)\n"
-        "    text = start + unit * (10**6 // len(unit)) + 'z'\n"
+        "    text = start + unit * (5 * 10**5 // len(unit)) + 'z'\n"
         "    print(int(score(text, '1', 'strict')), int(score(text, '1')))\n"
     )
     texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS if not start or unit in " ,9*\\$"]
