@@ -92,20 +92,19 @@ def precision(image: Path) -> None:
     print(image, flush=True)
 
 
-def kl_by_sigma(root: Path, dtype: str) -> list[dict]:
-    """Means over each stage of a run whose sigma rises from 0.001 to 0.3 and that learns nothing; the first stage is
-    without noise."""
+def rows_by_sigma(root: Path, dtype: str, *more: str) -> list[list[dict]]:
+    """The metrics of each stage of a run whose sigma rises from 0.001 to 0.3 and that learns nothing; the first stage
+    is without noise. `more` are overrides."""
     overrides = ["aqn=qerl", "aqn.sigma_start=0.001", "aqn.sigma_end=0.3", f"aqn.num_stages={STAGES}",
                  f"megatron_training.train_iters={STAGES * DRAWS}", "megatron_training.save_interval=100000",
                  "actor_config.lr=1e-12", f"generate_config.dtype={dtype}", "eval.n_problems=1", "eval.every=1000",
                  f"run.root={root}",
-                 f"run.name={dtype}", "run.tensorboard=false"]
+                 f"run.name={'-'.join([dtype, *more])}", "run.tensorboard=false", *more]
     subprocess.run([sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu", *overrides], cwd=ROOT,
                    check=True, stdout=subprocess.DEVNULL)
-    (file,) = (root / dtype).glob("*/metrics.jsonl")
+    (file,) = (root / "-".join([dtype, *more])).glob("*/metrics.jsonl")
     rows = read_jsonl(file)
-    return [{name: np.mean([row[name] for row in rows[start:start + DRAWS]]) for name in NAMES}
-            for start in range(0, len(rows), DRAWS)]
+    return [rows[start:start + DRAWS] for start in range(0, len(rows), DRAWS)]
 
 
 def growth(image: Path) -> None:
@@ -116,7 +115,8 @@ def growth(image: Path) -> None:
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         kl, size = figure.subplots(1, 2)
         for dtype, color, marker in (("float32", GREEN, "o"), ("bfloat16", BLUE, "s")):
-            rows = kl_by_sigma(Path(root), dtype)
+            rows = [{name: np.mean([row[name] for row in stage]) for name in NAMES}
+                    for stage in rows_by_sigma(Path(root), dtype)]
             floor, noisy = rows[0]["mismatch/k3"], rows[1:]
             sigma, k3 = (np.array([row[name] for row in noisy]) for name in ("aqn/measured_std", "mismatch/k3"))
             large = sigma > 0.02  # below it a single token that goes to other experts outweighs all the rest

@@ -96,8 +96,9 @@ def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     token = tmp_path / "token"
     token.touch()
     machine |= {**prepare(config, tmp_path, 2 if "2x8" in config else 1), "NODE_ADDR": "127.0.0.1",
-                "RAY_AUTH_TOKEN_PATH": str(token),
-                "TRAINING": "echo $ATB_HOME_PATH, $ASCEND_OPP_PATH, $HCCL_SOCKET_IFNAME, $LD_PRELOAD; umask"}
+                "ONE_NODE": str(int("2x8" not in config)), "RAY_AUTH_TOKEN_PATH": str(token),
+                "TRAINING": "until ((ONE_NODE)) || grep -q -e --watch $RECORD; do :; done; "
+                            "echo $ATB_HOME_PATH, $ASCEND_OPP_PATH, $HCCL_SOCKET_IFNAME, $LD_PRELOAD; umask"}
     done = launch(machine, box, script, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.findall(r"│   (\S.*?)\s+│ (?:warning|failed)", done.stdout)

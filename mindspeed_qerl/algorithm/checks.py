@@ -101,6 +101,22 @@ def tokens_fault(trained: int, sampled: int, epochs: int) -> str | None:
             f"{sampled * epochs:,}. A mask, or the way of the answers to the ranks, loses or repeats some")
 
 
+def replay_fault(replayed: int, recorded: int, epochs: int) -> str | None:
+    """Whether each token that has routes was replayed, once an epoch.
+
+    Args:
+        replayed: tokens, over all updates and ranks; every layer counts as many. recorded: tokens with routes, of the
+            answers that are trained; 0 where nothing is replayed.
+
+    >>> replay_fault(replayed=20, recorded=10, epochs=2)
+    """
+    if replayed == recorded * epochs:
+        return None
+    return (f"the routes of {replayed:,} tokens were replayed, and {recorded:,} were recorded, to be replayed "
+            f"{epochs} times: {recorded * epochs:,}. The model that trains is not the one that has the routes, "
+            "or the way of the routes to the ranks loses some")
+
+
 def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
     """Whether the advantages of each group add up to 0, as every estimator's do.
 
@@ -233,11 +249,12 @@ class StepChecks:
         self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"])
                       for row in earlier if row.get("aqn/expected_std")]
 
-    def check(self, step: int, values: Mapping[str, float], tokens: int) -> list[str]:
+    def check(self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0) -> list[str]:
         """New warnings, each once a run; EngineError for numbers that cannot be true.
 
         Args:
-            values: metrics of `step`, by our names. tokens: to be trained in each epoch.
+            values: metrics of `step`, by our names. tokens: to be trained in each epoch. routes: tokens whose routes
+                are to be replayed in each epoch.
         """
         recipe, noise, dtype = self.recipe, values.get("aqn/expected_std", 0.0), self.recipe.model.dtype
         faults, warnings = [], {"effective sample size": self._uneven(values)}
@@ -251,7 +268,8 @@ class StepChecks:
             other = bool(hardware.rollout or hardware.training)
             faults += [mismatch_fault(k3, noise, values["entropy/mean"], dtype, other, self.routed),
                        loss_fault(values, recipe.algorithm),
-                       tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs)]
+                       tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs),
+                       replay_fault(values.get("routing/replayed_tokens", 0), routes, recipe.batch.epochs)]
             warnings["mismatch"] = mismatch_warning(k3, noise, dtype, other)
         if faults := [fault for fault in faults if fault]:
             raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))

@@ -244,18 +244,18 @@ class RunObserver:
         if ranks[0]["aqn"]:
             self.progress.message(f"AQN targets {len(ranks[0]['aqn'])} RMSNorm layers: {', '.join(ranks[0]['aqn'])}")
 
-    def stepped(self, step: int, metrics: dict[str, float], values: dict[str, float], tokens: int,
+    def stepped(self, step: int, metrics: dict[str, float], values: dict[str, float], tokens: int, routes: int,
                 experience: dict[str, list]) -> None:
         """One row of metrics.jsonl, and samples of this step's answers, after update `step`. EngineError for numbers
         that cannot be true.
 
         Args:
-            metrics: by upstream's names. values: by ours. tokens: that each epoch was to train. experience: the
-            transfer dock's columns, one tensor per answer.
+            metrics: by upstream's names. values: by ours. tokens: that each epoch was to train. routes: tokens whose
+                routes each epoch was to replay. experience: the transfer dock's columns, one tensor per answer.
         """
         self.step, values = step, to_our_names(metrics) | values
         self.metrics.log(step, values)
-        for warning in self.checks.check(step, values, tokens):
+        for warning in self.checks.check(step, values, tokens, routes):
             self.progress.message(f"Warning: {warning}")
         if "aqn/sigma" in values and values["aqn/sigma"] > 0:
             self.progress.message(f"AQN step {step}: Applied noise to {values['aqn/layers']} RMSNorm layers: "

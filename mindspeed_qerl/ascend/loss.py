@@ -19,6 +19,7 @@ from mindspeed_rl.utils.compute import get_parallel_state
 from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks.prompts import text_of
 
@@ -87,10 +88,14 @@ class QeRLLoss(BaseLossFunc):
 
 
 class QeRLActor(Actor):
-    """Upstream's training engine; a mini-batch without a token to train is no update."""
+    """Upstream's training engine; a mini-batch without a token to train is no update, and routes are replayed."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        recipe = self.loss_func.recipe
+        self.routes = RoutedPasses(self.model[0], recipe) if recipe.algorithm.routing_replay != "none" else None
+        if self.routes:
+            self.forward_backward_func = self.routes.around(self.forward_backward_func)
         step = self.optimizer.step
 
         def step_if_trained() -> tuple[bool, float, int]:

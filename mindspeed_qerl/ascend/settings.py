@@ -100,6 +100,7 @@ def validate(recipe: Recipe) -> Iterator[str]:
 def faults_of_values(recipe: Recipe) -> Iterator[str]:
     """What this engine cannot do, whatever model and files are there: a rehearsal asks it too."""
     yield from _wrong_pairs(recipe)
+    yield from _cannot_replay(recipe)
     if recipe.task.prompt != "chat":
         yield (f"task.prompt = {recipe.task.prompt!r} must be 'chat': the packed training rows hold chat prompts, and "
                "evaluation must ask alike")
@@ -138,6 +139,31 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[str]:
         place = f"model.{name}" if name else "megatron_training"
         yield (f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load balancing loss to "
                f"GRPO's (megatron_config.py:372): set {place}.moe_aux_loss_coeff=0.0, or the value that is meant")
+
+
+def _cannot_replay(recipe: Recipe) -> Iterator[str]:
+    """Faults of algorithm.routing_replay with what goes another way than its routes."""
+    mode, values = recipe.algorithm.routing_replay, Values(recipe.sections)
+    if mode == "none":
+        return
+    chosen = f"algorithm.routing_replay = {mode!r}"
+    if not recipe.model.arguments.get("num_experts"):
+        yield f"{chosen} with a model that has no experts: there are no routes to replay; set it to none"
+    if recipe.layout.cp > 1:
+        yield (f"{chosen} with context_parallel_size = {recipe.layout.cp}: a rank has parts of a sequence, and routes "
+               "are replayed over whole ones; set one of them to 1, the other to none")
+    if recipe.layout.layers_per_virtual_stage:
+        yield (f"{chosen} with num_layers_per_virtual_pipeline_stage = {recipe.layout.layers_per_virtual_stage}: each "
+               "forward pass is checked to go through all layers of a rank, and would have one chunk's; leave it out")
+    for key in ("use_remove_padding", "use_dynamic_bsz"):
+        place, value = values.get(f"rl_config.{key}")
+        if value:
+            yield (f"{chosen} with {place} = {value}: tokens of several answers become one sequence, in an order that "
+                   f"routes are not brought into; set {place}=false")
+    place, value = values.get("generate_config.enable_prefix_caching")
+    if mode == "rollout" and value:
+        yield (f"{chosen} with {place} = {value}: vLLM computes no routes for tokens that it finds in its cache; set "
+               f"{place}=false")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:

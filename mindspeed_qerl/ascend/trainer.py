@@ -19,8 +19,12 @@ from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_k
 from mindspeed_qerl.algorithm.checks import advantages_fault, ends_fault, impossible
 from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
+from mindspeed_qerl.ascend.routing import COLUMN, unpack
 from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import join
+from mindspeed_qerl.routing.replay import routing_metrics, total
+from mindspeed_qerl.routing.routes import routes_fault
 from mindspeed_qerl.tasks.prompts import text_of
 
 Answers = dict[str, list[torch.Tensor]]  # column of the transfer dock -> a tensor [length] for each answer
@@ -44,7 +48,7 @@ class OurDataStrategy(DataStrategy):
     experience: Answers | None = None
 
     def build_grpo(self, *args: Any, addition_columns: list[str], **kwargs: Any) -> Any:
-        return super().build_grpo(*args, addition_columns=[*addition_columns, *SAMPLED, "trained"], **kwargs)
+        return super().build_grpo(*args, addition_columns=[*addition_columns, *SAMPLED, "trained", COLUMN], **kwargs)
 
     def clear_main(self, consumer: str | None = None) -> None:
         self.experience = ray.get(self.td.get_experience_data.remote())
@@ -63,11 +67,12 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def __init__(self, *args: Any, observer: Any, **kwargs: Any):
         grpo_trainer_hybrid.DataStrategy = OurDataStrategy
-        super().__init__(*args, **kwargs)
         self.observer, self.recipe = observer, observer.recipe
+        self.routers = read_shape(self.recipe.model.path).routers
+        super().__init__(*args, **kwargs)
         self.batches_asked = self.actor_worker.rl_config.batches_asked
         self.values: dict[str, float] = {}  # of this step
-        self.tokens = 0  # of this step, that each epoch is to train
+        self.tokens = self.routes = 0  # of this step, that each epoch is to train, and to replay routes of
         self.wandb = self
 
     def fit(self, data_iters: Iterator) -> None:
@@ -77,6 +82,12 @@ class QeRLTrainer(RayGRPOTrainer):
         if iteration == 0:
             self._evaluate(0)
         super().fit(data_iters)
+
+    def set_actor_log_prob_skip_flag(self) -> None:
+        """Upstream's; a pass that is to record routes is not left out."""
+        super().set_actor_log_prob_skip_flag()
+        if self.recipe.algorithm.routing_replay == "record":
+            self.skip_actor_log_prob = self.actor_worker.skip_actor_log_prob = False
 
     def compute_advantage(self, blocking: bool = False, guarantee_order: bool = False) -> None:
         """Which of the scored answers are trained, and their advantages, into the dock's columns `trained`,
@@ -117,6 +128,16 @@ class QeRLTrainer(RayGRPOTrainer):
         lengths = _numbers(answers["response_length"]).astype(int)
         self.tokens = int(lengths[trained].sum())
         mask = (np.arange(tokens.shape[1]) < lengths[:, None]) & trained[:, None]
+        self.routes = int(lengths.sum() + _numbers(answers["prompt_length"]).sum()) - len(tokens)
+        for row, (response, routes) in enumerate(zip(answers["responses"], answers.get(COLUMN, ()))):
+            try:
+                seen = int(answers["prompt_length"][row]) + len(response) - 1
+                fault = routes_fault(unpack(routes, self.routers), seen, self.routers)
+            except ValueError as error:
+                fault = str(error)
+            if fault:
+                raise EngineError(f"answer {row + 1}, {text_of(self.recipe.model.path, response)[:200]!r}: {fault}. "
+                                  "Nothing can be replayed (algorithm.routing_replay)")
         before = np.zeros((len(tokens), 1), dtype=int)  # `ends_fault` knows sequences whose first token is no answer's
         if fault := "\n".join(filter(None, (
                 advantages_fault(advantages, self.n_samples_per_prompt),
@@ -164,7 +185,8 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _scored(self) -> Answers:
         """The answers in the dock, once all are scored."""
-        return self._columns([*OF_AN_ANSWER, *self.dataset_additional_keys])
+        routes = [COLUMN] if self.recipe.algorithm.routing_replay == "rollout" else []
+        return self._columns([*OF_AN_ANSWER, *routes, *self.dataset_additional_keys])
 
     def _columns(self, names: list[str]) -> Answers:
         """Of all answers in the dock, once they are there."""
@@ -210,7 +232,9 @@ class QeRLTrainer(RayGRPOTrainer):
         return {**reward_metrics(self._rewards(answers), self.n_samples_per_prompt),
                 "response/length_mean": _numbers(answers["response_length"]).mean(),
                 "response/truncated_fraction": _numbers(answers["truncated"]).mean(),
-                "selection/sampled_groups": groups, "selection/trained_groups": groups}
+                "selection/sampled_groups": groups, "selection/trained_groups": groups,
+                **({"routing/captured_tokens": sum(int(routes[0]) for routes in answers[COLUMN])}
+                   if COLUMN in answers else {})}
 
     def log_metrics(self, metrics: dict[str, float], iteration: int) -> None:
         """Called by `fit` after update `iteration`."""
@@ -219,7 +243,11 @@ class QeRLTrainer(RayGRPOTrainer):
         if self.tokens:
             values |= {name: metric.value() for name, metric in trained.items()}
             values["selection/trained_tokens"] = trained["mismatch/k1"].count
-        self.observer.stepped(iteration, metrics, values, self.tokens, self.data_strategy.experience)
+        if self.recipe.algorithm.routing_replay != "none":
+            counts = total(self.actor_worker.execute_sync_command("take_routing"))
+            values |= routing_metrics(counts, self.routers) if self.tokens else {}
+        routes = self.routes if self.recipe.algorithm.routing_replay != "none" else 0
+        self.observer.stepped(iteration, metrics, values, self.tokens, routes, self.data_strategy.experience)
         if self.observer.wants_proof(iteration):
             self.observer.proved(iteration, join(self.actor_worker.execute_sync_command("prove")))
         self._evaluate(iteration)

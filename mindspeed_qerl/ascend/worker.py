@@ -3,7 +3,8 @@ evaluation."""
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import ray
@@ -14,21 +15,24 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
 from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.ascend import loss, ports, proof, weights
+from mindspeed_qerl.ascend import loss, ports, proof, routing, weights
 from mindspeed_qerl.ascend.measure import Meter
+from mindspeed_qerl.ascend.recorder import AscendRecorder
 from mindspeed_qerl.ascend.settings import epoch_steps
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.checkpoint import EXPERTS
 from mindspeed_qerl.lora.proof import Movement, join
+from mindspeed_qerl.routing.replay import Counts
 from mindspeed_qerl.seeds import derived_seed
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
-    """Upstream's vLLM engine with four changes: prompts as token ids, answers with the log-probs that they were drawn
-    by, AQN on the norms, a seed for each prompt."""
+    """Upstream's vLLM engine with five changes: prompts as token ids, answers with the log-probs that they were drawn
+    by and with their routes, AQN on the norms, a seed for each prompt."""
 
     injector: NoiseInjector | None = None  # None: AQN is off
+    recorder: AscendRecorder | None = None  # None: no routes are asked
     noise_step: int | None = None  # step, from 0, whose noise the next weight sync brings; None: a clean model
     noise_report: NoiseReport | None = None  # of the last sync
     seed_of: tuple[str, int] = ("rollout", 0)  # or "evaluation", and the step: what the next prompts' seeds are of
@@ -55,18 +59,24 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         super().offload_model_weights()
 
     @torch.no_grad()
-    def sample(self, prompts: list[list[int]], **sampling: Any) -> list[list[Any]]:
-        """For each prompt, token ids, its answers as vLLM's CompletionOutput. sampling: other sampling parameters.
+    def sample(self, prompts: list[list[int]], record_routes: bool = False, **sampling: Any) -> list[list[Any]]:
+        """For each prompt, token ids, its answers as vLLM's CompletionOutput; with `record_routes` and a recorder,
+        which all ranks have or none has, with an attribute `routes`. sampling: other sampling parameters.
 
         Upstream's `generate_sequences` decodes the prompts with skip_special_tokens=True (vllm_engine.py:489), which
         loses the chat template, and cuts the answers at the padding token, which a model may say."""
         self.init_cache_engine()
-        with self.update_sampling_params(**sampling):
+        recorder = self.recorder if record_routes else None
+        with self.update_sampling_params(**sampling), recorder.recording() if recorder else nullcontext():
             outputs = self.llm.generate(prompts=[{"prompt_token_ids": ids} for ids in prompts],
                                         sampling_params=[self._sampling_params(ids) for ids in prompts],
                                         use_tqdm=False)
         self.free_cache_engine()
-        return [output.outputs for output in outputs]
+        groups = [output.outputs for output in outputs]
+        if recorder:
+            for answer, routes in zip(chain(*groups), chain(*recorder.take(outputs))):
+                answer.routes = routes
+        return groups
 
     def _sampling_params(self, prompt: list[int]) -> Any:
         """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends on that seed, the
@@ -114,6 +124,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         recipe = self.rl_config.qerl
         if recipe.noise.enabled:
             rollout.injector = NoiseInjector(rollout.model, **recipe.noise_arguments(epoch_steps(recipe)))
+        if recipe.algorithm.routing_replay == "rollout":
+            runner = rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+            rollout.recorder = AscendRecorder(runner, read_shape(recipe.model.path).routers,
+                                              recipe.batch.max_model_len, rollout.model)
         return rollout
 
     def _build_sharding_manager(self) -> Any:
@@ -144,10 +158,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def sync_generate_process(self, batch_data: dict[str, torch.Tensor], experience_count: int, index: list[int],
                               pad_token_id: int) -> None:
         """Answers to one dispatch of prompts, each of which stands n times side by side, into the transfer dock: token
-        ids, their log-probs under the policy that sampled, and whether the limit cut them off."""
+        ids, their log-probs under the policy that sampled, whether the limit cut them off, and routes if asked."""
         prompts = truncate_rows(batch_data["prompts"], batch_data["prompt_length"])
         asked = [prompt.tolist() for prompt in prompts[::self.rl_config.n_samples_per_prompt]]
-        answers = [answer for group in self.inference_model.sample(asked) for answer in group]
+        answers = [answer for group in self.inference_model.sample(asked, record_routes=True)
+                   for answer in group]
         responses = [torch.tensor(answer.token_ids) for answer in answers]
         self.collect_transfer_dock_data({
             "responses": responses, "response_length": [torch.tensor([len(response)]) for response in responses],
@@ -156,12 +171,27 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                                                zip(answer.token_ids, answer.logprobs, strict=True)])
                                  for answer in answers],
             "truncated": [torch.tensor([int(answer.finish_reason == "length")]) for answer in answers],
+            **({routing.COLUMN: [routing.pack(answer.routes) for answer in answers]}
+               if self.inference_model.recorder else {}),
         }, index, use_vllm=True, is_generate=True)
 
     def dispatch_transfer_dock_data(self, stage: str, columns: list[str], *args: Any, **kwargs: Any) -> tuple:
-        """Upstream's; an update gets the columns that our loss needs, too."""
-        return super().dispatch_transfer_dock_data(
-            stage, [*columns, *loss.COLUMNS] if stage == "actor_train" else columns, *args, **kwargs)
+        """Upstream's; an update gets the columns that our loss needs, too, and whoever replays routes gets those."""
+        replayed = {"none": (), "record": ("actor_train",), "rollout": ("actor_log_prob", "actor_train")}
+        more = loss.COLUMNS if stage == "actor_train" else ()
+        if stage in replayed[self.rl_config.qerl.algorithm.routing_replay]:
+            more = *more, routing.COLUMN
+        return super().dispatch_transfer_dock_data(stage, [*columns, *more], *args, **kwargs)
+
+    def collect_transfer_dock_data(self, output: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Upstream's; the log-probs before the update go with the routes of their pass, if those were recorded."""
+        if "old_log_prob" in output and self.rl_config.qerl.algorithm.routing_replay == "record":
+            output[routing.COLUMN] = self.actor_hybrid.train_actor.routes.recorded
+        super().collect_transfer_dock_data(output, *args, **kwargs)
+
+    def take_routing(self) -> dict[int, Counts]:
+        """What this rank's routers replayed since the last call, by layer."""
+        return self.actor_hybrid.train_actor.routes.take_counts()
 
     def take_metrics(self) -> dict[str, Metric]:
         """Of this rank's updates since the last call; of several ranks with the same logits the first one's."""

@@ -3,9 +3,12 @@ no torch here."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindspeed_qerl.routing.routes import Routers
 
 LARGEST = 10 ** 9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers or other tensors
@@ -42,6 +45,14 @@ class ModelShape:
     @property
     def moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def routers(self) -> "Routers":
+        """Every layer has one, or none has (ALIKE)."""
+        from mindspeed_qerl.routing.routes import Routers  # numpy: a plan goes without
+
+        return Routers(tuple(range(self.num_hidden_layers if self.moe else 0)), self.num_experts,
+                       self.num_experts_per_tok)
 
 
 @dataclass(frozen=True)

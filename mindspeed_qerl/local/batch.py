@@ -41,6 +41,8 @@ class Batch:
     advantages: np.ndarray  # float32 [N]
     old_logprobs: np.ndarray | None = None  # float32 [N, L-1] before this step's first update; None: the ratio is 1
     reference_logprobs: np.ndarray | None = None  # float32 [N, L-1] of the base model; None: no KL term
+    # [N, L-1, layers, top_k] of the token at t, for all tokens but the last of each row; None: the trainer's own
+    routes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,9 +64,10 @@ class Batch:
 
 
 def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
-                logprobs: Sequence[Sequence[float]], advantages: np.ndarray) -> Batch:
+                logprobs: Sequence[Sequence[float]], advantages: np.ndarray,
+                routes: Sequence[np.ndarray] | None = None) -> Batch:
     """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log probabilities of
-    its tokens."""
+    its tokens, `routes[i]` [length - 1, layers, top_k] the experts that its tokens went to, prompt included."""
     lengths = np.array([len(p) + len(c) for p, c in zip(prompts, completions)], dtype=np.int64)
     count, longest = len(lengths), int(lengths.max())
     tokens = np.zeros((count, longest), dtype=np.int64)
@@ -75,7 +78,12 @@ def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence
         predicted = slice(len(prompt) - 1, lengths[row] - 1)
         mask[row, predicted] = True
         rollout_logprobs[row, predicted] = logprob
-    return Batch(tokens, lengths, mask, rollout_logprobs, np.asarray(advantages, dtype=np.float32))
+    replayed = None
+    if routes is not None:
+        replayed = np.zeros((count, longest - 1, *routes[0].shape[1:]), dtype=routes[0].dtype)
+        for row, of_row in enumerate(routes):
+            replayed[row, : len(of_row)] = of_row
+    return Batch(tokens, lengths, mask, rollout_logprobs, np.asarray(advantages, dtype=np.float32), routes=replayed)
 
 
 def deal(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:

@@ -25,9 +25,10 @@ from mindspeed_qerl.local.batch import Batch, PromptOrder, deal_mini_batches
 from mindspeed_qerl.local.data import Data, load_data
 from mindspeed_qerl.local.processes import Processes, WorkerError, launch, memory_in_use
 from mindspeed_qerl.local.rollout import Completion
-from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select, tokens_to_train
+from mindspeed_qerl.local.sampled import Sampled, check_answers, select, tokens_to_replay, tokens_to_train
 from mindspeed_qerl.lora.proof import in_words, join
 from mindspeed_qerl.recipe.types import Layout, Recipe
+from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
@@ -80,6 +81,12 @@ class LocalEngine:
         """Ids of the tokens that end an answer."""
         return {self.data.tokenizer.eos_token_id} - {None} | end_tokens(self.recipe.model.path)
 
+    @cached_property
+    def routers(self) -> Routers | None:
+        """Those whose choices the rollout records; None if they are not replayed."""
+        replayed = self.recipe.algorithm.routing_replay == "rollout"
+        return read_shape(self.recipe.model.path).routers if replayed else None
+
     def train(self) -> None:
         """All iterations."""
         recipe, started = self.recipe, time.perf_counter()
@@ -111,6 +118,7 @@ class LocalEngine:
         with self._timed("reward"):
             batch, of_rewards = select(sampled, kept, recipe, self.logprobs_before) if len(kept) else (None, {})
             tokens = tokens_to_train(sampled, kept, recipe, batch, self.ends) if len(kept) else 0
+        routes = tokens_to_replay(batch, recipe) if tokens and recipe.algorithm.routing_replay != "none" else 0
         if tokens:
             self.progress.phase("update")
             trained = self.update(batch)
@@ -126,10 +134,12 @@ class LocalEngine:
                   "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
                   "response/truncated_fraction": np.mean([answer.truncated for answer in sampled.answers]),
                   "selection/sampled_groups": len(sampled.rewards) // n, "selection/trained_groups": len(kept),
+                  **({"routing/captured_tokens": sum(len(answer.routes) for answer in sampled.answers)}
+                     if self.routers else {}),
                   **trained, **(noise.to_metrics() if noise else {}), **self.seconds,
                   "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
-        for warning in self.checks.check(step, values, tokens):
+        for warning in self.checks.check(step, values, tokens, routes):
             self.progress.message(f"Warning: {warning}")
         shown = zip(sampled.rows[: recipe.run.rollout_samples], sampled.texts, sampled.rewards)
         self.metrics.log_rollouts(step, [{"question": row.question, "response": text, "answer": row.answer,
@@ -173,7 +183,7 @@ class LocalEngine:
                 rewards = rewards + overlong_penalty(lengths, selection.rollout_max_tokens, selection.overlong_buffer,
                                                      selection.overlong_buffer_penalty_factor)
             sampled = Sampled(rows, [task.prompts[i] for i in asked], answers, texts, rewards, scores)
-            check_logprobs(sampled)
+            check_answers(sampled, self.routers)
         return sampled, noise
 
     def logprobs_before(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -296,8 +306,9 @@ class LocalEngine:
                     "temperature": recipe.sampling.temperature if temperature is None else temperature}
         drawn = f"{purpose} {batch}" if batch else purpose
         seed, hardware_error = derived_seed(recipe.run.seed, drawn, step), recipe.hardware_error.arguments(purpose)
+        record_routes = purpose == "rollout" and self.routers is not None
         groups, noise = self.processes.on_rollouts(
-            "generate", prompts, n, seed, sampling, noise_step, hardware_error)[0]
+            "generate", prompts, n, seed, sampling, noise_step, hardware_error, record_routes)[0]
         return [answer for group in groups for answer in group], noise
 
     def _decode(self, answers: Sequence[Completion]) -> list[str]:

@@ -18,6 +18,7 @@ import ray
 
 from mindspeed_qerl import private_ray
 from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 
@@ -158,9 +159,10 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
         ranks = [Worker(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
                         _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
                  for rank in range(world)]
+        routers = read_shape(recipe.model.path).routers if recipe.algorithm.routing_replay == "rollout" else None
         shared = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len,
                       max_num_seqs=recipe.rollout.max_num_seqs, kv_cache_gib=recipe.local.kv_cache_gib,
-                      aqn=recipe.noise_arguments(epoch), tp_size=size, port=free_port())
+                      aqn=recipe.noise_arguments(epoch), routers=routers, tp_size=size, port=free_port())
         numbers = [str(rank) for rank in range(size)] if size > 1 else [""]
         yield Processes(ranks, [
             Worker(f"rollout engine {number}".strip(), "mindspeed_qerl.local.rollout", "RolloutEngine",

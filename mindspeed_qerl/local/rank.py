@@ -21,6 +21,7 @@ from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay, routing_metrics, total
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.prompts import text_of
 
@@ -74,6 +75,8 @@ class TrainRank:
             lr_warmup_steps=int(adam.lr_warmup_fraction * recipe.run.train_iters),
             lr_decay_steps=recipe.run.train_iters, lr_decay_style=adam.lr_decay_style, start_wd=adam.weight_decay,
             end_wd=adam.weight_decay, wd_incr_steps=recipe.run.train_iters, wd_incr_style="constant")
+        self.routers, mode = shape.routers, recipe.algorithm.routing_replay
+        self.replay = RouteReplay(self.model, shape.routers, self.tp_rank, self.tp_size) if mode != "none" else None
         self.parts = self._divide_sync()
         arithmetic = recipe.hardware_error.arguments("training")
         self.hardware_error = HardwareErrorMode(**arithmetic) if arithmetic else None
@@ -93,12 +96,14 @@ class TrainRank:
         """Whether this rank answers for `parameter` among the data-parallel ranks that hold the same."""
         return (self.data_group if parameter.allreduce else self.expert_data_group).rank() == 0
 
-    def _run(self, shard: Batch, size: int, outcome: Callable, forward_only: bool = False) -> list:
+    def _run(self, shard: Batch, size: int, outcome: Callable, forward_only: bool = False,
+             recorded: list[MicroBatch] | None = None) -> list:
         """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, ...).
 
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
         float32 [n, l-1], and returns the result; without `forward_only` it is called with its entropy, too, and
-        returns (loss, result). Returns the results.
+        returns (loss, result). Returns the results. The routes of the shard, if it has some, are replayed; `recorded`
+        is given those that each micro-batch took.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -107,7 +112,14 @@ class TrainRank:
             rows, micro = next(iterator)
             length = micro.tokens.shape[1]
             tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # shared in sequence
-            logits = model(tokens, torch.arange(tokens.shape[1], device=self.device).expand_as(tokens), None)
+            positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+            with contextlib.ExitStack() as replay:
+                if micro.routes is not None or recorded is not None:
+                    routes = self._routes_of(micro, tokens.shape[1])
+                    replay.enter_context(self.replay.forward(routes))
+                    if recorded is not None:
+                        recorded.append(routes)
+                logits = model(tokens, positions, None)
 
             def finish(logits, non_loss_data=False):
                 logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
@@ -128,6 +140,15 @@ class TrainRank:
             model=self.model, num_microbatches=len(parts), seq_length=shard.tokens.shape[1], micro_batch_size=size,
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
+    def _routes_of(self, micro: Batch, length: int) -> MicroBatch:
+        """The routes of a micro-batch that is padded to `length`, in Megatron's order: position by position."""
+        known = np.arange(length)[:, None] < micro.lengths - 1
+        if micro.routes is None:
+            return MicroBatch(None, self._tensor(known.flatten()))
+        routes = np.zeros((length, *micro.routes.swapaxes(0, 1).shape[1:]), dtype=micro.routes.dtype)
+        routes[: micro.routes.shape[1]] = micro.routes.swapaxes(0, 1)
+        return MicroBatch(self._tensor(routes.reshape(-1, *routes.shape[2:])), self._tensor(known.flatten()))
+
     def _check(self, micro: Batch, logprobs: torch.Tensor) -> None:
         """RuntimeError that names the answer where a log probability of a token to train is none."""
         if fault := logprobs_fault(logprobs.detach().cpu().numpy(), micro.mask, micro.tokens[:, 1:],
@@ -136,8 +157,8 @@ class TrainRank:
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:
-        """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included) with `reference`;
-        zeros but on the last pipeline stage."""
+        """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its own routes) with
+        `reference`; zeros but on the last pipeline stage."""
         result = np.zeros(shard.mask.shape, dtype=np.float32)
 
         def keep(rows, micro, logprobs):
@@ -145,8 +166,30 @@ class TrainRank:
 
         size = self.recipe.batch.ref_forward if reference else self.recipe.batch.actor_forward
         with adapters_disabled(self.model) if reference else contextlib.nullcontext():
-            self._run(shard, size, keep, forward_only=True)
+            self._run(replace(shard, routes=None) if reference else shard, size, keep, forward_only=True)
         return result
+
+    def recorded(self, shard: Batch) -> Batch:
+        """`shard` with the log-probs of the policy as it is, and the routes of that pass, of this rank's layers."""
+        result, micros, size = np.zeros(shard.mask.shape, dtype=np.float32), [], self.recipe.batch.actor_forward
+        routes = np.zeros((*shard.mask.shape, len(self.routers.layers), self.routers.top_k), self.routers.dtype)
+
+        def keep(rows, micro, logprobs):
+            result[rows, : logprobs.shape[1]] = logprobs.cpu().numpy()
+
+        with torch.no_grad():
+            self._run(shard, size, keep, forward_only=True, recorded=micros)
+        for start, micro in zip(range(0, len(shard), size), micros):
+            of_micro = routes[start : start + size]
+            for layer, chosen in micro.chosen.items():
+                if len(chosen) < len(micro.known):  # under sequence parallelism a rank decides for its part
+                    parts = [torch.empty_like(chosen) for _ in range(self.tp_size)]
+                    dist.all_gather(parts, chosen.contiguous(), group=self.tp_group)
+                    chosen = torch.cat(parts)
+                by_answer = chosen.cpu().numpy().reshape(-1, len(of_micro), self.routers.top_k).swapaxes(0, 1)
+                length = min(routes.shape[1], by_answer.shape[1])
+                of_micro[:, :length, self.replay.index[layer]] = by_answer[:, :length]
+        return replace(shard, old_logprobs=result, routes=routes)
 
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
@@ -172,6 +215,8 @@ class TrainRank:
         of each. Returns its metrics, the same on every rank but for time/logprobs and time/update, seconds."""
         started = time.perf_counter()
         with self._arithmetic("arithmetic"):
+            if self.recipe.algorithm.routing_replay == "record":
+                shards = [self.recorded(shard) for shard in shards]
             if self.recipe.algorithm.loss_kl_coefficient > 0:
                 shards = [replace(shard, reference_logprobs=self.logprobs(shard, reference=True)) for shard in shards]
             if len(shards) * epochs == 1:  # with a single update the policy that is trained is the policy before it
@@ -184,7 +229,7 @@ class TrainRank:
         return {**metrics, "time/logprobs": forward_seconds, "time/update": seconds - forward_seconds}
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
-        parts, grad_norms = [], []
+        parts, grad_norms, counts = [], [], []
         updates = 0
         for shard in shards:
             divisor = torch.tensor(denominator(self._tensor(shard.mask), self.recipe.algorithm), device=self.device)
@@ -193,13 +238,20 @@ class TrainRank:
                 continue
             updates += 1
             self.optimizer.zero_grad(set_to_none=False)
-            parts += self._run(shard, self.recipe.batch.micro_batch_size, partial(self._loss, float(divisor)))
+            with self.replay.training() if self.replay else contextlib.nullcontext():
+                parts += self._run(shard, self.recipe.batch.micro_batch_size, partial(self._loss, float(divisor)))
+            if self.replay:
+                counts.append(self.replay.counts())
             grad_norms.append(self._reduce_and_clip())
             self.optimizer.step()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
         merged = self._merge_over_ranks(parts)
         reduced = {name: metric.value() for name, metric in merged.items()}
+        if self.replay:
+            of_ranks = [{}] * self.recipe.layout.world
+            dist.all_gather_object(of_ranks, total(counts))
+            reduced |= routing_metrics(total(of_ranks), self.routers)
         return {**reduced, "selection/trained_tokens": merged["mismatch/k1"].count,
                 "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr, "updates": updates}
 

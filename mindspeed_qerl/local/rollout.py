@@ -7,8 +7,9 @@ around each sync. What the engine then really holds is read back by `movement`.
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,20 @@ from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
 from mindspeed_qerl.lora.proof import join, movement
+from mindspeed_qerl.routing.recorder import RouteRecorder
+from mindspeed_qerl.routing.routes import Routers
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy that sampled."""
+    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy that sampled; and
+    where it computed them, if that was recorded."""
 
     token_ids: list[int]
     logprobs: list[float]
     truncated: bool
+    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to; arrays are not compared with ==
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 def keep_linear_weights() -> None:
@@ -73,13 +79,33 @@ def forget_shared_memory() -> None:
             Path(path).unlink(missing_ok=True)
 
 
+def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:
+    """A recorder that hears every router of vLLM's model in this process; RuntimeError if one is missing."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    recorder, heard = RouteRecorder(worker.model_runner, routers, max_model_len), []
+    for name, module in worker.model_runner.model.named_modules():
+        if isinstance(router := getattr(module, "router", None), BaseRouter):
+            heard.append(int(re.search(r"\blayers\.(\d+)\.", name)[1]))
+            router.set_capture_fn(partial(recorder.capture, heard[-1]))
+    if tuple(sorted(heard)) != routers.layers:
+        raise RuntimeError(f"vLLM has routers in the layers {sorted(heard)}, config.json in {list(routers.layers)}: "
+                           "algorithm.routing_replay=none goes without their routes")
+    return recorder
+
+
 def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
-             **sampling: Any) -> list[list[Completion]]:
-    """Per prompt (token ids) its sampled completions. sampling: keyword arguments of vLLM's SamplingParams."""
+             recorder: RouteRecorder | None = None, **sampling: Any) -> list[list[Completion]]:
+    """Per prompt (token ids) its sampled completions, with their routes if there is a recorder. sampling: keyword
+    arguments of vLLM's SamplingParams."""
+    with recorder.recording() if recorder else contextlib.nullcontext():
+        outputs = _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)  # logprobs of the sampled token alone
+    routes = recorder.take(outputs) if recorder else [[None] * len(output.outputs) for output in outputs]
     return [[Completion(token_ids=list(answer.token_ids),
                         logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
-                        truncated=answer.finish_reason == "length") for answer in output.outputs]
-            for output in _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)]  # of the sampled token alone
+                        truncated=answer.finish_reason == "length", routes=of_answer)
+             for answer, of_answer in zip(output.outputs, of_output)] for output, of_output in zip(outputs, routes)]
 
 
 def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False, seed: int | None = None,
@@ -123,12 +149,14 @@ class RolloutEngine:
         model_dir: Hugging Face directory the weights are first read from. dtype: "float32" or "bfloat16".
         max_model_len: prompt and completion together, tokens. kv_cache_gib: memory for the KV cache.
         aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
+        routers: those of the model, whose choices `generate` records if it is told to; None: it cannot.
         tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every
             method is called on all of them at once, with the same arguments.
     """
 
     def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
-                 aqn: dict | None = None, tp_rank: int = 0, tp_size: int = 1, port: int | None = None):
+                 aqn: dict | None = None, routers: Routers | None = None, tp_rank: int = 0, tp_size: int = 1,
+                 port: int | None = None):
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         keep_linear_weights()
@@ -146,14 +174,15 @@ class RolloutEngine:
             forget_shared_memory()
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
+        self.recorder = route_recorder(self.llm, routers, max_model_len) if routers else None
         # of routed experts: name, module with `w13_weight` [E, 2f, h] and `w2_weight` [E, h, f], how both are packed
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
                                           for weight in (module.w13_weight, module.w2_weight)))
                          for name, module in self.model.named_modules() if isinstance(module, RoutedExperts)]
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
-                 noise_step: int | None = None, hardware_error: dict | None = None) -> tuple[list[list[Completion]],
-                 NoiseReport | None]:
+                 noise_step: int | None = None, hardware_error: dict | None = None, record_routes: bool = False,
+                 ) -> tuple[list[list[Completion]], NoiseReport | None]:
         """Per prompt (token ids) `n` completions, and the noise's report (None without noise). The same call on the
         same weights gives the same completions.
 
@@ -164,7 +193,8 @@ class RolloutEngine:
         """
         with self._policy(noise_step, hardware_error and {**hardware_error, "seed": seed}) as report:
             torch.manual_seed(seed)
-            return complete(self.llm, prompts, n=n, **sampling), report
+            recorder = self.recorder if record_routes else None
+            return complete(self.llm, prompts, recorder=recorder, n=n, **sampling), report
 
     def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None,
                  hardware_error: dict | None = None) -> list[list[float]]:

@@ -12,6 +12,7 @@ from mindspeed_qerl.local.batch import Batch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rollout import Completion
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.routing.routes import Routers, routes_fault
 from mindspeed_qerl.tasks.rows import Row
 
 
@@ -32,10 +33,14 @@ class Sampled:
                        {name: np.concatenate([scores, other.scores[name]]) for name, scores in self.scores.items()})
 
 
-def check_logprobs(sampled: Sampled) -> None:
-    """WorkerError that names the answer, where a log probability of the policy that sampled is no number, or above
-    0."""
-    for row, answer, text in zip(sampled.rows, sampled.answers, sampled.texts):
+def check_answers(sampled: Sampled, routers: Routers | None) -> None:
+    """WorkerError that names the answer, where a log probability of the policy that sampled is no number, or above 0,
+    or where its routes cannot be those of its prompt and its tokens. routers: those that were recorded, if any."""
+    for row, prompt, answer, text in zip(sampled.rows, sampled.prompts, sampled.answers, sampled.texts):
+        tokens = len(prompt) + len(answer.token_ids) - 1  # nobody computed what follows the last one
+        if routers and (fault := routes_fault(answer.routes, tokens, routers)):
+            raise WorkerError(f"the answer {text[:200]!r} to {row.question[:200]!r}: {fault}. Nothing can be replayed "
+                              "(algorithm.routing_replay)")
         logprobs = np.array(answer.logprobs, dtype=float)
         wrong = logprobs[impossible(logprobs)]
         if len(wrong) or len(logprobs) != len(answer.token_ids):
@@ -58,7 +63,8 @@ def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe,
     n, algorithm, rows = recipe.batch.samples_per_prompt, recipe.algorithm, rows_of(kept, recipe)
     answers, missing = [sampled.answers[row] for row in rows], -len(rows) % recipe.batch.mini_answers
     batch = build_batch([sampled.prompts[row] for row in rows], [answer.token_ids for answer in answers],
-                        [answer.logprobs for answer in answers], np.zeros(len(rows)))
+                        [answer.logprobs for answer in answers], np.zeros(len(rows)),
+                        [answer.routes for answer in answers] if algorithm.routing_replay == "rollout" else None)
     rewards, metrics = torch.from_numpy(sampled.rewards[rows]), {}
     if algorithm.use_kl_in_reward:
         old, reference = (values[: len(rows)] for values in logprobs_before(batch.padded(missing)))
@@ -94,3 +100,11 @@ def tokens_to_train(sampled: Sampled, kept: np.ndarray, recipe: Recipe, batch: B
     if fault := "\n".join(filter(None, faults)):
         raise WorkerError(fault)
     return tokens
+
+
+def tokens_to_replay(batch: Batch, recipe: Recipe) -> int:
+    """How many tokens an epoch over `batch` replays routes of: all but the last one of each row, of the mini-batches
+    that have a token to train."""
+    size = recipe.batch.mini_answers
+    trained = batch.mask.any(1).reshape(-1, size).any(1).repeat(size)
+    return int((batch.lengths - 1)[trained].sum())

@@ -85,6 +85,9 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
     if prompts % mini and not recipe.selection.filter_groups_enable:
         yield (f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
                f"rl_config.mini_batch_size = {mini}")
+    if recipe.algorithm.routing_replay != "none" and not shape.moe:
+        yield (f"algorithm.routing_replay = {recipe.algorithm.routing_replay!r} with {path}, which has no experts: "
+               "there are no routes to replay; set it to none")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     yield from (f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES))
     size = recipe.layout.infer_tp

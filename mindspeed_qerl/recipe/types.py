@@ -95,6 +95,8 @@ class Algorithm:
     kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key("rl_config.kl_penalty", "low_var_kl")
     use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)  # else it is in the loss
     entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
+    # the experts that training goes to: its own choice, that of its pass before the update (R2), the rollout's (R3)
+    routing_replay: Literal["none", "record", "rollout"] = "none"
 
     @property
     def clip_low(self) -> float:

@@ -18,6 +18,11 @@
     mismatch/effective_sample_size_of_answers               of the products of r over an answer
     rollout_correction/truncated_fraction                   of tokens or answers whose weight is the cap (absent: off)
     rollout_correction/masked_fraction                      of those whose weight is 0
+    routing/captured_tokens                                 whose routes the rollout recorded, of all answers
+    routing/replayed_tokens  routing/native_tokens          in the updates: sent where it was recorded, and those that
+                                                            chose for themselves (absent: nothing is replayed)
+    routing/flipped  routing/flipped/layer_<number>         of the replayed choices, those that the trainer would have
+                                                            made otherwise
     aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers (absent: AQN off)
     aqn/expected_std                                        sigma, scaled by multipliers
     aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights

@@ -33,13 +33,13 @@ Panel = Callable[[Axes], None]
 
 
 def write_plots(columns: Columns, evals: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
-    """Write learning.png, exploration.png, noise.png, mismatch.png and time.png, as far as there is something to draw;
-    returns the files."""
+    """Write learning.png, exploration.png, noise.png, mismatch.png, routing.png and time.png, as far as there is
+    something to draw; returns the files."""
     folder.mkdir(exist_ok=True)
     written = []
     with mpl.rc_context(STYLE):
         figures = {"learning": learning(columns, evals), "exploration": exploration(columns), "noise": noise(columns),
-                   "mismatch": mismatch(columns), "time": time_per_part(columns, evals)}
+                   "mismatch": mismatch(columns), "routing": routing(columns), "time": time_per_part(columns, evals)}
         for name, figure in figures.items():
             file = folder / f"{name}.png"
             file.unlink(missing_ok=True)
@@ -177,6 +177,39 @@ def mismatch(columns: Columns) -> Figure | None:
               {"max": "mismatch/max_abs_prob_diff", "mean": "mismatch/mean_abs_prob_diff"}}
     return stack([panel(*words, names) for words, names in series.items()
                   if any(len(_finite(columns, name)[0]) for name in names.values())], columns["step"])
+
+
+def routing(columns: Columns) -> Figure | None:
+    """Of the choices of experts that were replayed, the share that the trainer would have made otherwise: of all,
+    above each layer's."""
+    prefix = "routing/flipped/layer_"
+    layers = sorted(int(name.removeprefix(prefix)) for name in columns if name.startswith(prefix))
+    steps, shares = _finite(columns, "routing/flipped")
+    if not layers or not len(steps):
+        return None
+    of_layers = np.array([columns[f"{prefix}{layer}"] for layer in layers])[:, np.isin(columns["step"], steps)]
+    shown, sigmas = 100 * shares, _positive(columns, "aqn/sigma")
+
+    def draw_all(axes: Axes) -> None:
+        _draw_series(axes, steps, shown, color=BLUE, label="all layers")
+        axes.set(title="Replayed choices of experts that the trainer would have made otherwise", ylabel="percent")
+        axes.set_ylim(bottom=0)
+        if len(sigmas[0]):
+            beside = axes.twinx()
+            marks = beside.plot(*sigmas, "_", color="#666666", markersize=7)
+            beside.set(yscale="log", ylabel="sigma")
+            beside.grid(visible=False)
+            axes.legend([*axes.get_lines()[-1:], *marks], ["all layers", "sigma of the noise"])
+
+    def draw_layers(axes: Axes) -> None:
+        edges = np.append(steps - 0.5, steps[-1] + 0.5)
+        colors = axes.pcolormesh(edges, np.arange(len(layers) + 1) - 0.5, 100 * of_layers, cmap="viridis", vmin=0)
+        axes.figure.colorbar(colors, ax=axes, label="percent", orientation="horizontal", fraction=0.08, aspect=60)
+        axes.set(title="The same by layer", ylabel="layer")
+        axes.set_yticks(range(0, len(layers), -(-len(layers) // 12)), layers[::-(-len(layers) // 12)])
+        axes.grid(visible=False)
+
+    return stack([draw_all, draw_layers], columns["step"], heights=(1, 2))
 
 
 def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:

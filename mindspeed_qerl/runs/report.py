@@ -54,6 +54,10 @@ def _sections(run: RunDirectory, rows: Rows, evals: Rows, seconds: dict[str, flo
         learning.append(("training reward", f"{rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last"))
     k3 = [row["mismatch/k3"] for row in rows if math.isfinite(row.get("mismatch/k3", math.nan))]
     mismatch = [("k3", f"mean {sum(k3) / len(k3):.2e}, largest {max(k3):.2e} nats per token")] if k3 else []
+    if flipped := [row["routing/flipped"] for row in rows if math.isfinite(row.get("routing/flipped", math.nan))]:
+        mismatch += [("routes replayed", f"{sum(row.get('routing/replayed_tokens', 0) for row in rows):,.0f} tokens"),
+                     ("experts not the trainer's own",
+                      f"mean {sum(flipped) / len(flipped):.2%}, largest {max(flipped):.2%} of the choices")]
     noise, layers = [], _noisy_layers(rows)
     if syncs := sum("aqn/sigma" in row for row in rows):
         extremes = sorted({min(layers), max(layers)}) if layers else [0]

@@ -27,7 +27,7 @@ def raw(tmp_path):
 
     def make(family="qwen3_moe", **layout):
         model = tmp_path / family
-        model.mkdir()
+        model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps({**FAMILIES[family][1], "model_type": family}))
         return copy.deepcopy(make_config(family, model, tmp_path, tmp_path,
                                          **{"npus": 2, "ep": 2 if "moe" in family else 1,
@@ -104,6 +104,38 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     with pytest.raises(ConfigError) as refused:
         checked(config)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("generate_config.enable_prefix_caching", True, "no routes for tokens that it finds in its cache"),
+    ("rl_config.use_remove_padding", True, "rl_config.use_remove_padding = True: tokens of several answers"),
+    ("rl_config.use_dynamic_bsz", True, "rl_config.use_dynamic_bsz = True: tokens of several answers"),
+    ("actor_config.context_parallel_size", 2, "with context_parallel_size = 2: a rank has parts of a sequence"),
+    ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "with num_layers_per_virtual_pipeline_stage = 1"),
+    ("model.tiny.num_experts", None, "with a model that has no experts"),
+])
+def test_routes_that_cannot_be_replayed(raw, key, value, message):
+    """Named with routing replay, and with routing replay alone."""
+    found = []
+    for mode in ("rollout", "none"):
+        config = raw()
+        put(config, "algorithm.routing_replay", mode)
+        checked(config)
+        put(config, key, value)
+        try:
+            checked(config)
+        except ConfigError as error:
+            found.append([line for line in str(error).splitlines() if "routing_replay" in line])
+        else:
+            found.append([])
+    assert [len(lines) for lines in found] == [1, 0] and message in found[0][0]
+
+
+def test_recorded_routes_need_no_cache_to_be_off(raw):
+    config = raw()
+    put(config, "algorithm.routing_replay", "record")
+    put(config, "generate_config.enable_prefix_caching", True)
+    checked(config)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -16,8 +16,9 @@ from mindspeed_qerl.local.engine import LocalEngine
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import Completion
-from mindspeed_qerl.local.sampled import Sampled, check_logprobs, select, tokens_to_train
+from mindspeed_qerl.local.sampled import Sampled, check_answers, select, tokens_to_replay, tokens_to_train
 from mindspeed_qerl.recipe.types import Algorithm, Batch, Layout, Run, Selection
+from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.tasks.rows import row_of
 
 ANSWERS = [Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], False), Completion([4], [-0.4], True),
@@ -145,8 +146,34 @@ def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, 
 def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
     answers = [ANSWERS[0], Completion([3, 4], logprobs, False)]
     with pytest.raises(WorkerError, match=rf"vLLM gave {given} for the 2 tokens of the answer '\?' to '2\+2\?'"):
-        check_logprobs(sampled([0, 1], answers, [[5], [5]]))
-    check_logprobs(sampled([0, 1], ANSWERS[:2], [[5], [5]]))
+        check_answers(sampled([0, 1], answers, [[5], [5]]), None)
+    check_answers(sampled([0, 1], ANSWERS[:2], [[5], [5]]), None)
+
+
+@pytest.mark.parametrize("routes, fault", [
+    (None, "it has no routes"),
+    (np.zeros((1, 2, 2)), r"its routes have the shape \[1, 2, 2\], and 2 tokens in 2 layers"),
+    (np.full((2, 2, 2), (0, 8)), r"layer 0 sends token 0 to an expert that is none of its 8: \[0, 8\]"),
+    (np.full((2, 2, 2), 5), r"layer 0 sends token 0 to the same expert twice: \[5, 5\]")])
+def test_routes_that_cannot_be_name_the_answer(routes, fault):
+    routers, good = Routers((0, 1), experts=8, top_k=2), np.full((2, 2, 2), (3, 1), dtype=np.uint8)
+    answers = [Completion([3, 4], [-0.1, -0.2], False, good[[0, 0]]), Completion([3, 4], [-0.1, -0.2], False, routes)]
+    with pytest.raises(WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"):
+        check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
+    answers[1] = replace(answers[1], routes=good)
+    check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
+
+
+def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_trained():
+    answers = [replace(answer, routes=np.full((tokens, 2, 2), (row, 7), dtype=np.uint8))
+               for row, (answer, tokens) in enumerate(zip(ANSWERS, (3, 2, 1, 3)))]
+    batch, _ = select(sampled([1, 0, 2, 2], answers), np.arange(2), recipe(routing_replay="rollout"))
+    assert batch.routes.shape == (4, batch.tokens.shape[1] - 1, 2, 2) and batch.routes.dtype == np.uint8
+    for row, answer in enumerate(answers):
+        assert np.array_equal(batch.routes[row, : batch.lengths[row] - 1], answer.routes)
+    assert tokens_to_replay(batch, recipe()) == (batch.lengths - 1).sum()
+    batch.mask[:2] = False  # of the first of two mini-batches, which is not trained then
+    assert tokens_to_replay(batch, recipe()) == 4
 
 
 def with_batch(answers, **options):

@@ -59,7 +59,8 @@ def loop(cls=LocalEngine, **parts):
         **parts}
     calls = []
 
-    def on_rollouts(method, prompts, n, seed, sampling, noise_step, hardware_error):
+    def on_rollouts(method, prompts, n, seed, sampling, noise_step, hardware_error, record_routes):
+        assert not record_routes  # nothing is replayed
         calls.append(dict(method=method, prompts=prompts, n=n, seed=seed, sampling=sampling, noise_step=noise_step,
                           kinds=hardware_error and hardware_error["kinds"]))
         answers = [[Completion([prompt[0] - 100, EOS], [-0.1, -0.2], False), Completion([9, 9, 9], [-0.3] * 3, True)]
@@ -151,10 +152,10 @@ class Watched(LocalEngine):
 def test_an_iteration_trains_then_syncs_then_checks_what_it_logged():
     engine, calls = loop(Watched)
     engine.ends = {EOS}
-    engine.checks = SimpleNamespace(check=lambda step, values, tokens: engine.done.append(
-        ("check", step, values["loss/total"], tokens)) or [])
+    engine.checks = SimpleNamespace(check=lambda step, values, tokens, routes: engine.done.append(
+        ("check", step, values["loss/total"], tokens, routes)) or [])
     engine.iteration(4)
-    assert engine.done == [("update", 10), ("sync", 4), ("check", 4, 0.5, 10)]
+    assert engine.done == [("update", 10), ("sync", 4), ("check", 4, 0.5, 10, 0)]
     step, values = calls[-1]
     assert step == 4 and values["aqn/sigma"] == 0.05 and values["response/truncated_fraction"] == 0.5
     assert values["reward/mean"] == pytest.approx(-0.25) and values["verifier/gsm8k/mean"] == 0.5

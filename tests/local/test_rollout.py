@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.processes import free_port
 from mindspeed_qerl.local.rollout import RolloutEngine
@@ -218,13 +219,15 @@ def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):
 def tensor_parallel_rank(rank, model_dir, port, folder):
     """One of two engines that share a model, after two syncs, the second of which misses a tensor on this rank."""
     torch.set_num_threads(1)
-    engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3), tp_rank=rank,
-                           tp_size=2, port=port)
+    routers = read_shape(model_dir).routers
+    engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3),
+                           routers if routers.layers else None, tp_rank=rank, tp_size=2, port=port)
     lora, weights = factors(model_dir, 0)
     sync(engine, weights)
     result = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()),
               "noisy": engine.logprobs(sequences(), STEP),
-              "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0]}
+              "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP,
+                                         record_routes=bool(routers.layers))[0]}
     lost = "model.layers.1.self_attn.o_proj.weight"
     sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost)} if rank else weights)
     torch.save({**result, "after_a_loss": engine.movement(lora)}, f"{folder}/{rank}.pt")
@@ -251,6 +254,10 @@ def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     assert np.abs(np.array(first["noisy"]) - reference_logprobs(model)).max() < 1e-5
     assert first["answers"] == second["answers"] and first["logprobs"] == second["logprobs"]
+    of_ranks = ([answer for group in rank["answers"] for answer in group] for rank in (first, second))
+    for ours, theirs in zip(*of_ranks):
+        np.testing.assert_array_equal(ours.routes, theirs.routes)  # None of a dense model
+        assert ours.routes is None or len(ours.routes) == 7 + len(ours.token_ids)
     for target, entry in join([first["movement"], second["movement"]]).items():
         assert entry["max_error"] <= 2 * entry["resolution"], target
         assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1

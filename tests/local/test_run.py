@@ -156,7 +156,8 @@ SAVING = ("megatron_training.train_iters=9", "megatron_training.save_interval=3"
           "eval.n_problems=4", "eval.every=3", "eval.temperature=0", "eval.samples_per_problem=1",
           "actor_config.lr=1e-3", "rl_config.filter_groups_enable=true", "rl_config.filter_groups_train_batch_size=2",
           "rl_config.mini_batch_size=2", "rl_config.filter_groups_max_batches=2",
-          "algorithm.mask_truncated_completions=true", "rl_config.use_kl_in_reward=true")
+          "algorithm.mask_truncated_completions=true", "rl_config.use_kl_in_reward=true",
+          "algorithm.routing_replay=rollout")
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,9 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6, 9]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png",
                                                                     "mismatch.png"}
+    replayed = [row for row in rows if "loss/total" in row]
+    assert all(row["routing/captured_tokens"] > row["routing/replayed_tokens"] > 0 for row in replayed)
+    assert max(row["routing/flipped"] for row in replayed) > 0  # noise sent a token elsewhere
     asked, trained = ([row[f"selection/{name}_groups"] for row in rows] for name in ("sampled", "trained"))
     assert set(asked) == {4, 8} and max(trained) == 2  # in some steps one batch had enough groups with signal
     state = read_state(unbroken.checkpoints_dir)
@@ -221,13 +225,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
 
 
 def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
-    """Another learning rate by name, a damaged checkpoint by file."""
+    """Another learning rate and other routes by name, a damaged checkpoint by file."""
     stopped = tmp_path / "runs" / unbroken.path.name
     shutil.copytree(unbroken.path, stopped)
     RunDirectory.open(stopped).fail("killed")
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}",
-                                "actor_config.lr=2e-3"))
+                                "actor_config.lr=2e-3", "algorithm.routing_replay=record"))
     assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
+    assert "algorithm.routing_replay was 'rollout' and is 'record'" in output
     shard = next((stopped / "checkpoints" / "iter_0000009").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])

@@ -276,6 +276,22 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
         checked(raw)
 
 
+@pytest.mark.parametrize("mode", ["record", "rollout"])
+def test_a_model_without_experts_has_no_routes_to_replay(raw, tmp_path, mode):
+    dense = {key: value for key, value in MODEL.items() if "expert" not in key and "moe" not in key}
+    put(raw, "actor_config.expert_model_parallel_size", 1)
+    put(raw, "algorithm.routing_replay", mode)
+    assert checked(raw)[0].algorithm.routing_replay == mode
+    (tmp_path / "config.json").write_text(json.dumps({**dense, "model_type": "qwen3", "intermediate_size": 64}))
+    with pytest.raises(ConfigError, match=f"algorithm.routing_replay = '{mode}' with .* which has no experts"):
+        checked(raw)
+    put(raw, "algorithm.routing_replay", "none")
+    assert not checked(raw)[0].layout.ep > 1
+    put(raw, "algorithm.routing_replay", "rolout")
+    with pytest.raises(ConfigError, match="unknown routing_replay 'rolout', did you mean 'rollout'"):
+        checked(raw)
+
+
 def test_checks_come_before_heavy_imports():
     program = ("import sys; sys.argv = ['train_grpo.py', '--config-name', 'grpo_tiny_moe_cpu', "
                "'rl_config.verifier_function=[nope]']; import runpy\ntry: runpy.run_path('cli/train_grpo.py', "

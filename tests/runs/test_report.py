@@ -107,6 +107,20 @@ def test_pictures_of_short_and_long_runs(made_run, steps, aqn, expected):
         assert pixels(run.plots_dir / "noise.png", plots.ORANGE) > 50
 
 
+def test_replayed_routes_have_a_picture_by_layer(new_run):
+    """Two layers, 9 and 10, of which one differs; a step that trained nothing replays nothing."""
+    run = new_run()
+    with MetricsWriter(run, tensorboard=False) as writer:
+        for step, share in ((1, 0.0), (2, 0.02), (3, None), (4, 0.06)):
+            replayed = {"routing/replayed_tokens": 1000, "routing/flipped": share, "aqn/sigma": share,
+                        "routing/flipped/layer_9": 0.0, "routing/flipped/layer_10": 2 * (share or 0)}
+            writer.log(step, {"reward/mean": 0.0} if share is None else replayed)
+    terminal, summary, pictures = report(run)
+    assert "routing.png" in pictures and pixels(run.plots_dir / "routing.png", plots.BLUE) > 10
+    assert "| routes replayed | 3,000 tokens |" in summary and "3,000 tokens" in terminal
+    assert "| experts not the trainer's own | mean 2.67%, largest 6.00% of the choices |" in summary
+
+
 def test_facts_measured_once_are_shown(made_run):
     run = made_run(1)
     run.record(engine_start_seconds=125.0, lora={"linear_qkv": {"modules": 2, "parameters": 12288}},

@@ -45,6 +45,7 @@ def test_the_example_is_complete_and_short():
     assert sum(part.count("\n") for part in (COMMAND, *FILES.values())) < 40
 
 
+@pytest.mark.full  # a reward of one's own in a run: test_a_reward_that_fails stops one before it starts
 def test_the_example_runs_as_printed(folder):
     done = start(folder, COMMAND)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

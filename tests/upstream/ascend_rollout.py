@@ -70,6 +70,7 @@ CASES = [
     Case("qwen3_moe", "bfloat16", tp=2, dp=2, cann="8.3.RC1", nz=1),
     Case("qwen3_moe", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
     Case("qwen3_moe", dp=4, cann="8.3.RC1"),
+    Case("qwen3_moe", tp=2, soc="910B", cann="8.3.RC1", chunked=True),
     Case("qwen2_moe", dp=2, cann="8.3.RC1"),
     Case("qwen2_moe", tp=2, soc="910B", cann="8.3.RC1"),
     Case("qwen2_moe", "bfloat16", dp=4, nz=1),
@@ -181,6 +182,8 @@ def main(case: Case, folder: str, results: Path) -> None:
         for target in injector.targets:
             weights[f"{target.name}.weight"].data.copy_(target.module.weight)
     worst_noisy, own_noisy = distances(noisy, reference, rounded, case, replica)
+    engine.reset_prefix_cache()
+    routed = routes(engine, case, replica, reference) if "moe" in case.family else None  # of the noisy model
     injector.remove()
     engine.reset_prefix_cache()
     again = answers(engine, case, replica)[0]
@@ -191,8 +194,60 @@ def main(case: Case, folder: str, results: Path) -> None:
         "package": vllm_ascend.__file__, "methods": sorted(chosen), "operators": sorted(operators), "graphs": graphs,
         "worst": worst, "own": own, "worst_noisy": worst_noisy, "own_noisy": own_noisy, "unmatched": unmatched,
         "clean_again": again == clean, "cached": cached, "in_blocks": in_blocks, "bytes_moved": raw != clean,
+        "routes": routed,
         "classes": sorted({type(module).__name__ for module in model.modules()}),
         "called": sorted((os.path.relpath(file, package), line) for file, line in called)}))
+
+
+def routes(engine, case: Case, replica: int, reference) -> dict:
+    """The routes of two answers to each of some prompts beside those that the float32 `reference` computes: how far
+    below the weakest expert that it chooses the recorded ones lie at most, in its router's logits; that of routes
+    which are off by a token or in other layers; how many routes there are; and what is said of cached prompts."""
+    import numpy as np
+    import torch
+    from vllm import SamplingParams, TokensPrompt
+
+    from mindspeed_qerl.ascend.recorder import AscendRecorder
+    from mindspeed_qerl.families import read_shape
+    from mindspeed_qerl.routing.routes import routes_fault
+
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    routers = read_shape(reference.name_or_path).routers
+    recorder = AscendRecorder(runner, routers, 1200, runner.get_model())
+
+    def ask(asked: list[list[int]], n: int) -> tuple[list, list]:
+        seed = None if case.chunked else 3  # chunks set it back, which a CPU cannot (model_runner_v1.py:2072)
+        sampling = SamplingParams(n=n, max_tokens=ANSWER, seed=seed, detokenize=False, ignore_eos=True)
+        with recorder.recording():
+            outputs = [engine.generate([TokensPrompt(prompt_token_ids=ids) for ids in part], sampling, use_tqdm=False)
+                       for part in (asked[:1], asked)][1]
+        return outputs, recorder.take(outputs)
+
+    lengths = [110, 90, 70] if case.chunked else [9, 16, 23]  # below a block of the cache
+    generator = torch.Generator().manual_seed(7 + replica)
+    asked = [torch.randint(1, 100, (length,), generator=generator).tolist() for length in lengths[: 3 - replica % 2]]
+    outputs, found = ask(asked, n=2)
+    below, faults = {"recorded": [], "shifted": [], "swapped": []}, []
+    for prompt, output, of_prompt in zip(asked, outputs, found, strict=True):
+        for answer, recorded in zip(output.outputs, of_prompt, strict=True):
+            ids = prompt + list(answer.token_ids)
+            faults += [routes_fault(recorded, len(ids) - 1, routers)]
+            with torch.no_grad():
+                logits = reference(torch.tensor([ids]), output_router_logits=True).router_logits
+            logits = torch.stack([layer[:-1] for layer in logits], dim=1)  # the last token was never computed
+            weakest = logits.topk(routers.top_k).values[..., -1]
+            for name, planted in (("recorded", recorded), ("shifted", np.roll(recorded, 1, axis=0)),
+                                  ("swapped", recorded[:, ::-1])):
+                chosen = logits.gather(-1, torch.from_numpy(planted.astype(np.int64)))
+                below[name].append((weakest - chosen.min(-1).values).max().item())
+    engine.reset_prefix_cache()
+    try:
+        ask(prompts(case, replica), n=1)
+    except RuntimeError as error:
+        faults.append(str(error))
+    engine.reset_prefix_cache()
+    return {**{name: max(values) for name, values in below.items()}, "faults": [fault for fault in faults if fault],
+            "tokens": sum(len(recorded) for of_prompt in found for recorded in of_prompt)}
 
 
 def write_bytes(model) -> int:

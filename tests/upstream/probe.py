@@ -102,7 +102,8 @@ def probe_classes():
                 if rollout.seed_of[0] == "rollout":
                     self.seen["rollouts"] += zip(prompts, [[(list(answer.token_ids), [
                         of_token[token].logprob for token, of_token in zip(answer.token_ids, answer.logprobs)])
-                        for answer in group] for group in groups])
+                        for answer in group] for group in groups], [
+                            [getattr(answer, "routes", None) for answer in group] for group in groups])
                 return groups
             rollout.sample = keep_rollouts
             step = self.optimizer.step

@@ -10,9 +10,12 @@ for experts, delta = scaling A B per expert (A [E, in, r], B [E, r, out]).
 """
 
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 R, ALPHA = 4, 8
 SCALING = ALPHA / R
@@ -194,11 +197,30 @@ def vllm_shard(name: str, hf: dict[str, torch.Tensor], tp: int, tp_size: int, ex
     return split(hf[name], 0) if "embed_tokens" in name or "lm_head" in name else hf[name]
 
 
-def log_probs(model, weights: dict[str, torch.Tensor], prompt: list[int], response: list[int]) -> torch.Tensor:
-    """Log-probabilities of the response's tokens by transformers in float32 with `weights` (Hugging Face names)."""
+class ForcedExperts(TorchFunctionMode):
+    """transformers' mixtures with other experts: each asks torch.topk once, one layer after the other, and is answered
+    with `routes` [tokens but the last, layers, top_k] and the scores at them. The last token keeps its own."""
+
+    def __init__(self, routes: np.ndarray):
+        super().__init__()
+        self.layers = iter(torch.from_numpy(routes.astype(np.int64)).unbind(1))
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function is not torch.topk:
+            return result
+        ids = torch.cat([next(self.layers), result.indices[-1:]])
+        return args[0].gather(-1, ids), ids
+
+
+def log_probs(model, weights: dict[str, torch.Tensor], prompt: list[int], response: list[int],
+              routes: np.ndarray | None = None) -> torch.Tensor:
+    """Log-probabilities of the response's tokens by transformers in float32 with `weights` (Hugging Face names), by
+    the experts in `routes` if there are some."""
     ids = torch.tensor([prompt + response])
     everything = {**weights, **dict(model.named_buffers())}
-    logits = torch.func.functional_call(model, everything, (ids,), strict=True, tie_weights=False).logits[0]
+    with nullcontext() if routes is None else ForcedExperts(routes):
+        logits = torch.func.functional_call(model, everything, (ids,), strict=True, tie_weights=False).logits[0]
     return torch.log_softmax(logits.float(), -1)[len(prompt) - 1:-1].gather(1, ids[0, len(prompt):, None])[:, 0]
 
 

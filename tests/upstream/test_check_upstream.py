@@ -52,7 +52,7 @@ def test_everything_is_unchanged_at_the_pins():
     assert done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if " is the pin " in line]
     assert [line.split(" in ")[0] for line in lines] == [PINS[package].title for package in at_the_pins]
-    assert f"MindSpeed-RL in {GIVEN['mindspeed_rl']} is the pin 05a90d7 (branch master); 77 of 77 things" in lines[0]
+    assert f"MindSpeed-RL in {GIVEN['mindspeed_rl']} is the pin 05a90d7 (branch master); 80 of 80 things" in lines[0]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -123,18 +123,18 @@ def test_a_version_that_differs_elsewhere_is_told_and_which_copy_counts(tmp_path
     (warning,) = require(check({"mindspeed": [copy, GIVEN["mindspeed"]]}))
     version = "an unknown version (no git checkout), not the pin ac9f0e7 (branch 2.3.0_core_r0.12.1)"
     assert warning.startswith(f"MindSpeed in {copy} is {version}")
-    assert f"; not used, later on the path: {GIVEN['mindspeed']}; 5 of 5 things" in warning
+    assert f"; not used, later on the path: {GIVEN['mindspeed']}; 6 of 6 things" in warning
 
 
 @pytest.mark.parametrize(("package", "tag", "unchanged", "gone_or_changed"), [
-    ("mindspeed_rl", "v2.2.0", 42,
+    ("mindspeed_rl", "v2.2.0", 45,
      ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
-    ("mindspeed_rl", "v2.3.0", 46,
+    ("mindspeed_rl", "v2.3.0", 51,
      ["changed cli/train_grpo.py:", "WEIGHT_ADAPTOR_REGISTRY", "DataStrategy.clear_main"]),
     ("mindspeed_llm", "v26.0.0", 4, ["_add_moe_args", "LoraParallelGroupedMLP", "moe_tp_extend_ep"]),
-    ("mindspeed", "v2.2.0_core_r0.12.1", 5, []),
-    ("mindspeed", "v26.0.0_core_r0.12.1", 5, []),
-    ("megatron", "core_v0.12.2", 10, []),
+    ("mindspeed", "v2.2.0_core_r0.12.1", 6, []),
+    ("mindspeed", "v26.0.0_core_r0.12.1", 6, []),
+    ("megatron", "core_v0.12.2", 11, []),
 ])
 def test_another_tag_is_named_without_git(tmp_path, package, tag, unchanged, gone_or_changed):
     folders = [package, *(["cli"] if package == "mindspeed_rl" else [])]

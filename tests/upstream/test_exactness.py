@@ -5,7 +5,7 @@ Training and rollout compute in bfloat16 (upstream's grouped experts refuse floa
 bfloat16 keeps 8 bits, so a single rounding moves a number by up to 2^-9 = 0.2 % of it. Weights are compared to one
 rounding of the merged weight. A log-probability is a sum of some hundred products rounded on its way through two
 layers; transformers' own bfloat16 is the yardstick there. All 8 experts are active, so that no rounding can change a
-route.
+route; or two are, and those that vLLM chose are replayed by upstream and by the references.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -34,6 +35,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 SIGMA, KL, SAMPLES = 0.05, 0.1, 8
 LR = 0.001  # so that the policy of the second update is far enough for clipping to act
+REPLAYED = {"algorithm": {"routing_replay": "rollout"}, "rl_config.init_kl_coef": 0.0}  # the reference routes itself
 PLAIN = {}  # GRPO with clip-higher and the mean of all tokens
 GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0}}
 CISPO = {"algorithm": {"loss_mode": "cispo"}, "rollout_correction": {"method": "token_tis", "cap": 1.01}}
@@ -45,6 +47,7 @@ MASKED = {"algorithm": {"mask_truncated_completions": True}, "rl_config.kl_penal
           "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01}}
 CASES = [
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), PLAIN),
+    ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), GSPO),
     ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4), CISPO),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), DR_GRPO),
@@ -68,7 +71,7 @@ class Probe:
         self.grad_norm = [rank["grad_norm"] for rank in self.ranks]
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.family, self.layout, self.options = family, layout, options
+        self.family, self.layout, self.options, self.replayed = family, layout, options, replays(options)
         [metrics] = folder.glob("*/*/metrics.jsonl")
         self.metrics = json.loads(metrics.read_text())
         self.folder, self.model_dir = folder, model
@@ -76,12 +79,20 @@ class Probe:
     def hf(self, full: dict) -> dict:
         return {name: tensor.contiguous() for name, tensor in to_hf(full, self.model.config).items()}
 
+    def routes(self, answer: int) -> np.ndarray | None:
+        """[tokens but the last, layers, 2], of which the first number is their own shape in the dock."""
+        if not self.replayed:
+            return None
+        row = self.experience["routes"][answer].numpy()
+        return np.frombuffer(row[3:].tobytes()[: row[:3].prod()], np.uint8).reshape(row[:3])
+
     def batch(self) -> list[dict]:
         """The dock's answers without padding."""
         rows = []
         for i, response in enumerate(self.experience["responses"]):
             length = int(self.experience["response_length"][i])
             rows.append({"prompt": self.experience["prompts"][i].tolist(), "response": response[:length].tolist(),
+                         "routes": self.routes(i),
                          "label": self.tokenizer.decode(self.experience["labels"][i]),
                          "reward": float(self.experience["rm_scores"][i]),
                          "advantages": self.experience["advantages"][i][:length],
@@ -90,8 +101,13 @@ class Probe:
         return rows
 
 
+def replays(options: dict) -> bool:
+    return options.get("algorithm", {}).get("routing_replay") == "rollout"
+
+
 @pytest.fixture(scope="module", params=CASES,
-                ids=[f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for f, layout, _ in CASES])
+                ids=[f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}{'-replayed' * replays(options)}"
+                     for f, layout, options in CASES])
 def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +124,9 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
                "rl_config.verifier_function": ["gsm8k", "format"], "rl_config.verifier_weight": [1.0, 0.5],
                "generate_config.offload_train_optimizer": False}
     if "moe" in family:
-        changes |= {"model.tiny.moe_router_topk": 8, "model.tiny.moe_aux_loss_coeff": 0.0}
+        changes |= {"model.tiny.moe_aux_loss_coeff": 0.0}
+    if "moe" in family and not replays(options):
+        changes |= {"model.tiny.moe_router_topk": 8}
         config_file = folder / "model"  # vLLM must route to all experts too
         subprocess.run(["cp", "-r", str(model), str(config_file)], check=True)
         text = (config_file / "config.json").read_text()
@@ -202,23 +220,26 @@ def test_vllm_wakes_up_with_the_weights_and_the_noise_of_its_step(probe):
         assert all(torch.equal(weight, rank["train_after"][name]) for name, weight in rank["train"].items())
 
 
-def answers_log_probs(probe, weights: dict, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """By transformers, for each answer that has tokens."""
+def answers_log_probs(probe, weights: dict, dtype: torch.dtype = torch.float32,
+                      replayed: bool = True) -> list[torch.Tensor]:
+    """By transformers, for each answer that has tokens; with the routes in the dock, if there are some, or `replayed`
+    is False."""
     model = probe.model.to(dtype)
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    return [log_probs(model, weights, row["prompt"], row["response"]) for row in probe.batch() if row["response"]]
+    return [log_probs(model, weights, row["prompt"], row["response"], row["routes"] if replayed else None)
+            for row in probe.batch() if row["response"]]
 
 
 @pytest.mark.parametrize("column, adapted", [("old_log_prob", True), ("ref_log_prob", False)])
 def test_log_probs_of_policy_and_reference(probe, column, adapted):
-    """The policy has all adapters on, the reference none, experts included. The yardstick of what bfloat16 costs is
-    transformers' own bfloat16 on the same tokens: upstream may be off by no more than twice its mean error and three
-    times its largest."""
+    """The policy has all adapters and the routes in the dock, the reference none of both. The yardstick of what
+    bfloat16 costs is transformers' own bfloat16 on the same tokens: upstream may be off by no more than twice its mean
+    error and three times its largest."""
     own, other = (probe.hf(with_adapters(probe.full, probe.adapters if on else {})) for on in (adapted, not adapted))
     with torch.no_grad():
-        rounded = torch.cat(answers_log_probs(probe, own, torch.bfloat16))
-        expected = torch.cat(answers_log_probs(probe, own))
-        gap = (torch.cat(answers_log_probs(probe, other)) - expected).abs()
+        rounded = torch.cat(answers_log_probs(probe, own, torch.bfloat16, adapted))
+        expected = torch.cat(answers_log_probs(probe, own, replayed=adapted))
+        gap = (torch.cat(answers_log_probs(probe, other, replayed=adapted)) - expected).abs()
     actual = torch.cat([row[column] for row in probe.batch()])
     error, yardstick = (actual - expected).abs(), (rounded - expected).abs()
     print(f"\n{column}: mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers in bfloat16 "
@@ -238,14 +259,14 @@ def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
     special = set(probe.tokenizer.all_special_ids)
     errors, yardstick, gaps = [], [], []
     with torch.no_grad():
-        for prompt, answers in [pair for rank in probe.ranks for pair in rank["rollouts"]]:
+        for prompt, answers, routes in [each for rank in probe.ranks for each in rank["rollouts"]]:
             answer, kept = answers[0]
             assert prompt[0] == probe.tokenizer.convert_tokens_to_ids("<|im_start|>")
-            expected = log_probs(probe.model.float(), weights, prompt, answer)
+            expected = log_probs(probe.model.float(), weights, prompt, answer, routes[0])
             bare = [token for token in prompt if token not in special]
             gaps.append((log_probs(probe.model, weights, bare, answer) - expected).abs())
             errors.append((torch.tensor(kept) - expected).abs())
-            yardstick.append((log_probs(probe.model.bfloat16(), rounded, prompt, answer) - expected).abs())
+            yardstick.append((log_probs(probe.model.bfloat16(), rounded, prompt, answer, routes[0]) - expected).abs())
     errors, yardstick, gaps = map(torch.cat, (errors, yardstick, gaps))
     print(f"\nvLLM: mean error {errors.mean():.4f}, largest {errors.max():.3f} nats; transformers in bfloat16 "
           f"{yardstick.mean():.4f}, {yardstick.max():.3f}; without the chat tokens {gaps.mean():.3f}")
@@ -278,7 +299,7 @@ def gradients_by_autograd(probe, dtype: torch.dtype) -> dict[str, tuple[torch.Te
     current = answers_log_probs(probe, to_hf(with_adapters(probe.full, leaves), probe.model.config), dtype)
     advantages = [row["advantages"][0] for row in probe.batch() if row["response"]]
     assert any(advantages)
-    grpo_loss(current, reference, advantages, KL).backward()
+    grpo_loss(current, reference, advantages, probe.options.get("rl_config.init_kl_coef", KL)).backward()
     return {name: tuple(t.grad for t in pair) for name, pair in leaves.items()}
 
 
@@ -290,7 +311,7 @@ def test_gradients_of_every_adapter(probe):
     """Against autograd of the same loss on the float32 model. The yardstick is transformers' own bfloat16: upstream's
     worst tensor may be off by no more than twice its worst. The gradient norm that upstream clips by counts each
     parameter once."""
-    if probe.options:
+    if probe.options not in (PLAIN, REPLAYED):
         pytest.skip("of GRPO's own loss; with other options the local engine is compared")
     exact, rounded = (gradients_by_autograd(probe, dtype) for dtype in (torch.float32, torch.bfloat16))
     compare_gradients(probe, exact, rounded, "transformers")
@@ -320,6 +341,7 @@ def test_the_local_engine_computes_the_same(probe):
                       for dtype in ("float32", "bfloat16"))
     compare_gradients(probe, exact["gradients"], rounded["gradients"], "the local engine")
     compared = [name for name in exact["metrics"] if name in probe.metrics and not name.startswith(("time/", "lr"))]
+    assert ("routing/replayed_tokens" in compared) == probe.replayed
     assert {"loss/total", "loss/kl", "entropy/mean", "mismatch/k3", "clip_fraction_high", "grad_norm"} < set(compared)
     lengths = probe.experience["response_length"]
     whole = probe.options.get("rollout_correction", {}).get("method") in ("sequence_tis", "geometric_mask")

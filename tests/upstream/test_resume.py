@@ -15,8 +15,10 @@ from mindspeed_qerl.runs.metrics import read_jsonl
 
 LAYOUTS = [dict(npus=2, ep=2, infer_ep=2), dict(npus=2, tp=2, ep=1, infer_ep=2)]
 DYNAMIC = {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_max_batches": 3,
-           "rl_config.use_kl_in_reward": True, "rl_config.init_kl_coef": 0.01}
-GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean"}, "rl_config.mini_batch_size": 2,
+           "rl_config.use_kl_in_reward": True, "rl_config.init_kl_coef": 0.01,
+           "algorithm": {"routing_replay": "rollout"}}
+GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean",
+                      "routing_replay": "record"}, "rl_config.mini_batch_size": 2,
         "rollout_correction": {"method": "token_tis"}}
 
 

@@ -33,7 +33,24 @@ def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
         assert bool(rank["in_blocks"]) == bool(case.nz and (half_83 or "moe" in case.family))
         assert rank["bytes_moved"] == bool(rank["in_blocks"])  # a sync that writes plain bytes into them is seen
     if "moe" in case.family:
+        check_routes(case, ranks)
         assert set(ranks[0]["methods"]) & expected_methods(case), ranks[0]["methods"]
+
+
+def check_routes(case, ranks: list[dict]) -> None:
+    """Each rank of each engine has the routes that transformers computes in float32 with the same noise, but for near
+    ties; rows that are off by one, or in another layer, are far from them. Cached prompts have no routes, and that is
+    said."""
+    for rank in ranks:
+        routes = rank["routes"]
+        print(f"\n{case}: " + ", ".join(f"{name} {routes[name]:.1e}" for name in ("recorded", "shifted", "swapped"))
+              + f" below the weakest expert of transformers, of {routes['tokens']} tokens")
+        assert routes["tokens"] > 50
+        assert routes["recorded"] < 1e-4
+        if case.dtype == "float32":  # two experts of eight
+            assert routes["shifted"] > 0.5 and routes["swapped"] > 0.5
+        assert len(routes["faults"]) == bool(case.shared)
+        assert all("Were they read from a prefix cache" in fault for fault in routes["faults"])
 
 
 def expected_methods(case) -> set[str]:
