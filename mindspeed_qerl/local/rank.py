@@ -156,9 +156,10 @@ class TrainRank:
             raise RuntimeError(fault)
 
     @torch.no_grad()
-    def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:
+    def logprobs(self, shard: Batch, reference: bool = False,
+                 recorded: list[MicroBatch] | None = None) -> np.ndarray:
         """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its own routes) with
-        `reference`; zeros but on the last pipeline stage."""
+        `reference`; zeros but on the last pipeline stage. recorded: see `_run`."""
         result = np.zeros(shard.mask.shape, dtype=np.float32)
 
         def keep(rows, micro, logprobs):
@@ -166,19 +167,14 @@ class TrainRank:
 
         size = self.recipe.batch.ref_forward if reference else self.recipe.batch.actor_forward
         with adapters_disabled(self.model) if reference else contextlib.nullcontext():
-            self._run(replace(shard, routes=None) if reference else shard, size, keep, forward_only=True)
+            self._run(replace(shard, routes=None) if reference else shard, size, keep, True, recorded)
         return result
 
     def recorded(self, shard: Batch) -> Batch:
         """`shard` with the log-probs of the policy as it is, and the routes of that pass, of this rank's layers."""
-        result, micros, size = np.zeros(shard.mask.shape, dtype=np.float32), [], self.recipe.batch.actor_forward
+        micros, size = [], self.recipe.batch.actor_forward
+        logprobs = self.logprobs(shard, recorded=micros)
         routes = np.zeros((*shard.mask.shape, len(self.routers.layers), self.routers.top_k), self.routers.dtype)
-
-        def keep(rows, micro, logprobs):
-            result[rows, : logprobs.shape[1]] = logprobs.cpu().numpy()
-
-        with torch.no_grad():
-            self._run(shard, size, keep, forward_only=True, recorded=micros)
         for start, micro in zip(range(0, len(shard), size), micros):
             of_micro = routes[start : start + size]
             for layer, chosen in micro.chosen.items():
@@ -189,7 +185,7 @@ class TrainRank:
                 by_answer = chosen.cpu().numpy().reshape(-1, len(of_micro), self.routers.top_k).swapaxes(0, 1)
                 length = min(routes.shape[1], by_answer.shape[1])
                 of_micro[:, :length, self.replay.index[layer]] = by_answer[:, :length]
-        return replace(shard, old_logprobs=result, routes=routes)
+        return replace(shard, old_logprobs=logprobs, routes=routes)
 
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
