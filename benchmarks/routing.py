@@ -54,7 +54,7 @@ def stage_means(stages: list[list[dict]], name: str) -> np.ndarray:
     return np.array([np.mean([row[name] for row in stage]) for stage in stages])
 
 
-def by_sigma(images: Path, modes: list[str]) -> None:
+def by_sigma(images: Path, modes: list[str], dtypes: list[str]) -> None:
     """Tables and pictures of `sigma`."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def by_sigma(images: Path, modes: list[str]) -> None:
     with mpl.rc_context(STYLE), tempfile.TemporaryDirectory() as folder:
         figure, flips = (Figure(figsize=(10, 3.6), layout="constrained") for _ in range(2))
         layers_of = {}
-        for axis, dtype in zip(figure.subplots(1, 2), ("float32", "bfloat16")):
+        for axis, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes):
             rows = []
             for mode in modes:
                 color, marker = MODES[mode]
@@ -88,7 +88,7 @@ def by_sigma(images: Path, modes: list[str]) -> None:
             axis.legend()
             print("\n".join(markdown_table(["routing_replay", "sigma", "other routes", "k3", "effective sample size",
                                             "worst probability"], rows)), end="\n\n", flush=True)
-        for axis, (dtype, (sigma, layers)) in zip(flips.subplots(1, 2), layers_of.items()):
+        for axis, (dtype, (sigma, layers)) in zip(flips.subplots(1, len(dtypes), squeeze=False)[0], layers_of.items()):
             for (name, shares), color in zip(layers.items(), (BLUE, RED, GREEN)):
                 axis.loglog(sigma[1:], shares[1:], "o-", color=color, label=f"layer {name.rpartition('_')[2]}")
             axis.set(title=f"Routes that the clean trainer would choose otherwise, {dtype}",
@@ -159,12 +159,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("sigma", "cost", "learning"))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of sigma; default: all")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of learning; default: 1 to 5")
     parser.add_argument("--root", type=Path, default=ROOT / "runs" / "routing", help="where its runs are kept")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments, more = parser.parse_known_args()
     if arguments.part == "sigma":
-        by_sigma(arguments.images, arguments.modes)
+        by_sigma(arguments.images, arguments.modes, arguments.dtypes)
     elif arguments.part == "cost":
         cost()
     else:
