@@ -145,10 +145,9 @@ class RouteReplay:
     def _chosen(self, layer: int, micro: MicroBatch, own: torch.Tensor) -> torch.Tensor:
         """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would choose."""
         ids, rows = own, len(micro.known)
-        share = [len(part) for part in torch.arange(rows).tensor_split(self.tp_size)]
-        start = sum(share[: self.tp_rank])
-        share = slice(start, start + share[self.tp_rank])  # of the rows, that this rank decides for or counts
-        if len(own) not in (rows, share.stop - share.start):
+        start, end = (rows * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
+        share = slice(start, end)  # of the rows, that this rank decides for or counts
+        if len(own) not in (rows, end - start):
             raise RuntimeError(f"layer {layer} chooses experts for {len(own)} tokens, and there are routes for {rows}")
         if micro.routes is not None:
             part = slice(None) if len(own) == rows else share
