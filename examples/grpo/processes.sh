@@ -61,13 +61,13 @@ end_session() {
     local until=$((SECONDS + $2)) why=''
     kill -TERM "$1" "${@:4}" 2> /dev/null
     while lives "$1" "${@:4}"; do
-        if [[ -z $why ]] && { $hurry || ((SECONDS >= until)); }; then
+        if [[ -z $why ]] && { $hurry || ((SECONDS > until)); }; then
             why="after $2 s" until=$((SECONDS + 5))
             ! $hurry || why='at the second Ctrl-C'
             printf '%s\n' "launch: $3 has not ended: killed $why" >&2
             disown "$1" 2> /dev/null || true  # else bash says that it was killed, with a line of ours
             kill -KILL "${alive[@]}" 2> /dev/null
-        elif [[ -n $why ]] && ((SECONDS >= until)); then
+        elif [[ -n $why ]] && ((SECONDS > until)); then
             printf '%s\n' "launch: $3 (process ${alive[*]}) hangs in the driver and cannot be killed; it keeps the box: npu-smi info" >&2
             return
         fi

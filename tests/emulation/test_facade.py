@@ -270,6 +270,7 @@ def test_ranks_gather_parts_of_different_lengths(tmp_path):
         parts = [torch.empty(n, 2) for n in (3, 0, 1)]
         dist.all_gather(parts, torch.full((len(parts[rank]), 2), rank))
         assert [part.tolist() for part in parts] == [[[0, 0]] * 3, [], [[2, 2]]]
+        dist.destroy_process_group()  # without it gloo's threads may outlive the interpreter, which then aborts
         """
     check(*(start(code, RANK=str(rank), STORE=str(tmp_path / "store")) for rank in range(3)))
 

@@ -82,6 +82,7 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
         results.append(of_ranks)
     if rank == 0:
         torch.save(results, file)
+    dist.destroy_process_group()  # without it gloo's threads may outlive the interpreter, which then aborts
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ def probe_classes():
     return ProbeWorker, ProbeTrainer
 
 
-def main() -> int:
+def main(classes) -> int:
+    """The run of the config that the command names, with the worker and the trainer that ``classes()`` makes."""
     from functools import partial
 
     from mindspeed_qerl import train
@@ -148,7 +149,7 @@ def main() -> int:
         module = load_upstream(settings, observer)
         from mindspeed_rl.workers.scheduler import launcher
 
-        worker, trainer = probe_classes()
+        worker, trainer = classes()
         launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
         module.IntegratedWorker, module.RayGRPOTrainer = worker, partial(trainer, observer=observer)
         return module
@@ -159,4 +160,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main())
+    sys.exit(main(probe_classes))

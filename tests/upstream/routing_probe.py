@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-import yaml
-from probe import FOLDER, probe_classes
+from probe import FOLDER, main, probe_classes
 
 FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
 
@@ -83,27 +82,6 @@ def routing_classes():
     return RoutingWorker, RoutingTrainer
 
 
-def main() -> int:
-    from functools import partial
-
-    from mindspeed_qerl import train
-    from mindspeed_qerl.ascend import engine
-
-    load_upstream = engine.load_upstream
-
-    def load_with_probes(recipe, observer):
-        module = load_upstream(recipe, observer)
-        from mindspeed_rl.workers.scheduler import launcher
-
-        worker, trainer = routing_classes()
-        launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
-        module.IntegratedWorker, module.RayGRPOTrainer = worker, partial(trainer, observer=observer)
-        return module
-
-    engine.load_upstream = load_with_probes
-    return train.run(yaml.safe_load(Path(sys.argv[1]).read_text()), "probe")
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main())
+    sys.exit(main(routing_classes))
