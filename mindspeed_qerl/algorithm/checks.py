@@ -41,8 +41,8 @@ def mismatch_fault(k3: float, noise: float, entropy: float, dtype: str, other_ar
     Args:
         k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers, 0 for none.
         entropy: `entropy/mean`, nats. dtype: "float32" or "bfloat16". other_arithmetic: one of the two sides is
-            meant to compute otherwise (hardware_error), so that only the lower bound holds. routed: the model has
-            experts.
+            meant to compute otherwise (hardware_error, rollout_quantization), so that only the lower bound holds.
+            routed: the model has experts.
 
     >>> mismatch_fault(2e-13, noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
     >>> mismatch_fault(7.7e-3, noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)[:66]
@@ -265,7 +265,7 @@ class StepChecks:
             faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
         if tokens:
             k3, hardware = values["mismatch/k3"], recipe.hardware_error
-            other = bool(hardware.rollout or hardware.training)
+            other = bool(hardware.rollout or hardware.training or recipe.quantization.enabled)
             faults += [mismatch_fault(k3, noise, values["entropy/mean"], dtype, other, self.routed),
                        loss_fault(values, recipe.algorithm),
                        tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs),

@@ -116,6 +116,9 @@ def faults_of_values(recipe: Recipe) -> Iterator[str]:
         if kinds := getattr(recipe.hardware_error, side):
             yield (f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local engine "
                    "only, NPUs have their own")
+    if recipe.quantization.enabled:
+        yield (f"rollout_quantization.format = {recipe.quantization.format!r} must be none: formats are emulated in "
+               "the rollouts of the local engine only")
     yield from checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
 
 

@@ -75,6 +75,7 @@ class LocalEngine:
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = {}  # of the parts of this iteration
         self.proved = False
+        self.weight_errors: dict[str, float] = {}  # metrics of the last sync
 
     @cached_property
     def ends(self) -> set[int]:
@@ -115,6 +116,7 @@ class LocalEngine:
         recipe, n, started = self.recipe, self.recipe.batch.samples_per_prompt, time.perf_counter()
         self.seconds = {}
         sampled, kept, noise = self.gather(step)
+        quantization = self.weight_errors | self.probe(step, sampled)
         with self._timed("reward"):
             batch, of_rewards = select(sampled, kept, recipe, self.logprobs_before) if len(kept) else (None, {})
             tokens = tokens_to_train(sampled, kept, recipe, batch, self.ends) if len(kept) else 0
@@ -136,7 +138,7 @@ class LocalEngine:
                   "selection/sampled_groups": len(sampled.rewards) // n, "selection/trained_groups": len(kept),
                   **({"routing/captured_tokens": sum(len(answer.routes) for answer in sampled.answers)}
                      if self.routers else {}),
-                  **trained, **(noise.to_metrics() if noise else {}), **self.seconds,
+                  **trained, **(noise.to_metrics() if noise else {}), **quantization, **self.seconds,
                   "time/step": time.perf_counter() - started}
         self.metrics.log(step, values)
         for warning in self.checks.check(step, values, tokens, routes):
@@ -186,6 +188,16 @@ class LocalEngine:
             check_answers(sampled, self.routers)
         return sampled, noise
 
+    def probe(self, step: int, sampled: Sampled) -> dict[str, float]:
+        """What the rollouts' format and the noise do to the log-probs of the first answers, each alone and together;
+        empty if that is not asked for."""
+        if not (count := self.recipe.quantization.enabled and self.recipe.quantization.probe_answers):
+            return {}
+        with self._timed("probe"):
+            return self.processes.on_rollouts(
+                "probe", sampled.prompts[:count], [answer.token_ids for answer in sampled.answers[:count]],
+                step - 1 if self.recipe.noise.enabled else None)[0]
+
     def logprobs_before(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Before the update, by the policy and by the base model, float32 [N, L-1]."""
         layout, result = self.recipe.layout, np.zeros((2, *batch.mask.shape), dtype=np.float32)
@@ -217,7 +229,7 @@ class LocalEngine:
             loading = self.processes.start_on_rollouts("load", *merged)
             del merged  # Ray keeps what somebody still names
         self.processes.gather(loading)
-        self.processes.on_rollouts("finish_sync")
+        self.weight_errors = self.processes.on_rollouts("finish_sync")[0]
         run = self.recipe.run
         if not self.proved or (step and (step % run.prove_every == 0 or step == run.train_iters)):
             self.prove(step)
@@ -307,8 +319,9 @@ class LocalEngine:
         drawn = f"{purpose} {batch}" if batch else purpose
         seed, hardware_error = derived_seed(recipe.run.seed, drawn, step), recipe.hardware_error.arguments(purpose)
         record_routes = purpose == "rollout" and self.routers is not None
+        quantized = purpose == "rollout" or recipe.quantization.evaluation
         groups, noise = self.processes.on_rollouts(
-            "generate", prompts, n, seed, sampling, noise_step, hardware_error, record_routes)[0]
+            "generate", prompts, n, seed, sampling, noise_step, hardware_error, record_routes, quantized)[0]
         return [answer for group in groups for answer in group], noise
 
     def _decode(self, answers: Sequence[Completion]) -> list[str]:

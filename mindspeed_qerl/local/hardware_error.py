@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOTS_PER_UNIT, LAST_KNOT = 2, 8
+Layer = Callable[[int, torch.Tensor], torch.Tensor]
 COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 
 
@@ -95,15 +96,16 @@ def _sigmoid_of_table(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return knots[left] + (position - left) * rise, rise * KNOTS_PER_UNIT * (x.abs() < LAST_KNOT)
 
 
-def plain_experts(gate_up: torch.Tensor, down: torch.Tensor, /, *, output: torch.Tensor, hidden_states: torch.Tensor,
+def plain_experts(gate_up: Layer, down: Layer, /, *, output: torch.Tensor, hidden_states: torch.Tensor,
                   topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any) -> None:
-    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators, for `HardwareErrorMode`.
+    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators.
 
-    gate_up: [E, 2 f, h], gate above up. down: [E, h, f]. output, hidden_states: [tokens, h]. topk_*: [tokens, k].
+    gate_up: an expert's layer with the gate above up, (number of the expert, [n, h]) -> [n, 2 f]. down: (number,
+    [n, f]) -> [n, h]. output, hidden_states: [tokens, h]. topk_*: [tokens, k].
     """
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = torch.nn.functional.linear(hidden_states[rows], gate_up[expert]).chunk(2, -1)
-        outcome = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down[expert])
+        gate, up = gate_up(expert, hidden_states[rows]).chunk(2, -1)
+        outcome = down(expert, torch.nn.functional.silu(gate) * up)
         output.index_add_(0, rows, (outcome * topk_weights[rows, slots].unsqueeze(1)).to(output.dtype))

@@ -160,9 +160,11 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
                         _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
                  for rank in range(world)]
         routers = read_shape(recipe.model.path).routers if recipe.algorithm.routing_replay == "rollout" else None
+        quantization = recipe.quantization if recipe.quantization.enabled else None
         shared = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len,
                       max_num_seqs=recipe.rollout.max_num_seqs, kv_cache_gib=recipe.local.kv_cache_gib,
-                      aqn=recipe.noise_arguments(epoch), routers=routers, tp_size=size, port=free_port())
+                      aqn=recipe.noise_arguments(epoch), routers=routers, quantization=quantization,
+                      tp_size=size, port=free_port())
         numbers = [str(rank) for rank in range(size)] if size > 1 else [""]
         yield Processes(ranks, [
             Worker(f"rollout engine {number}".strip(), "mindspeed_qerl.local.rollout", "RolloutEngine",

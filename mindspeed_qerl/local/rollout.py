@@ -6,9 +6,10 @@ around each sync. What the engine then really holds is read back by `movement`.
 """
 
 import contextlib
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
+from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.lora.proof import join, movement
+from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
@@ -150,13 +154,14 @@ class RolloutEngine:
         max_model_len: prompt and completion together, tokens. kv_cache_gib: memory for the KV cache.
         aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
         routers: those of the model, whose choices `generate` records if it is told to; None: it cannot.
+        quantization: of the linear layers; None: they are what was synced.
         tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every
             method is called on all of them at once, with the same arguments.
     """
 
     def __init__(self, model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
-                 aqn: dict | None = None, routers: Routers | None = None, tp_rank: int = 0, tp_size: int = 1,
-                 port: int | None = None):
+                 aqn: dict | None = None, routers: Routers | None = None, quantization: Quantization | None = None,
+                 tp_rank: int = 0, tp_size: int = 1, port: int | None = None):
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         keep_linear_weights()
@@ -179,10 +184,17 @@ class RolloutEngine:
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
                                           for weight in (module.w13_weight, module.w2_weight)))
                          for name, module in self.model.named_modules() if isinstance(module, RoutedExperts)]
+        self.quantized = None
+        if quantization:
+            names = {parameter: [name for name, _ in self._take_apart({parameter: weight})]
+                     for parameter, weight in self._kernel_weights().items()}
+            self.quantized = QuantizedModel(self.model, names, Checkpoint(model_dir), quantization)
+            self.start_sync()
+            self.finish_sync()
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
                  noise_step: int | None = None, hardware_error: dict | None = None, record_routes: bool = False,
-                 ) -> tuple[list[list[Completion]], NoiseReport | None]:
+                 quantized: bool = True) -> tuple[list[list[Completion]], NoiseReport | None]:
         """Per prompt (token ids) `n` completions, and the noise's report (None without noise). The same call on the
         same weights gives the same completions.
 
@@ -190,24 +202,55 @@ class RolloutEngine:
             seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
             noise_step: the step whose noise is on, only inside this call; None: the synced weights.
             hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as it is.
+            quantized: by the weights that are quantised, if some are; else by those that were synced.
         """
-        with self._policy(noise_step, hardware_error and {**hardware_error, "seed": seed}) as report:
+        hardware_error = hardware_error and {**hardware_error, "seed": seed}
+        with self._policy(noise_step, hardware_error, quantized) as report:
             torch.manual_seed(seed)
             recorder = self.recorder if record_routes else None
             return complete(self.llm, prompts, recorder=recorder, n=n, **sampling), report
 
     def logprobs(self, sequences: Sequence[Sequence[int]], noise_step: int | None = None,
-                 hardware_error: dict | None = None) -> list[list[float]]:
+                 hardware_error: dict | None = None, quantized: bool = True) -> list[list[float]]:
         """log p(token t | tokens before it) for every token but the first of each sequence."""
-        with self._policy(noise_step, hardware_error):
+        with self._policy(noise_step, hardware_error, quantized):
             outputs = _outputs(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
         return [[entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
                 for output in outputs]
 
+    def probe(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]],
+              noise_step: int | None) -> dict[str, float]:
+        """Metrics: k3 and effective sample size, between the synced policy and what the format makes of it, alone and
+        with the noise of a step, and the noise without the format; at temperature 1, on tokens that were sampled with
+        both. With noise the sigma that alone would have the format's k3, by k3 ~ sigma^2 (docs/quantization.md)."""
+        sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers)]
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        place = torch.arange(lengths.max().item() - 1)
+        starts = torch.tensor([len(prompt) for prompt in prompts]) - 1
+        mask = (place >= starts[:, None]) & (place < lengths[:, None] - 1)
+
+        def logprobs(**policy):
+            rows = [torch.tensor(row) for row in self.logprobs(sequences, **policy)]
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+        clean, noise = logprobs(quantized=False), {"noise_step": noise_step}
+        policies = {"": {"quantized": True}}
+        if sigma := self.injector.schedule.sigma(noise_step) if noise_step is not None else 0.0:
+            policies |= {"noise_": {"quantized": False, **noise}, "together_": {"quantized": True, **noise}}
+        found = {}
+        for name, policy in policies.items():
+            metrics = mismatch(logprobs(**policy), clean, mask)
+            found |= {f"quantization/{name}{which}": metrics[f"mismatch/{which}"].value()
+                      for which in ("k3", "effective_sample_size")}
+        if sigma and (of_noise := found["quantization/noise_k3"]) > 0:
+            found["quantization/equivalent_sigma"] = sigma * math.sqrt(found["quantization/k3"] / of_noise)
+        return found
+
     @contextlib.contextmanager
-    def _policy(self, noise_step: int | None, hardware_error: dict | None) -> Iterator[NoiseReport | None]:
-        """The weights with the noise of a step, computed as other hardware would; the experts' fused kernel gives way
-        to torch's operators meanwhile."""
+    def _policy(self, noise_step: int | None, hardware_error: dict | None,
+                quantized: bool) -> Iterator[NoiseReport | None]:
+        """The weights, quantised or not, with the noise of a step, computed as other hardware would; where more than
+        weights change the experts' fused kernel gives way to torch's operators meanwhile."""
         with contextlib.ExitStack() as undo:
             report = None
             if self.injector and self.injector.is_on:
@@ -215,14 +258,25 @@ class RolloutEngine:
             if self.injector and noise_step is not None:
                 report = self.injector.apply(noise_step)
                 undo.callback(self.injector.remove)
-            for _, module, w13_packing, w2_packing in self._experts if hardware_error else ():
+            if self.quantized and not quantized:
+                self._put(quantized=False)
+                undo.callback(self._put, quantized=True)
+            plain = hardware_error or self.quantized and self.quantized.rounds_activations
+            for name, module, w13_packing, w2_packing in self._experts if plain else ():
                 kernel = module.quant_method.moe_kernel.fused_experts
-                kernel.apply = partial(plain_experts, w13_packing.unpack(module.w13_weight),
-                                       w2_packing.unpack(module.w2_weight))
+                kernel.apply = partial(plain_experts,
+                                       self._expert(f"{name}.w13_weight", w13_packing.unpack(module.w13_weight)),
+                                       self._expert(f"{name}.w2_weight", w2_packing.unpack(module.w2_weight)))
                 undo.callback(delattr, kernel, "apply")  # the class's own is there again
             if hardware_error:
                 undo.enter_context(HardwareErrorMode(**hardware_error))
             yield report
+
+    def _expert(self, parameter: str, weights: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """One linear layer of an expert, for `plain_experts`; weights: unpacked, of all experts."""
+        if self.quantized:
+            return lambda expert, x: self.quantized.linear(parameter, x, weights[expert], expert=expert)
+        return lambda expert, x: torch.nn.functional.linear(x, weights[expert])
 
     @torch.no_grad()
     def start_sync(self) -> None:
@@ -234,18 +288,39 @@ class RolloutEngine:
     @torch.no_grad()
     def load(self, *parts: dict[str, np.ndarray]) -> None:
         """HF-named tensors from several ranks, into the weights in place; those left out stay as they are."""
-        self.model.load_weights((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
+        named = ((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
+        self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
 
     @torch.no_grad()
-    def finish_sync(self) -> None:
+    def finish_sync(self) -> dict[str, float]:
+        """Pack the expert weights again; returns the relative error that quantisation made of the linear weights, of
+        all and by layer (empty: nothing is quantised)."""
+        if self.quantized:
+            self.quantized.put(quantized=True)
+        self._pack()
+        return self.quantized.weights.errors() if self.quantized else {}
+
+    @torch.no_grad()
+    def _put(self, quantized: bool) -> None:
+        self.start_sync()
+        self.quantized.put(quantized)
+        self._pack()
+
+    def _pack(self) -> None:
         for _, module, *_ in self._experts:
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
         """What each LoRA target did to the weights that this engine's kernels read, against (alpha / r) B A and the
-        base weights on disk (lora/proof.py). factors: from each rank (`TrainRank.adapter_factors`)."""
-        held, checkpoint, found = dict(self._held_weights()), Checkpoint(self.model_dir), []
+        base weights on disk (lora/proof.py); of quantised weights to what was quantised, and whether they are that.
+        factors: from each rank (`TrainRank.adapter_factors`)."""
+        held, checkpoint, found = dict(self._take_apart(self._kernel_weights())), Checkpoint(self.model_dir), []
+        if self.quantized:
+            adapters = dict(self._take_apart(self.quantized.adapters))
+            for name, *whole in self.quantized.weights:
+                synced, used, adapter = (self._part(name, tensor) for tensor in whole)
+                held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
         for name, (target, b, a) in sorted(item for part in factors for item in part.items()):
             update = torch.from_numpy(b) @ torch.from_numpy(a)
             found.append({target: movement(held[name], self._part(name, checkpoint.read(name)),
@@ -257,21 +332,28 @@ class RolloutEngine:
         return weight.chunk(self.tp_size,
                             dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
 
-    def _held_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of every linear weight as vLLM holds it now; fused and packed tensors are taken apart."""
+    def _kernel_weights(self) -> dict[str, torch.Tensor]:
+        """Every linear weight as vLLM holds it now, unpacked, by vLLM's parameter names."""
         from vllm.model_executor.layers.linear import LinearBase
 
-        for name, module in self.model.named_modules():
-            if isinstance(module, LinearBase):
-                parent, _, leaf = name.rpartition(".")
-                fused = self.model.packed_modules_mapping.get(leaf)
-                parts = (zip(fused, module.weight.split(module.output_partition_sizes))
-                         if fused else [(leaf, module.weight)])
-                for part, weight in parts:
-                    yield f"{parent}.{part}.weight", weight
+        weights = {f"{name}.weight": module.weight for name, module in self.model.named_modules()
+                   if isinstance(module, LinearBase)}
         for name, module, w13_packing, w2_packing in self._experts:
-            prefix = name.removesuffix(".routed_experts")
-            for expert, (w13, w2) in enumerate(zip(w13_packing.unpack(module.w13_weight),
-                                                   w2_packing.unpack(module.w2_weight))):
-                for part, weight in zip(("gate", "up", "down"), (*w13.chunk(2), w2)):
-                    yield f"{prefix}.{expert}.{part}_proj.weight", weight
+            weights[f"{name}.w13_weight"] = w13_packing.unpack(module.w13_weight)
+            weights[f"{name}.w2_weight"] = w2_packing.unpack(module.w2_weight)
+        return weights
+
+    def _take_apart(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) of what is fused or stacked in tensors that have vLLM's parameter names."""
+        for name, tensor in tensors.items():
+            module_name, _, which = name.rpartition(".")
+            parent, _, leaf = module_name.rpartition(".")
+            if which == "weight":
+                fused = self.model.packed_modules_mapping.get(leaf, [leaf])
+                sizes = getattr(self.model.get_submodule(module_name), "output_partition_sizes", [len(tensor)])
+                yield from zip((f"{parent}.{part}.weight" for part in fused), tensor.split(sizes))
+            else:  # of experts: w13 has the gate above the up projection
+                parts = ("gate", "up") if which == "w13_weight" else ("down",)
+                for expert, of_expert in enumerate(tensor):
+                    for part, weight in zip(parts, of_expert.chunk(len(parts))):
+                        yield f"{parent}.{expert}.{part}_proj.weight", weight

@@ -18,6 +18,7 @@ from mindspeed_qerl.recipe.layout import Layout
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
+ROLLOUT_FORMATS = ("none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4")  # quantization/formats.py has the numerics
 DISPATCH = tuple(f"{name}_dispatch_size" for name in "actor_rollout actor_logprob ref reward adv actor_update".split())
 Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
 MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
@@ -215,6 +216,22 @@ class Correction:
 
 
 @part
+class Quantization:
+    """What the linear layers of the rollout model are rounded to (docs/quantization.md); training is not."""
+
+    section: ClassVar[str] = "rollout_quantization"
+    format: Literal[ROLLOUT_FORMATS] = "none"
+    lora: Literal["merged", "beside"] = "merged"  # the merged weights at each sync; the base alone, as QeRL does
+    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised
+    evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
+    probe_answers: int = Field(0, ge=0)  # of each step, by which the effects of format and noise are told apart
+
+    @property
+    def enabled(self) -> bool:
+        return self.format != "none"
+
+
+@part
 class HardwareError:
     """Which side of a run on the local engine computes as other hardware would, and how (docs/hardware_error.md)."""
 
@@ -336,6 +353,7 @@ class Recipe:
     lora: LoRA
     noise: Noise
     correction: Correction
+    quantization: Quantization
     hardware_error: HardwareError
     task: Task
     evaluation: Evaluation

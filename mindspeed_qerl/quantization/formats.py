@@ -1,0 +1,160 @@
+"""Number formats of quantised rollouts as pure functions: what a tensor is after it was quantised and read back.
+
+| format      | weights [out, in]: block, scale                          | element | activations [..., in]           |
+|-------------|----------------------------------------------------------|---------|---------------------------------|
+| `int8_w8a8` | a row; float32, amax / 127                               | int8    | a token, the same               |
+| `fp8`       | 128 x 128; float32, amax / 448                           | E4M3    | 128 of a token, the same        |
+| `mxfp8`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 8)              | E4M3    | 32 of a token, the same         |
+| `mxfp4`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 2)              | E2M1    | as they are                     |
+| `nvfp4`     | 16 of a row; E4M3, global amax / 6, beside a float32     | E2M1    | as they are                     |
+|             | global = 448 * 6 / amax of the whole tensor              |         |                                 |
+
+int8_w8a8 is vllm-ascend's W8A8_DYNAMIC (quantization/w8a8_dynamic.py), fp8 DeepSeek-V3's blocks (arXiv 2412.19437),
+the MX formats are OCP Microscaling 1.0 (section 6.3), and nvfp4 is NVIDIA's, weights only, as QeRL has it
+(arXiv 2510.11696). Elements are rounded to nearest, ties to even, and saturate. tests/quantization compares with
+torchao, compressed-tensors and vLLM, and says where implementations of MX choose other scales.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127.0
+# floor(log2) of the largest element, by which OCP MX lowers a block's exponent
+E4M3_EXPONENT, E2M1_EXPONENT = 8, 2
+E8M0_EXPONENTS = (-127, 127)  # of scales, which have no sign and no mantissa
+
+
+def to_int8(x: torch.Tensor) -> torch.Tensor:
+    """The nearest whole number, ties to even, from -127 to 127.
+
+    >>> to_int8(torch.tensor([0.5, 1.5, -200.0]))
+    tensor([   0.,    2., -127.])
+    """
+    return x.round().clamp(-INT8_MAX, INT8_MAX)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number of E4M3 (a sign, 4 bits of exponent, 3 of mantissa), at most 448.
+
+    >>> to_e4m3(torch.tensor([1.0625, 1.1, 1000.0]))
+    tensor([  1.0000,   1.1250, 448.0000])
+    """
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign.
+
+    >>> to_e2m1(torch.tensor([0.25, 0.75, 2.5, 3.5, 5.0, -7.0]))
+    tensor([ 0.,  1.,  2.,  4.,  4., -6.])
+    """
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between neighbours, of even code every second
+    return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
+
+
+def quantize_int8(x: torch.Tensor) -> torch.Tensor:
+    """Each row (the last dimension) in int8 with a scale of its own; float32 of x's shape.
+
+    >>> quantize_int8(torch.tensor([[127.0, 1.4], [0.0, 0.0]]))
+    tensor([[127.,   1.],
+            [  0.,   0.]])
+    """
+    scale = _amax(x) / INT8_MAX
+    return to_int8(_divide(x.float(), scale)) * scale
+
+
+def quantize_fp8(x: torch.Tensor, rows: int = 1, columns: int = 128) -> torch.Tensor:
+    """Blocks of `rows` x `columns` in E4M3, those at the edges smaller, with float32 scales; float32 of x's shape.
+
+    >>> quantize_fp8(torch.tensor([[448.0, 1.1]]))
+    tensor([[448.0000,   1.1250]])
+    """
+    *leading, height, width = x.shape if x.dim() > 1 else (1, *x.shape)
+    padded = torch.nn.functional.pad(x.float().reshape(*leading, height, width),
+                                     (0, -width % columns, 0, -height % rows))
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [..., row, of rows, column, of columns]
+    scale = blocks.abs().amax((-3, -1), keepdim=True) / E4M3_MAX
+    whole = (to_e4m3(_divide(blocks, scale)) * scale).flatten(-2).flatten(-3, -2)
+    return whole[..., :height, :width].reshape(x.shape).contiguous()
+
+
+def quantize_mx(x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor], exponent: int,
+                block: int = 32) -> torch.Tensor:
+    """Blocks of `block` along the last dimension with a power of two as their scale (OCP MX 1.0); float32, x's shape.
+
+    Args:
+        element: `to_e4m3` or `to_e2m1`. exponent: of its largest number, E4M3_EXPONENT or E2M1_EXPONENT.
+
+    Raises:
+        ValueError: the last dimension is no multiple of `block`.
+
+    >>> quantize_mx(torch.tensor([6.0, 0.3, -7.9] + 29 * [0.0]), to_e2m1, E2M1_EXPONENT)[:3]
+    tensor([ 6.0000,  0.5000, -6.0000])
+    """
+    blocks = _blocks(x, block)
+    exponents = torch.frexp(_amax(blocks)).exponent - 1 - exponent  # frexp's mantissa is below 1
+    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(*E8M0_EXPONENTS))
+    return (element(_divide(blocks, scale)) * scale).flatten(-2)
+
+
+def quantize_nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """Blocks of 16 along the last dimension in E2M1, with scales in E4M3 and one float32 for the tensor; float32.
+
+    Raises:
+        ValueError: the last dimension is no multiple of 16.
+
+    >>> quantize_nvfp4(torch.tensor([6.0, 1.2] + 14 * [0.0]))[:2]
+    tensor([6., 1.])
+    """
+    blocks = _blocks(x, 16)
+    # In the order of vLLM's nvfp4_emulation_utils.py, whose bits these are; so is the least amax (online/nvfp4.py).
+    unit = E4M3_MAX * E2M1_MAX / x.abs().amax().float().clamp_min(1e-8)
+    scale = to_e4m3(unit * (_amax(blocks) * (1 / E2M1_MAX)))
+    return (to_e2m1(blocks * _reciprocal(scale * _reciprocal(unit))) * (scale / unit)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each to float32 of the
+    same shape; `block`, which the inputs of a layer must be a multiple of."""
+
+    weight: Callable[[torch.Tensor], torch.Tensor]
+    activation: Callable[[torch.Tensor], torch.Tensor] | None
+    block: int
+
+
+def _mxfp8(x: torch.Tensor) -> torch.Tensor:
+    return quantize_mx(x, to_e4m3, E4M3_EXPONENT)
+
+
+FORMATS = {
+    "int8_w8a8": Format(quantize_int8, quantize_int8, 1),
+    "fp8": Format(lambda weight: quantize_fp8(weight, rows=128), quantize_fp8, 1),
+    "mxfp8": Format(_mxfp8, _mxfp8, 32),
+    "mxfp4": Format(lambda weight: quantize_mx(weight, to_e2m1, E2M1_EXPONENT), None, 32),
+    "nvfp4": Format(quantize_nvfp4, None, 16),
+}
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> float32 [..., 1]."""
+    return x.abs().amax(-1, keepdim=True).float()
+
+
+def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x / scale, and 0 where the scale is 0: there x is 0, or too small for any scale."""
+    return torch.where(scale > 0, x / scale, 0.0)
+
+
+def _reciprocal(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == 0, 0.0, 1 / x)
+
+
+def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n] -> float32 [..., n / size, size]."""
+    if x.shape[-1] % size:
+        raise ValueError(f"blocks of {size} along the inputs do not fill rows of {x.shape[-1]}")
+    return x.float().unflatten(-1, (-1, size))

@@ -1,0 +1,88 @@
+"""The linear weights of a rollout model: what was synced, and what its kernels multiply with instead."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+
+from mindspeed_qerl.quantization.formats import FORMATS
+
+# By Hugging Face's names the linear layers of attention, MLPs and experts. Norms, routers (mlp.gate), gates of shared
+# experts, embeddings and the output layer are never quantised, as in vLLM's and QeRL's checkpoints.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+WEIGHT_ERROR = "quantization/weight_error"
+
+
+def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
+    """Whether the tensor of this Hugging Face name is: a linear weight that no fnmatch pattern of `ignore` names.
+
+    >>> is_quantized("model.layers.0.mlp.experts.3.up_proj.weight"), is_quantized("model.layers.0.mlp.gate.weight")
+    (True, False)
+    >>> is_quantized("model.layers.0.self_attn.q_proj.weight", ["model.layers.0.*"])
+    False
+    """
+    return name.endswith(tuple(f".{linear}.weight" for linear in LINEARS)) and not any(
+        fnmatchcase(name, pattern) for pattern in ignore)
+
+
+class QuantizedWeights:
+    """The quantised tensors of a model, by their Hugging Face names, in the dtype that they have there.
+
+    Args:
+        format: one of FORMATS. beside: quantise the base alone; the adapters, what was synced less the base, are added
+            after that (QeRL), and not rounded with it. base: the model's own tensors [out, in].
+
+    Attributes:
+        synced: as they were received, at first the base. used: what kernels multiply with. adapters: the part that
+            meets activations which are not quantised, for `beside` in a format that quantises those; else empty.
+    """
+
+    def __init__(self, format: str, beside: bool, base: Mapping[str, torch.Tensor]):
+        self.format, self.beside = FORMATS[format], beside
+        self.synced = dict(base)
+        self.used = {name: self._rounded(weight) for name, weight in base.items()}
+        self._base = (dict(base), dict(self.used)) if beside else None
+        self.adapters: dict[str, torch.Tensor] = {}
+        self._received: set[str] = set()
+
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.format.weight(weight).to(weight.dtype)
+
+    def receive(self, name: str, weight: torch.Tensor) -> None:
+        """A merged weight of a sync, any float dtype; copied."""
+        self.synced[name] = weight.to(self.synced[name].dtype, copy=True)
+        self._received.add(name)
+
+    def quantize(self) -> None:
+        """Bring `used` and `adapters` up to what was received."""
+        for name in self._received:
+            weight = self.synced[name]
+            if not self._base:
+                self.used[name] = self._rounded(weight)
+                continue
+            base, rounded = (tensors[name] for tensors in self._base)
+            update = weight.float() - base.float()
+            if self.format.activation:
+                self.adapters[name] = update.to(weight.dtype)
+            else:  # (Q(W) + U) x is Q(W) x + U x
+                self.used[name] = (rounded.float() + update).to(weight.dtype)
+        self._received.clear()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(name, synced, used, adapter) of each; an adapter that is merged is 0."""
+        return ((name, synced, self.used[name], self.adapters.get(name, torch.zeros_like(synced)))
+                for name, synced in self.synced.items())
+
+    def errors(self) -> dict[str, float]:
+        """Metrics: ||used - synced|| / ||synced|| of all tensors, and of each layer's."""
+        squares: dict[str, list[float]] = {}
+        for name, synced, used, adapter in self:
+            of_tensor = ((used.float() + adapter.float() - synced.float()).square().sum().item(),
+                         synced.float().square().sum().item())
+            for key in (WEIGHT_ERROR, f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}"):
+                of_key = squares.setdefault(key, [0.0, 0.0])
+                of_key[:] = (sum(pair) for pair in zip(of_key, of_tensor))
+        return {key: (error / whole) ** 0.5 if whole else 0.0 for key, (error, whole) in squares.items()}

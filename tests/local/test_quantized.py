@@ -1,0 +1,213 @@
+"""Quantised rollouts in vLLM against transformers, whose layers are handed the rounded weights and activations."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mindspeed_qerl.algorithm.checks import sync_faults
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.local.quantized import QuantizedModel
+from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.quantization.formats import FORMATS
+from mindspeed_qerl.recipe.types import Quantization
+
+from .conftest import FAMILIES
+from .test_rollout import (
+    SAMPLING,
+    SCHEDULE,
+    STEP,
+    changed_weights,
+    factors,
+    reference_logprobs,
+    reference_model,
+    sequences,
+    sync,
+)
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="module", params=[family if family in ("qwen2", "qwen2_moe") else pytest.param(
+    family, marks=pytest.mark.full) for family in FAMILIES])
+def model_dir(request, model_dirs):
+    return model_dirs[request.param]
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    os.environ["OMP_NUM_THREADS"] = "2"
+    return RolloutEngine(str(model_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
+                         aqn=dict(schedule=SCHEDULE, seed=3), quantization=Quantization("int8_w8a8"))
+
+
+def requantize(engine, *settings, **more):
+    """Another quantisation of an engine; its weights are the base's again."""
+    base = engine.quantized.weights.synced.keys()
+    for module in engine.model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = torch.nn.functional.linear
+    checkpoint = Checkpoint(engine.model_dir)
+    names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
+             for parameter, weight in engine._kernel_weights().items()}
+    engine.quantized = QuantizedModel(engine.model, names, checkpoint, Quantization(*settings, **more))
+    sync(engine, {name: checkpoint.read(name) for name in base})
+
+
+class Rounding(TorchFunctionMode):
+    """Linear layers, those of experts included, round what they are given; `adapters`, a model of the same kind, have
+    it as it is, and are added."""
+
+    def __init__(self, model, activation, adapters=None):
+        super().__init__()
+        self.activation = activation
+        others = dict(adapters.named_parameters()) if adapters else {}
+        self.weights = [(parameter, others.get(name)) for name, parameter in model.named_parameters()
+                        if "_proj" in name and not name.endswith("bias")]
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.linear:
+            return function(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        for whole, adapters in self.weights:
+            first = (weight.data_ptr() - whole.data_ptr()) // 4  # one expert's is a part of the stacked
+            if 0 <= first < whole.numel():
+                y = function(self.activation(x), weight, *bias)
+                if adapters is None:
+                    return y
+                return y + function(x, adapters.view(-1)[first : first + weight.numel()].view(weight.shape))
+        return function(*args, **(kwargs or {}))
+
+
+def transformers_logprobs(model_dir, weights, activation=None, adapters=None):
+    """By `weights`; with layers that round what they are given, beside `adapters` that are given it as it is."""
+    model = reference_model(model_dir, weights)
+    model.set_experts_implementation("eager")
+    if not activation:
+        return reference_logprobs(model)
+    with Rounding(model, activation, adapters and reference_model(model_dir, adapters)):
+        return reference_logprobs(model)
+
+
+def assert_same(found, expected, name, atol=1e-5):
+    """Rounding of activations turns a last bit into a whole step, in a token here and there."""
+    error = np.abs(np.array(found) - expected)
+    if FORMATS[name].activation:
+        assert np.mean(error < atol) > 0.75 and error.max() < 0.1, np.sort(error.flatten())[-10:]
+    else:
+        assert error.max() < atol
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logprobs_are_transformers_with_the_rounded_weights(engine, model_dir, name):
+    requantize(engine, name)
+    weights, of_format = changed_weights(model_dir), FORMATS[name]
+    sync(engine, weights)
+    expected = transformers_logprobs(model_dir, {of: of_format.weight(weight) for of, weight in weights.items()},
+                                     of_format.activation)
+    found = np.array(engine.logprobs(sequences()))
+    assert_same(found, expected, name)
+    plain = transformers_logprobs(model_dir, weights)
+    assert np.mean(np.abs(expected - plain) > 1e-3) > 0.5
+    assert np.abs(np.array(engine.logprobs(sequences(), quantized=False)) - plain).max() < 1e-5
+    assert np.array_equal(engine.logprobs(sequences()), found)  # quantised again, bit for bit
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_beside_leaves_the_adapters_as_they_are(engine, model_dir, name):
+    requantize(engine, name, lora="beside")
+    weights, of_format = changed_weights(model_dir), FORMATS[name]
+    sync(engine, weights)
+    base = {of: Checkpoint(model_dir).read(of) for of in weights}
+    rounded = {of: of_format.weight(weight) for of, weight in base.items()}
+    adapters = {of: weights[of] - base[of] for of in weights}
+    if of_format.activation:
+        expected = transformers_logprobs(model_dir, rounded, of_format.activation, adapters)
+    else:
+        expected = transformers_logprobs(model_dir, {of: rounded[of] + adapters[of] for of in weights})
+    assert_same(engine.logprobs(sequences()), expected, name, atol=2e-5)
+    plain = transformers_logprobs(model_dir, weights)
+    assert np.abs(np.array(engine.logprobs(sequences(), quantized=False)) - plain).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["int8_w8a8", "nvfp4"])
+@pytest.mark.parametrize("lora", ["merged", "beside"])
+def test_the_proof_of_a_sync_reads_what_the_kernels_have(engine, model_dir, name, lora):
+    requantize(engine, name, lora=lora)
+    update, weights = factors(model_dir, 0)
+    sync(engine, weights)
+    assert sync_faults(engine.movement(update)) == []
+    engine._put(quantized=False)  # what is synced, and not quantised
+    assert sync_faults(engine.movement(update))
+    engine._put(quantized=True)
+    assert sync_faults(engine.movement(update)) == []
+    with torch.no_grad():
+        held = engine.quantized.adapters or {"": engine.model.model.layers[1].self_attn.o_proj.weight}
+        list(held.values())[-1].view(-1)[:40] += 1e-3
+    assert len(sync_faults(engine.movement(update))) == 1
+    sync(engine, weights)
+
+
+def test_answers_carry_the_logprobs_of_the_quantised_policy_with_its_noise(engine, model_dir):
+    requantize(engine, "nvfp4")
+    sync(engine, changed_weights(model_dir))
+    prompts = [row[:8] for row in sequences()]
+    groups, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
+    assert report.sigma == SCHEDULE.sigma(STEP) > 0
+    answers = [(prompt, answer) for prompt, group in zip(prompts, groups) for answer in group]
+    scored = engine.logprobs([prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP)
+    for (prompt, answer), logprobs in zip(answers, scored, strict=True):
+        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1:], atol=1e-5)
+    as_synced, _ = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, quantized=False)
+    quantized, engine.quantized = engine.quantized, None
+    try:
+        sync(engine, changed_weights(model_dir))
+        assert engine.generate(prompts, 2, seed=4, sampling=SAMPLING)[0] == as_synced
+    finally:
+        engine.quantized = quantized
+    sync(engine, changed_weights(model_dir))
+
+
+def test_the_probe_tells_format_and_noise_apart(engine, model_dir):
+    requantize(engine, "nvfp4")
+    sync(engine, changed_weights(model_dir))
+    prompts, answers = [row[:8] for row in sequences()], [row[8 : 14 + i] for i, row in enumerate(sequences())]
+    found = engine.probe(prompts, answers, STEP)
+    together = [prompt + answer for prompt, answer in zip(prompts, answers)]
+
+    def k3_and_size(**policy):
+        clean, other = ([np.array(row[7:]) for row in engine.logprobs(together, **given)]
+                        for given in ({"quantized": False}, policy))
+        ratio = np.exp(np.concatenate(clean) - np.concatenate(other))
+        return np.mean(ratio - 1 - np.log(ratio)), ratio.sum() ** 2 / len(ratio) / (ratio**2).sum()
+
+    of_format, of_noise = k3_and_size(), k3_and_size(quantized=False, noise_step=STEP)
+    of_both = k3_and_size(noise_step=STEP)
+    for name, (k3, size) in (("", of_format), ("noise_", of_noise), ("together_", of_both)):
+        assert found[f"quantization/{name}k3"] == pytest.approx(k3, rel=1e-6) and k3 > 1e-4
+        assert found[f"quantization/{name}effective_sample_size"] == pytest.approx(size, rel=1e-6)
+    assert found["quantization/equivalent_sigma"] == pytest.approx(
+        SCHEDULE.sigma(STEP) * math.sqrt(of_format[0] / of_noise[0]))
+    assert engine.probe(prompts, answers, None).keys() == {"quantization/k3", "quantization/effective_sample_size"}
+
+
+def test_ignored_weights_stay_as_they_are(engine, model_dir):
+    requantize(engine, "nvfp4", ignore=("model.layers.0.*", "*.q_proj.weight"))
+    weights = changed_weights(model_dir)
+    sync(engine, weights)
+    expected = transformers_logprobs(model_dir, {
+        name: weight if ".layers.0." in name or "q_proj" in name else FORMATS["nvfp4"].weight(weight)
+        for name, weight in weights.items()})
+    assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
+    names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
+             for parameter, weight in engine._kernel_weights().items()}
+    for name, pattern, message in (
+            ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
+            ("nvfp4", "*", "names every linear weight"),
+            ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj")):
+        with pytest.raises(ConfigError, match=message):
+            QuantizedModel(engine.model, names, Checkpoint(model_dir), Quantization(name, ignore=(pattern,)))

@@ -1,0 +1,213 @@
+"""Number formats beside torchao, compressed-tensors and vLLM, and beside float64 formulas."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_qerl.quantization.formats import FORMATS, quantize_fp8, to_e2m1, to_e4m3
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """[256, 256] of every kind that a weight could be."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(256, 256, generator=generator)
+    outliers = normal.clone()
+    outliers.view(-1)[torch.randint(normal.numel(), (50,), generator=generator)] *= 1000
+    sparse = normal * (torch.rand(normal.shape, generator=generator) < 0.02)
+    return {"random": normal, "bfloat16": normal.bfloat16(), "constant": torch.full_like(normal, 0.3),
+            "zero": torch.zeros_like(normal), "small": normal * 1e-6,
+            "tiny": normal * 1e-30, "huge": normal * 1e30, "outliers": outliers,
+            "sparse": sparse, "rising": normal * torch.logspace(-6, 6, 256),
+            "halves": torch.randint(-24, 25, normal.shape, generator=generator) / 4}
+
+
+KINDS = list(tensors())
+
+
+def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Of the sorted `values`, in float64, the nearest to each of `x`; of two as near the one of even place."""
+    above = np.clip(np.searchsorted(values, x), 1, len(values) - 1)
+    low, high = values[above - 1], values[above]
+    is_low = (x - low < high - x) | ((x - low == high - x) & ((above - 1) % 2 == 0))
+    return np.where(x <= values[0], values[0], np.where(is_low, low, high))
+
+
+def of_byte(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+    """Every finite number >= 0 of a small float format, by IEEE's rule, in the order of their codes."""
+    found = []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = code >> mantissa_bits, (code % 2**mantissa_bits) / 2**mantissa_bits
+        found.append(2.0 ** (1 - bias) * mantissa if exponent == 0 else 2.0 ** (exponent - bias) * (1 + mantissa))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("element, values", [
+    (to_e2m1, of_byte(2, 1, 1)), (to_e4m3, of_byte(4, 3, 7)[:-1])])  # E4M3's last code is NaN
+def test_elements_are_the_nearest_of_their_format(element, values):
+    between = np.concatenate([values, (values[:-1] + values[1:]) / 2, values + 1e-6, np.linspace(0, 500, 5000)])
+    x = np.float32(np.concatenate([between, -between]))
+    expected = np.sign(x) * to_nearest(np.abs(x.astype(np.float64)), values)
+    assert np.array_equal(element(torch.from_numpy(x)).numpy(), expected.astype(np.float32))
+    if element is to_e2m1:
+        assert values.tolist() == E2M1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_is_compressed_tensors(kind):
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    x = tensors()[kind].float()
+    scale = x.abs().amax(1, keepdim=True) / 127
+    args = QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
+    # Its scales are never 0; its range goes to -128, which amax / 127 does not reach.
+    expected = fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
+    for quantize in (FORMATS["int8_w8a8"].weight, FORMATS["int8_w8a8"].activation):
+        assert torch.equal(quantize(x), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [128, 1])
+def test_fp8_is_compressed_tensors(kind, rows):
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    x = tensors()[kind].float()
+    scale = x.reshape(256 // rows, rows, 2, 128).abs().amax((1, 3)) / 448
+    strategy = dict(strategy="block", block_structure=[128, 128]) if rows == 128 else dict(strategy="group",
+                                                                                           group_size=128)
+    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, **strategy)
+    expected = fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
+    of_format = FORMATS["fp8"].weight if rows == 128 else FORMATS["fp8"].activation
+    assert torch.equal(of_format(x), expected)
+
+
+def test_blocks_of_fp8_at_the_edges_are_smaller():
+    x = torch.randn(200, 300, generator=torch.Generator().manual_seed(1))
+    expected = torch.empty_like(x)
+    for top, left in itertools.product((0, 128), (0, 128, 256)):
+        part = x[top : top + 128, left : left + 128]
+        scale = part.abs().max() / 448
+        expected[top : top + 128, left : left + 128] = (part / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(FORMATS["fp8"].weight(x), expected)
+    assert torch.equal(quantize_fp8(x[0]), quantize_fp8(x)[0])
+    assert torch.equal(quantize_fp8(x.view(2, 100, 300)), quantize_fp8(x).view(2, 100, 300))
+
+
+@pytest.fixture(scope="module")
+def torchao():
+    """torchao's (MXTensor, ScaleCalculationMode, NVFP4Tensor)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    return MXTensor, ScaleCalculationMode, NVFP4Tensor
+
+
+ELEMENTS = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.float4_e2m1fn_x2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_mx_is_torchaos_by_the_specifications_scale(torchao, name, kind):
+    mx, modes, _ = torchao
+    x = tensors()[kind]
+    expected = mx.to_mx(x, ELEMENTS[name], 32, modes.FLOOR).dequantize(torch.float32)
+    assert torch.equal(FORMATS[name].weight(x), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**120), max_value=2.0**120),
+                min_size=32, max_size=32), st.integers(-120, 0), st.sampled_from(["mxfp8", "mxfp4"]))
+def test_mx_is_the_specification_in_float64(values, power, name):
+    """OCP Microscaling 1.0, 6.3: X = 2^(floor(log2 amax) - emax), elements V / X; subnormals and scales at the edge
+    of E8M0 included, where torchao stays above 2^-126."""
+    x = np.float32(np.array(values) * 2.0**power).astype(np.float64)
+    largest, codes = (8, of_byte(4, 3, 7)[:-1]) if name == "mxfp8" else (2, of_byte(2, 1, 1))
+    amax = np.abs(x).max()
+    scale = 2.0 ** np.clip(np.floor(np.log2(amax)) - largest, -127, 127) if amax else 1.0
+    expected = np.sign(x) * to_nearest(np.abs(x) / scale, codes) * scale
+    assert np.array_equal(FORMATS[name].weight(torch.tensor(x, dtype=torch.float32)).double().numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
+def test_other_implementations_of_mx_take_another_scale_where_elements_would_saturate(kind):
+    """Above 1.75 times a power of two the largest element of a block saturates by the specification's scale; vLLM's
+    MXFP8 and compressed-tensors' MXFP4 double the scale there, and agree everywhere else."""
+    from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
+
+    x = tensors()[kind].float()
+    amax = x.view(256, 8, 32).abs().amax(-1)
+    mantissa, exponent = 2 * torch.frexp(amax).mantissa, torch.frexp(amax).exponent - 1
+    is_some = amax > 0
+    codes, exponents = _mxfp8_e4m3_quantize_torch(x)
+    vllms = codes.float().view(256, 8, 32) * torch.exp2(exponents.float() - 127).unsqueeze(-1)
+    differs = (FORMATS["mxfp8"].weight(x).view(256, 8, 32) != vllms).any(-1)
+    assert not differs[mantissa <= 1.75].any()
+    doubled = exponents.float() - 127 != exponent - 8
+    assert torch.equal(doubled[is_some], (mantissa > 1.75)[is_some])
+    doubled = generate_mx_scales(amax) - 127 != exponent - 2
+    assert torch.equal(doubled[is_some], (mantissa >= 1.75)[is_some])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nvfp4_is_vllms(kind):
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant_dequant
+
+    x = tensors()[kind].float()
+    unit = 448.0 * 6.0 / x.abs().max().clamp_min(1e-8)
+    assert torch.equal(FORMATS["nvfp4"].weight(x), ref_nvfp4_quant_dequant(x, unit, 16))
+
+
+@pytest.mark.parametrize("kind", ["random", "bfloat16", "outliers", "sparse"])
+def test_nvfp4_is_torchaos_but_for_ties(torchao, kind):
+    """torchao divides where vLLM multiplies with a reciprocal: the last bit, which decides ties."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import per_tensor_amax_to_scale
+
+    x = tensors()[kind].float()
+    whole = per_tensor_amax_to_scale(x.abs().max())
+    theirs = torchao[2].to_nvfp4(x, per_tensor_scale=whole).dequantize(torch.float32)
+    ours = FORMATS["nvfp4"].weight(x)
+    differs = ~torch.isclose(ours, theirs, rtol=1e-5, atol=0)
+    assert differs.float().mean() < 1e-3
+    halfway = (ours + theirs)[differs] / 2
+    assert torch.allclose(x[differs], halfway, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_every_format_keeps(name):
+    """Signs, zeros, scale by powers of two, and what was quantised before; float32 of the same shape."""
+    x = tensors()["random"]
+    of_format = FORMATS[name].weight(x)
+    assert of_format.dtype == torch.float32 and of_format.shape == x.shape and torch.isfinite(of_format).all()
+    assert torch.equal(FORMATS[name].weight(-x), -of_format)
+    assert torch.equal(FORMATS[name].weight(x * 2**10), of_format * 2**10)
+    assert torch.equal(FORMATS[name].weight(x.bfloat16()), FORMATS[name].weight(x.bfloat16().float()))
+    assert torch.allclose(FORMATS[name].weight(of_format), of_format, rtol=1e-6)
+    if activation := FORMATS[name].activation:
+        tokens = x.view(4, 64, 256)
+        assert torch.equal(activation(tokens)[2], activation(tokens[2]))  # no token knows of another
+
+
+def test_the_order_of_the_formats_on_a_normal_weight():
+    x, error = tensors()["random"], {}
+    for name, of_format in FORMATS.items():
+        error[name] = ((of_format.weight(x) - x).norm() / x.norm()).item()
+    assert error["int8_w8a8"] < error["mxfp8"] < error["nvfp4"] < error["mxfp4"]
+    assert error["int8_w8a8"] < 0.01 and error["fp8"] == pytest.approx(0.0265, abs=0.002)
+
+
+@pytest.mark.parametrize("name, block", [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
+def test_rows_that_blocks_do_not_fill_are_refused(name, block):
+    assert FORMATS[name].block == block
+    with pytest.raises(ValueError, match=f"blocks of {block} along the inputs do not fill rows of {block + 8}"):
+        FORMATS[name].weight(torch.zeros(4, block + 8))
