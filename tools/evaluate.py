@@ -25,7 +25,7 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.types import HARDWARE_ERRORS
+from mindspeed_qerl.recipe.types import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 
@@ -34,6 +34,7 @@ def main() -> int:
                                      epilog="exit status: 0 evaluated, 1 bad input or output, 2 wrong arguments")
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
     how = parser.add_argument_group("how")
+    quantized = parser.add_argument_group("with quantised linear layers (docs/quantization.md)")
     hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
     what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
@@ -43,13 +44,16 @@ def main() -> int:
             group = what if option.name in ("model", "data", "adapter", "step") else how
             arguments = {key: value for key, value in option.metadata.items() if key != "least"}
             group.add_argument(f"--{option.name.replace('_', '-')}", **arguments)
+    quantized.add_argument("--quantization", choices=ROLLOUT_FORMATS,
+                           help="default: that of the run, if rollout_quantization.evaluation is set")
+    quantized.add_argument("--quantization-lora", choices=("merged", "beside"), help="default: merged")
     hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND",
                           help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
     hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")
     hardware.add_argument("--block", type=int, help="default: 64")
     args = vars(parser.parse_args())
-    run, output, name, kinds, std, block = map(
-        args.pop, ("run", "output", "name", "hardware_error", "gaussian_std", "block"))
+    run, output, name, kinds, std, block, format, lora = map(args.pop, (
+        "run", "output", "name", "hardware_error", "gaussian_std", "block", "quantization", "quantization_lora"))
     given = {key: value for key, value in args.items() if value is not None}
     complete = given.keys() >= {"model", "data"} and output
     if run is None and not complete or run is not None and (output or "adapter" in given):
@@ -60,6 +64,10 @@ def main() -> int:
     sizes = {key: value for key, value in (("gaussian_std", std), ("block", block)) if value is not None}
     if sizes and not kinds:
         parser.error("--gaussian-std and --block go with --hardware-error")
+    if lora and not format:
+        parser.error("--quantization-lora goes with --quantization")
+    if format:
+        given["quantization"] = Quantization(format, lora or "merged") if format != "none" else None
     if kinds:
         given["hardware_error"] = {"kinds": kinds, "gaussian_std": 0.05, "block": 64} | sizes
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -19,8 +19,10 @@ from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.recipe.reader import read
+from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
@@ -63,6 +65,7 @@ class Evaluation:
     emulate_npu: bool = option(False, "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the "
                                "run did", action=BooleanOptionalAction)
     hardware_error: dict[str, Any] | None = None  # keyword arguments of `HardwareErrorMode` besides the seed
+    quantization: Quantization | None = None  # of the linear layers
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -73,15 +76,15 @@ class Evaluation:
             raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 "
                               "samples")
         load_reward(self.verifier)
-        if self.hardware_error:
-            if self.tensor_parallel_size > 1:
-                raise ConfigError(
-                    "errors of other hardware are modelled in one process only: give --tensor-parallel-size 1")
-            if self.emulate_npu:
-                raise ConfigError("errors of other hardware are modelled on vLLM for CPUs: add --no-emulate-npu")
-            if not 0 < self.hardware_error.get("gaussian_std", 0.05) < 1 or self.hardware_error.get("block", 64) < 1:
-                raise ConfigError(f"hardware_error = {self.hardware_error}: gaussian_std must be between 0 and 1, and "
-                                  "block at least 1")
+        for what, modelled in (("errors of other hardware", self.hardware_error),
+                               ("quantised layers", self.quantization)):
+            if modelled and self.tensor_parallel_size > 1:
+                raise ConfigError(f"{what} are modelled in one process only: give --tensor-parallel-size 1")
+            if modelled and self.emulate_npu:
+                raise ConfigError(f"{what} are modelled on vLLM for CPUs: add --no-emulate-npu")
+        sizes = self.hardware_error or {}
+        if not 0 < sizes.get("gaussian_std", 0.05) < 1 or sizes.get("block", 64) < 1:
+            raise ConfigError(f"hardware_error = {sizes}: gaussian_std must be between 0 and 1, and block at least 1")
 
 
 def of_run(path: str, **given: Any) -> Evaluation:
@@ -111,7 +114,8 @@ def of_run(path: str, **given: Any) -> Evaluation:
         max_tokens=recipe.sampling.max_tokens, max_prompt_length=recipe.sampling.max_prompt_length,
         max_num_seqs=recipe.rollout.max_num_seqs, dtype=recipe.model.dtype, seed=run.status()["seed"],
         tensor_parallel_size=recipe.layout.infer_tp if upstream else 1, emulate_npu=upstream and recipe.emulate_npu,
-        hardware_error=recipe.hardware_error.arguments("evaluation"))
+        hardware_error=recipe.hardware_error.arguments("evaluation"),
+        quantization=recipe.quantization if recipe.quantization.enabled and recipe.quantization.evaluation else None)
     return Evaluation(**values | given)
 
 
@@ -179,8 +183,14 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     common = dict(max_tokens=what.max_tokens, stop_token_ids=stop)
-    if what.hardware_error:
-        engine = RolloutEngine(*sizes)
+    if what.hardware_error or what.quantization:
+        beside = what.quantization and what.quantization.lora == "beside"
+        engine = RolloutEngine(what.model if beside else model, *sizes[1:], quantization=what.quantization)
+        if beside:  # the base is quantised, and what is merged is synced
+            merged = Checkpoint(model)
+            engine.start_sync()
+            engine.load_tensors((name, merged.read(name)) for name in merged.files)
+            engine.finish_sync()
         return lambda prompts, n, temperature, seed: engine.generate(
             prompts, n, seed, dict(common, temperature=temperature), hardware_error=what.hardware_error)[0]
     if what.tensor_parallel_size == 1:

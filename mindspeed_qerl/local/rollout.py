@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -288,7 +288,11 @@ class RolloutEngine:
     @torch.no_grad()
     def load(self, *parts: dict[str, np.ndarray]) -> None:
         """HF-named tensors from several ranks, into the weights in place; those left out stay as they are."""
-        named = ((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
+        self.load_tensors((name, torch.from_numpy(array)) for part in parts for name, array in part.items())
+
+    @torch.no_grad()
+    def load_tensors(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The same of (name, tensor)."""
         self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
 
     @torch.no_grad()

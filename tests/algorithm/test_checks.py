@@ -14,7 +14,7 @@ from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Noise, Run
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Noise, Quantization, Run
 
 NORMAL = dict(noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
 
@@ -140,12 +140,13 @@ VALUES = {"mismatch/k3": 2e-13, "entropy/mean": 0.2, "loss/policy": 0.5, "loss/k
 NOISY = VALUES | {"mismatch/k3": 1e-4, "aqn/sigma": 0.05, "aqn/expected_std": 0.05, "aqn/measured_std": 0.049}
 
 
-def checks_of(noise=True, dtype="float32", correction="none", **hardware_error):
+def checks_of(noise=True, dtype="float32", correction="none", format="none", **hardware_error):
     """Of a run whose steps 11..20 of 20 have noise, 2 epochs."""
     return StepChecks(SimpleNamespace(
         run=Run(train_iters=20), batch=Batch(epochs=2), algorithm=Algorithm(kl_coefficient=0.1),
         model=SimpleNamespace(dtype=dtype), noise=Noise(enabled=noise, num_stages=2),
-        correction=Correction(correction), hardware_error=HardwareError(**hardware_error)), epoch=5, routed=False)
+        correction=Correction(correction), quantization=Quantization(format),
+        hardware_error=HardwareError(**hardware_error)), epoch=5, routed=False)
 
 
 @pytest.mark.parametrize("step, values, said", [
@@ -166,6 +167,7 @@ def test_a_step_that_cannot_be_right_stops_the_run(step, values, said):
 def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned_of_once():
     far = VALUES | {"mismatch/k3": 7.7e-3}
     assert checks_of(rollout=("gaussian",)).check(10, far, 20) == []
+    assert checks_of(format="nvfp4").check(10, far, 20) == []
     of_run = checks_of(noise=False, dtype="bfloat16")
     said = [of_run.check(step, far, 20) for step in (1, 2)]
     assert said[0][0].startswith("k3 between") and said[1] == []

@@ -94,6 +94,7 @@ def test_each_family_is_accepted(raw, family):
     ("run.resume", "somewhere", "run.resume needs actor_config.load"),
     ("eval.every", 0, "eval.every = 0 must be at least 1"),
     ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
+    ("rollout_quantization", {"format": "int8_w8a8"}, "rollout_quantization.format = 'int8_w8a8' must be none"),
     ("rl_config.overlong_buffer_enable", True,
      "overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens"),
     ("model.tiny.moe_aux_loss_coeff", None, "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant"),

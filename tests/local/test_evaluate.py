@@ -15,6 +15,7 @@ import pytest
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
+from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
@@ -126,6 +127,13 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     foreign = RunDirectory.create(tmp_path / "runs", "other", config=raw, command=["cli"], seed=7, data_files={})
     assert of_run(foreign.path, step=0) == replace(found, run=str(foreign.path), samples=0, hardware_error={
         "kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64})
+    raw |= {"hardware_error": {}, "rollout_quantization": {"format": "nvfp4", "lora": "beside"}}
+    rounded = RunDirectory.create(tmp_path / "runs", "rounded", config=raw, command=["cli"], seed=7, data_files={})
+    assert of_run(rounded.path, step=0) == replace(found, run=str(rounded.path), samples=0)
+    raw["rollout_quantization"]["evaluation"] = True
+    rounded = RunDirectory.create(tmp_path / "runs", "as_sampled", config=raw, command=["cli"], seed=7, data_files={})
+    assert of_run(rounded.path, step=0) == replace(found, run=str(rounded.path), samples=0,
+                                                   quantization=Quantization("nvfp4", "beside", evaluation=True))
     del raw["task"]
     unsaid = RunDirectory.create(tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={})
     with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
@@ -150,6 +158,9 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
     ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError,
      "in one process only: give --tensor-parallel-size 1"),
+    ({"quantization": Quantization("fp8"), "tensor_parallel_size": 2}, ConfigError,
+     "quantised layers are modelled in one process only: give --tensor-parallel-size 1"),
+    ({"quantization": Quantization("fp8"), "emulate_npu": True}, ConfigError, "add --no-emulate-npu"),
 ])
 def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, given, error, message):
     what = {"model": str(tiny_model), "data": f"{tiny_model}/data/test_chat.parquet", "prompt": "plain"} | given

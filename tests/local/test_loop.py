@@ -17,6 +17,7 @@ from mindspeed_qerl.recipe.types import (
     Evaluation,
     HardwareError,
     Layout,
+    Quantization,
     Run,
     Sampling,
     Selection,
@@ -55,12 +56,15 @@ def loop(cls=LocalEngine, **parts):
         "run": Run(train_iters=9, seed=5), "sampling": Sampling(max_tokens=3, temperature=0.7),
         "selection": Selection(overlong_buffer_enable=True, overlong_buffer=2, rollout_max_tokens=3),
         "evaluation": Evaluation(temperature=0.3), "task": Task(verifier_function=("gsm8k",), verifier_weight=(1.0,)),
-        "algorithm": Algorithm(), "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("silu_table",)),
+        "algorithm": Algorithm(), "quantization": Quantization("nvfp4"),
+        "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("silu_table",)),
         **parts}
     calls = []
 
-    def on_rollouts(method, prompts, n, seed, sampling, noise_step, hardware_error, record_routes):
+    def on_rollouts(method, prompts, n, seed, sampling, noise_step, hardware_error, record_routes,
+                    quantized):
         assert not record_routes  # nothing is replayed
+        assert quantized == (noise_step is not None)  # rollouts, and not evaluations
         calls.append(dict(method=method, prompts=prompts, n=n, seed=seed, sampling=sampling, noise_step=noise_step,
                           kinds=hardware_error and hardware_error["kinds"]))
         answers = [[Completion([prompt[0] - 100, EOS], [-0.1, -0.2], False), Completion([9, 9, 9], [-0.3] * 3, True)]

@@ -179,6 +179,12 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be below 1"),
     ("hardware_error", {"block": 0}, "hardware_error.block = 0 must be at least 1"),
     ("hardware_error", {"training": 5}, "hardware_error.training = 5 must be"),
+    ("rollout_quantization", {"format": "int8"},
+     "rollout_quantization.format: unknown format 'int8', did you mean 'int8_w8a8'?"),
+    ("rollout_quantization", {"format": "nvfp4", "lora": "besides"},
+     "rollout_quantization.lora: unknown lora 'besides', did you mean 'beside'?"),
+    ("rollout_quantization", {"probe_answers": -1}, "rollout_quantization.probe_answers = -1 must be at least 0"),
+    ("rollout_quantization", {"ignored": ["*"]}, "unknown key in rollout_quantization: 'ignored', did you mean"),
 ])
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     put(raw, key, value)
@@ -274,6 +280,26 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
     (tmp_path / "config.json").write_text(change if isinstance(change, str) else json.dumps({**MODEL, **change}))
     with pytest.raises(ConfigError, match=message):
         checked(raw)
+
+
+@pytest.mark.parametrize("name, change, engines, message", [
+    ("mxfp4", {"hidden_size": 80}, 1, "'mxfp4': the model's hidden_size = 80 is no multiple of its blocks of 32"),
+    ("nvfp4", {"head_dim": 20, "num_attention_heads": 2}, 1, "num_attention_heads x head_dim = 40 is no multiple of"),
+    ("nvfp4", {"hidden_size": 80}, 1, None), ("fp8", {"hidden_size": 80}, 1, None),
+    ("mxfp8", {}, 1, None), ("nvfp4", {"moe_intermediate_size": 64, "head_dim": 8}, 2, None),
+    ("mxfp8", {"moe_intermediate_size": 64, "head_dim": 8}, 2,
+     "an engine's part of the model's num_attention_heads x head_dim = 32 is no multiple of its blocks of 32 inputs"),
+])
+def test_blocks_of_a_format_fill_the_inputs_of_every_layer(raw, tmp_path, name, change, engines, message):
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **change}))
+    put(raw, "rollout_quantization", {"format": name})
+    put(raw, "generate_config.infer_tensor_parallel_size", engines)
+    if message is None:
+        assert checked(raw)[0].quantization.format == name
+        return
+    with pytest.raises(ConfigError) as error:
+        checked(raw)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("mode", ["record", "rollout"])

@@ -358,6 +358,14 @@ def test_other_hardware_that_is_none_is_no_difference():
     assert one == other and one["hardware_error.rollout"] == "gaussian"
 
 
+def test_a_format_that_is_none_is_no_difference():
+    plain = comparable_config(config_of())
+    assert comparable_config(config_of(rollout_quantization={"format": "none", "lora": "beside"})) == plain
+    rounded = comparable_config(config_of(rollout_quantization={"format": "nvfp4", "lora": "beside"}))
+    assert rounded.items() - plain.items() == {("rollout_quantization.format", "nvfp4"),
+                                               ("rollout_quantization.lora", "beside")}
+
+
 @pytest.mark.parametrize("name, change, message", [
     ("versions.json", lambda text: "{}", "KeyError: 'git'"),
     ("status.json", lambda text: text.replace('"seed"', '"sed"'), "KeyError: 'seed'"),

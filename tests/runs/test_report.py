@@ -121,6 +121,21 @@ def test_replayed_routes_have_a_picture_by_layer(new_run):
     assert "| experts not the trainer's own | mean 2.67%, largest 6.00% of the choices |" in summary
 
 
+def test_what_a_format_did_is_said(new_run):
+    run = new_run()
+    with MetricsWriter(run, tensorboard=False) as writer:
+        for step, noise in ((1, {}), (2, {"quantization/noise_k3": 3e-5, "quantization/together_k3": 5e-5,
+                                          "quantization/equivalent_sigma": 0.04})):
+            writer.log(step, {"quantization/weight_error": 0.09, "quantization/k3": step * 1e-5, **noise})
+    terminal, summary, _ = report(run)
+    for label, said in {"relative error of quantised weights": "mean 0.09",
+                        "k3 of the format alone": "mean 1.50e-05 nats per token",
+                        "k3 of the noise alone": "mean 3.00e-05 nats per token",
+                        "k3 of both": "mean 5.00e-05 nats per token",
+                        "noise of the format's k3": "sigma 0.04, mean"}.items():
+        assert f"| {label} | {said} |" in summary and label in terminal
+
+
 def test_facts_measured_once_are_shown(made_run):
     run = made_run(1)
     run.record(engine_start_seconds=125.0, lora={"linear_qkv": {"modules": 2, "parameters": 12288}},
