@@ -79,8 +79,9 @@ $(UPSTREAM_VENV)/.installed: requirements/upstream.txt setup.py
 	touch $@
 	@echo "$(UPSTREAM_PY) runs MindSpeed-RL on the emulated NPU; the five checkouts it needs are listed in docs/emulation.md"
 
-$(VENV)/.dev: $(VENV)/.local requirements/dev.txt
+$(VENV)/.dev: $(VENV)/.local requirements/dev.txt requirements/oracles.txt
 	$(PY) -m pip install --quiet --no-deps --requirement requirements/dev.txt
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oracles --requirement requirements/oracles.txt
 	touch $@
 
 # Needs uv. The packages left out are torch's companions and what vLLM and megatron-core ask for and the local engine never imports.

@@ -10,6 +10,7 @@ directory made and does nothing.
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
@@ -18,7 +19,7 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+from mindspeed_qerl.local.tiny_model import DEEP, Recipe, make_tiny_model
 
 
 def main() -> int:
@@ -31,8 +32,13 @@ def main() -> int:
     parser.add_argument("--large", action="store_true",
                         help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for "
                              "benchmarks")
+    parser.add_argument("--deep", action="store_true",
+                        help="the studies' 2.4M-parameter Qwen3-MoE of 7 layers, and problems of one to three steps")
     arguments = parser.parse_args()
-    recipe = Recipe(seed=arguments.seed, shape="large", steps=0) if arguments.large else Recipe(seed=arguments.seed)
+    if arguments.deep and arguments.large:
+        parser.error("--deep and --large are two models: give one")
+    recipe = DEEP if arguments.deep else Recipe(shape="large", steps=0) if arguments.large else Recipe()
+    recipe = replace(recipe, seed=arguments.seed)
     try:
         report = make_tiny_model(arguments.output, recipe)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to answer word
-problems.
+problems; and that of the studies (DEEP), with more layers and problems of one to three steps.
 
-The model is trained, supervised, on answers of which most are wrong for the strict verifier (`word_problems.MIXTURE`):
+The model is trained, supervised, on answers of which most are wrong for the strict verifier (MIXTURE):
 right but without `####`, with the wrong operation, or with a slipped number. Sampled at temperature 1 it is right
 about a quarter of the time, on problems it has seen and on held-out ones, which leaves RL something to choose from.
 Nothing is downloaded.
@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mindspeed_qerl.files import new_directory
-from mindspeed_qerl.tasks.gsm8k import word_problems
+from mindspeed_qerl.tasks.gsm8k import step_problems, word_problems
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
-from mindspeed_qerl.tasks.gsm8k.verifier import score
-from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Problem
+from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Pair
 
 # One digit, one newline, "####", a word with the space before it, any other single character: joined they give the
 # text back.
@@ -35,9 +34,14 @@ SHAPES = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
              "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 32},
+    "deep": {"num_hidden_layers": 7, "hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "large": {"num_hidden_layers": 4, "hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 2,
               "moe_intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
 }
+
+
+WORLDS = dict.fromkeys(SHAPES, word_problems) | {"deep": step_problems}  # whose problems a shape is taught
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Recipe:
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+DEEP = Recipe(shape="deep", steps=1500, held_out=0.15, train_problems=8000, test_problems=1000,
+              mixture=step_problems.MIXTURE.copy())
 
 
 def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
@@ -97,13 +105,13 @@ def _read_made(output_dir: Path, recipe: Recipe) -> dict:
     return report
 
 
-def build_tokenizer():
+def build_tokenizer(world=word_problems):
     """A word-level tokenizer of transformers over the words of the word problems, digits and punctuation:
     `decode(encode(text)) == text` for every generated text; any other word becomes `<unk>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = sorted({token for text in word_problems.all_wordings() for token in re.findall(TOKEN_PATTERN, text)})
+    tokens = sorted({token for text in world.all_wordings() for token in re.findall(TOKEN_PATTERN, text)})
     vocabulary = {token: index for index, token in enumerate([UNK, PAD, EOS, *tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
@@ -128,13 +136,13 @@ def build_model(tokenizer, shape: str):
     return model
 
 
-def train_supervised(model, tokenizer, training_pairs: list[word_problems.Pair], recipe: Recipe) -> list[float]:
+def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recipe) -> list[float]:
     """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every step, nats per
     token of the answer and its eos."""
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    rng = random.Random(f"supervised {recipe.seed}")
+    rng, world = random.Random(f"supervised {recipe.seed}"), WORLDS[recipe.shape]
     allowed = set(training_pairs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98))
     losses = []
@@ -146,8 +154,8 @@ def train_supervised(model, tokenizer, training_pairs: list[word_problems.Pair],
             # Constant, then down to 0 over the last fifth: at a constant rate the share of each kind of answer sways
             # by a third from step to step. A longer decay leaves the arithmetic half learned.
             optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, 5 * (1 - step / recipe.steps))
-            problems = [word_problems.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
-            answers = [word_problems.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
+            problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
+            answers = [world.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
             input_ids, labels = _batch(tokenizer, problems, answers)
             loss = model(input_ids=input_ids, labels=labels).loss
             optimizer.zero_grad()
@@ -174,26 +182,6 @@ def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed:
     return tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1]:], skip_special_tokens=True)
 
 
-def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
-    """What the responses get right, as shares.
-
-    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses; `right_operation`,
-    `right_operands` and `right_arithmetic` (the stated equation is true, whatever was asked) are shares of those that
-    state an equation.
-    """
-    stated = [(problem, Problem("", int(match[1]), match[2], int(match[3])), int(match[4]))
-              for problem, response in zip(problems, responses, strict=True)
-              if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))]
-    parts = {
-        "correct": [score(response, str(problem.result), "strict") for problem, response in zip(problems, responses)],
-        "hash_form": [re.search(r"#### \d", response) is not None for response in responses],
-        "right_operation": [said.op == problem.op for problem, said, _ in stated],
-        "right_operands": [said.pair == problem.pair for problem, said, _ in stated],
-        "right_arithmetic": [said.result == result for _, said, result in stated],
-    }
-    return {name: sum(right) / max(len(right), 1) for name, right in parts.items()}
-
-
 def _make(directory: Path, recipe: Recipe) -> dict:
     """Fill `directory` and return the report written to its recipe.json."""
     import torch
@@ -206,15 +194,17 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     # nearly as fast as two for so small a model, and four times as fast when another process wants a core
     torch.set_num_threads(1)
     training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
-    problems = {"train": word_problems.make_problems(training_pairs, recipe.train_problems, f"train {recipe.seed}"),
-                "test": word_problems.make_problems(held_out_pairs, recipe.test_problems, f"test {recipe.seed}")}
+    world = WORLDS[recipe.shape]
+    problems = {name: word_problems.make_problems(pairs, count, f"{name} {recipe.seed}", world.random_problem)
+                for name, pairs, count in (("train", training_pairs, recipe.train_problems),
+                                           ("test", held_out_pairs, recipe.test_problems))}
     raw = directory / "data" / "raw"
     raw.mkdir(parents=True)
     for name, rows in problems.items():
         word_problems.write_problems(raw / f"{name}.jsonl", rows)
     convert(raw, directory / "data")
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(world)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = build_model(tokenizer, recipe.shape)
@@ -225,8 +215,9 @@ def _make(directory: Path, recipe: Recipe) -> dict:
         for name, rows in problems.items():
             questions = [problem.question for problem in rows[:500]]
             for mode in ("sampled", "greedy"):
-                responses = sample_responses(model, tokenizer, questions, greedy=mode == "greedy", seed=recipe.seed)
-                accuracy[f"{name}_{mode}"] = grade_parts(rows[:500], responses)
+                responses = sample_responses(model, tokenizer, questions, mode == "greedy", recipe.seed,
+                                             world.LONGEST_ANSWER)
+                accuracy[f"{name}_{mode}"] = world.grade_parts(rows[:500], responses)
     torch.set_num_threads(threads)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -248,7 +239,7 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     return report
 
 
-def _batch(tokenizer, problems: list[Problem], answers: list[str]):
+def _batch(tokenizer, problems: list, answers: list[str]):
     """Right-padded `(input_ids, labels)`, int64 [batch, longest]; labels are -100 on the prompt and on the padding.
 
     No attention mask is needed: attention is causal, so no real token sees the padding after it.

@@ -181,7 +181,7 @@ def test_loss_is_on_the_completion_only():
 def test_grades_of_the_parts():
     problems = [Problem("", 3, "+", 4)] * 5
     responses = ["3+4=7\n#### 7", "The answer is 7", "4-3=1\n#### 1", "3+5=8\n#### 8", "3+4=8\n#### 8"]
-    assert tiny_model.grade_parts(problems, responses) == {
+    assert word_problems.grade_parts(problems, responses) == {
         "correct": 1 / 5, "hash_form": 4 / 5, "right_operation": 3 / 4, "right_operands": 3 / 4,
         "right_arithmetic": 3 / 4}
 

@@ -1,7 +1,9 @@
 """Number formats beside torchao, compressed-tensors and vLLM, and beside float64 formulas."""
 
 import itertools
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,8 +106,9 @@ def test_blocks_of_fp8_at_the_edges_are_smaller():
 @pytest.fixture(scope="module")
 def torchao():
     """torchao's (MXTensor, ScaleCalculationMode, NVFP4Tensor)."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        patch.syspath_prepend(Path(sys.prefix, "oracles"))
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import MXTensor
         from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor

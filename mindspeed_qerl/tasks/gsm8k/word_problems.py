@@ -14,12 +14,16 @@ those.
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from mindspeed_qerl.tasks.gsm8k.verifier import score
+
 MAX_OPERAND = 20
+LONGEST_ANSWER = 24  # tokens of local/tiny_model.py's tokenizer, and room for answers that ramble
 NAMES = ("Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Max", "Ella")
 OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
 TEMPLATES = {
@@ -92,12 +96,12 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     return Problem(_word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b), a, op, b)
 
 
-def make_problems(pairs: list[Pair], count: int, seed: int | str) -> list[Problem]:
-    """`count` problems with distinct questions; the same for the same `pairs` and `seed`."""
+def make_problems(pairs: list[Pair], count: int, seed: int | str, draw: Callable = random_problem) -> list[Problem]:
+    """`count` problems with distinct questions, each from `draw`; the same for the same `pairs` and `seed`."""
     rng = random.Random(f"problems {seed}")
     problems: dict[str, Problem] = {}
     for _ in range(20 * count):
-        problem = random_problem(pairs, rng)
+        problem = draw(pairs, rng)
         problems.setdefault(problem.question, problem)
         if len(problems) == count:
             return list(problems.values())
@@ -121,6 +125,26 @@ def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mapping[s
         slips = [slip for slip in near if slip.pair in training_pairs and slip.result >= 0]
         return rng.choice(slips).answer if slips else problem.answer
     return problem.answer
+
+
+def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
+    """What the responses get right, as shares.
+
+    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses; `right_operation`,
+    `right_operands` and `right_arithmetic` (the stated equation is true, whatever was asked) are shares of those that
+    state an equation.
+    """
+    stated = [(problem, Problem("", int(match[1]), match[2], int(match[3])), int(match[4]))
+              for problem, response in zip(problems, responses, strict=True)
+              if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))]
+    parts = {
+        "correct": [score(response, str(problem.result), "strict") for problem, response in zip(problems, responses)],
+        "hash_form": [re.search(r"#### \d", response) is not None for response in responses],
+        "right_operation": [said.op == problem.op for problem, said, _ in stated],
+        "right_operands": [said.pair == problem.pair for problem, said, _ in stated],
+        "right_arithmetic": [said.result == result for _, said, result in stated],
+    }
+    return {name: sum(right) / max(len(right), 1) for name, right in parts.items()}
 
 
 def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[str, int]:
