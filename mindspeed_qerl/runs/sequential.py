@@ -1,0 +1,74 @@
+"""When a study may stop: a difference that is looked at again and again, as seeds come in.
+
+Looks are at fixed numbers of seeds. The chance of a wrong word is spent over them (Lan and DeMets, Biometrika 70,
+1983) by O'Brien and Fleming's function, little at first, so that the last look is judged by nearly all of it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.signal import fftconvolve
+from scipy.special import ndtr, ndtri
+
+from mindspeed_qerl.runs.statistics import LEAST_SEEDS, estimate
+
+GROWTH = 1.4  # from one look to the next
+
+
+def looks(most: int, first: int = 2 * LEAST_SEEDS) -> list[int]:
+    """The numbers of seeds at which a study of at most `most` seeds is looked at.
+
+    >>> looks(30)
+    [6, 9, 13, 19, 27, 30]
+    """
+    counts = [min(first, most)]
+    while counts[-1] < most:
+        counts.append(min(math.ceil(counts[-1] * GROWTH), most))
+    return counts
+
+
+def limits(counts: Sequence[int], alpha: float) -> list[float]:
+    """The p-values below which looks at `counts` seeds are significant, so that of studies without an effect a share
+    `alpha` ever is: for sums of independent draws of known variance (Armitage, McPherson and Rowe, J. R. Stat. Soc. A
+    132, 1969). What seeds and questions share makes looks more alike, and the share smaller.
+
+    >>> [round(limit, 4) for limit in limits([1, 2, 3, 4, 5], 0.05)]  # z of 4.88, 3.36, 2.68, 2.29, 2.03
+    [0.0, 0.0008, 0.0074, 0.022, 0.0422]
+    """
+    fractions = np.array(counts) / counts[-1]
+    spent = np.diff(4 * ndtr(ndtri(alpha / 4) / np.sqrt(fractions)), prepend=0.0)  # of both sides
+    grid = np.linspace(-8, 8, 8001)  # of sums, in standard deviations of the last one
+    width, found, density, before = grid[1] - grid[0], [], None, 0.0
+    for fraction, share in zip(fractions, spent):
+        step = np.exp(-(grid**2) / (2 * (fraction - before))) / np.sqrt(2 * np.pi * (fraction - before))
+        density = step if density is None else fftconvolve(density, step, "same") * width
+        tail = np.cumsum(density) * width  # of both sides half
+        bound = -np.interp(share / 2, tail, grid + width / 2)
+        found.append(float(2 * ndtr(-bound / math.sqrt(fraction))))
+        density, before = np.where(np.abs(grid) < bound, density, 0.0), fraction
+    return found
+
+
+def judge(differences: np.ndarray, most: int, alpha: float, effect: float) -> str | None:
+    """What a study of at most `most` seeds says, with what it has.
+
+    Args:
+        differences: [seeds, questions], as `estimate` takes them. alpha: the chance of a wrong word. effect: the
+            smallest difference that matters.
+
+    Returns:
+        "better" or "worse"; "smaller", the difference is between -effect and effect; "not distinguishable", where
+        there are all seeds and none of these can be said; None: go on.
+    """
+    counts = looks(most)
+    for count, limit in zip(counts, limits(counts, alpha)):
+        if count > len(differences):
+            return None
+        seen = estimate(differences[:count])
+        if seen.p < limit:
+            return "better" if seen.mean > 0 else "worse"
+        below, above = (estimate(differences[:count] - bound) for bound in (effect, -effect))
+        if below.mean < 0 < above.mean and max(below.p, above.p) < limit:
+            return "smaller"
+    return "not distinguishable"
