@@ -1,19 +1,24 @@
-"""Does the noise help, and does it help a model that meets other hardware? AQN off and on x clean and foreign rollouts
-x seeds, on the quickstart's model.
+"""Studies of many runs: planned from a pilot, stopped by a stated rule, resumed where they were.
 
-    python benchmarks/study.py    # draws docs/images/study.png
+    python benchmarks/study.py --study arithmetic --hours 8     # runs what is missing; killed, it resumes
+    python benchmarks/study.py --study arithmetic --tables      # only the tables and the picture, from docs/studies/
 
-About half an hour on 2 cores; killed, it resumes with the same command.
+The studies (STUDIES) are tables of cells, each some overrides of a config, and of comparisons between two cells. Seed
+after seed, each cell gets a run of cli/train_grpo.py, in runs/studies/NAME/CELL. After PILOT seeds the spread of the
+differences says how many seeds an effect of EFFECT would take; so many, or --seeds at most, are run, and at fixed
+numbers of seeds every comparison is judged (mindspeed_qerl/runs/sequential.py), with 5 % shared by all comparisons of
+the study. A comparison that is decided needs no more runs. Differences are paired by seed and question.
 
-A sweep of cli/train_grpo.py, an evaluation of each trained model on the foreign hardware by tools/evaluate.py beside
-the run's own on the clean one, and tools/compare_runs.py's difference, with AQN - without, in each of the four cells.
-Foreign hardware is docs/hardware_error.md's `gaussian`: 5 % on every product. Other overrides go to the runs.
+What was found is kept in docs/studies/NAME.json: of each run and question how many of its answers were right. Tables
+and pictures are made of that alone.
 """
 
 import argparse
-import re
+import json
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
@@ -24,134 +29,243 @@ if __name__ == "__main__":  # a file of a checkout
 
 import numpy as np
 
-from mindspeed_qerl.runs.compare import SIGNIFICANCE, compare
+from mindspeed_qerl.files import write_whole
+from mindspeed_qerl.runs.compare import SIGNIFICANCE
 from mindspeed_qerl.runs.compare_report import interval
-from mindspeed_qerl.runs.compared_run import ComparedRun, find_runs, read_run
+from mindspeed_qerl.runs.compared_run import find_runs, read_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
+from mindspeed_qerl.runs.sequential import judge, limits, looks
 from mindspeed_qerl.runs.statistics import estimate, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[1]
-CLEAN, FOREIGN = "clean", "foreign"
-HARDWARE = {"none": CLEAN, "gaussian": FOREIGN}
-PARTS = ("has `#### n`", "right operation", "right operands", "right arithmetic")
+CONFIG = "grpo_steps_moe_cpu"
+PILOT, EFFECT = 4, 0.02  # seeds; points of accuracy
 
 
-def call(*command: object) -> None:
-    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
+@dataclass(frozen=True)
+class Study:
+    """Cells by name with their overrides; comparisons (cell, baseline cell, measure); by name of a measure other than
+    "accuracy", the run's own after its last step, arguments of tools/evaluate.py."""
+
+    question: str
+    cells: dict[str, tuple[str, ...]]
+    comparisons: tuple[tuple[str, str, str], ...]
+    evaluations: dict[str, tuple[str, ...]]
 
 
-def read_cells(root: Path) -> dict[tuple[bool, str, str], list[ComparedRun]]:
-    """(AQN, rollout hardware, evaluation hardware) -> its runs; each run is evaluated on the foreign hardware first,
-    if it was not."""
-    cells: dict[tuple[bool, str, str], list[ComparedRun]] = {}
-    for path in find_runs([root]):
-        if not (path / "evaluations" / FOREIGN).exists():
-            call("tools/evaluate.py", "--run", path, "--name", FOREIGN, "--hardware-error", "gaussian")
-        for hardware, run in ((CLEAN, read_run(path)), (FOREIGN, read_run(path, FOREIGN))):
-            if run.faults:
-                raise SystemExit(f"{path}: {'; '.join(run.faults)}")
-            cells.setdefault((run.config["aqn.enabled"], HARDWARE[run.config.get("hardware_error.rollout", "none")],
-                              hardware), []).append(run)
-    return cells
+def crossed(values: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Cells "VALUE, AQN off" and "VALUE, AQN on"."""
+    return {f"{value}, AQN {'on' if aqn == 'qerl' else 'off'}": (*overrides, f"aqn={aqn}")
+            for value, overrides in values.items() for aqn in ("off", "qerl")}
 
 
-def parts(run: ComparedRun, step: int) -> list[float]:
-    """What the held-out answers after `step` updates get right: the form, of all; the rest, of the answers that state
-    an equation."""
-    form, rest = [], []
-    for row in read_jsonl(RunDirectory.open(run.path).eval_answers_file):
-        if row["step"] != step:
+STUDIES = {
+    "arithmetic": Study(
+        "Does quantisation noise or AQN help a policy to learn?",
+        crossed({"fp32": (), "int8": ("rollout_quantization=int8_w8a8",),
+                               "nvfp4": ("rollout_quantization=nvfp4",)}),
+        (*((f"{name}, AQN on", f"{name}, AQN off", "accuracy") for name in ("fp32", "int8", "nvfp4")),
+         ("int8, AQN off", "fp32, AQN off", "accuracy"), ("nvfp4, AQN off", "fp32, AQN off", "accuracy")), {}),
+    "hardware": Study(
+        "Does AQN help a policy that meets other hardware?",
+        crossed({"clean": (), "foreign": ("hardware_error.rollout=gaussian",)}),
+        tuple((f"{name}, AQN on", f"{name}, AQN off", measure) for name in ("clean", "foreign")
+              for measure in ("accuracy", "foreign")),
+        {"foreign": ("--samples", "4", "--hardware-error", "gaussian")}),
+    "exploration": Study(
+        "Does noise make a policy explore?",
+        {"none": ("aqn=off",), "AQN": ("aqn=qerl",), "strong AQN": ("aqn=strong",),
+         "nvfp4": ("aqn=off", "rollout_quantization=nvfp4")},
+        tuple((cell, "none", f"pass@{k}") for cell in ("AQN", "strong AQN", "nvfp4") for k in (1, 16)),
+        {"sixteen": ("--samples", "16")}),
+}
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # right answers of one question
+
+
+def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
+    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv 2107.03374).
+
+    >>> pass_at(2, np.array([0, 1, 4]), 4)
+    array([0. , 0.5, 1. ])
+    """
+    wrong = samples - right[..., None] - np.arange(k)
+    return 1 - np.prod(np.maximum(wrong, 0) / (samples - np.arange(k)), axis=-1)
+
+
+class Data:
+    """What a study found so far: docs/studies/NAME.json."""
+
+    def __init__(self, name: str, folder: Path):
+        self.study, self.file = STUDIES[name], folder / f"{name}.json"
+        kept = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.most: int | None = kept.get("most")  # seeds; None: the pilot is not done
+        self.cells: dict[str, dict[str, dict]] = kept.get("cells", {cell: {} for cell in self.study.cells})
+
+    def save(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(f"  {json.dumps(cell)}: {{\n" + ",\n".join(
+            f"    {json.dumps(seed)}: {json.dumps(run)}" for seed, run in runs.items()) + "}"
+            for cell, runs in self.cells.items())
+        write_whole(self.file, f'{{"most": {json.dumps(self.most)}, "cells": {{\n{lines}}}}}\n')
+
+    def values(self, cell: str, measure: str, seeds: list[str]) -> np.ndarray:
+        """[seeds, questions]."""
+        evaluation, k = ("sixteen", int(measure[5:])) if measure.startswith("pass@") else (measure, 1)
+        runs = [self.cells[cell][seed][evaluation] for seed in seeds]
+        right = np.array([[DIGITS.index(digit) for digit in run["right"]] for run in runs])
+        return pass_at(k, right, runs[0]["samples"])
+
+    def differences(self, cell: str, baseline: str, measure: str) -> np.ndarray:
+        """[seeds, questions], of the seeds that both have, in their order."""
+        seeds = sorted(self.cells[cell].keys() & self.cells[baseline].keys(), key=int)
+        if not seeds:
+            return np.zeros((0, 1))
+        return self.values(cell, measure, seeds) - self.values(baseline, measure, seeds)
+
+    def words(self) -> dict[tuple[str, str, str], str | None]:
+        """What is said of each comparison; None: go on."""
+        alpha = SIGNIFICANCE / len(self.study.comparisons)  # Bonferroni
+        return {each: judge(self.differences(*each), self.most, alpha, EFFECT) if self.most else None
+                for each in self.study.comparisons}
+
+
+def right_answers(file: Path) -> dict:
+    """Of the last evaluation in a file of answers: how many of how many were right, question by question."""
+    rows = read_jsonl(file)
+    last = [row["scores"] for row in rows if row["step"] == rows[-1]["step"]]
+    return {"samples": len(last[0]), "right": "".join(DIGITS[round(sum(scores))] for scores in last)}
+
+
+def run_cell(study: str, cell: str, seed: int, root: Path, more: list[str]) -> dict:
+    """One run with its evaluations, or what there is of it; what the study keeps."""
+    folder = root / study / cell.replace(", ", "_").replace(" ", "_")
+    subprocess.run([sys.executable, "cli/train_grpo.py", "--multirun", "--config-name", CONFIG, f"seed={seed}",
+                    f"run.root={folder.parent}", f"run.name={folder.name}", *STUDIES[study].cells[cell], *more],
+                   cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    (run,) = [run for path in find_runs([folder]) if (run := read_run(path)).seed == seed and not run.faults]
+    for name, arguments in STUDIES[study].evaluations.items():
+        if not (run.path / "evaluations" / name).exists():
+            subprocess.run([sys.executable, "tools/evaluate.py", "--run", run.path, "--name", name, *arguments],
+                           cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    rows, directory = read_jsonl(RunDirectory.open(run.path).metrics_file), RunDirectory.open(run.path)
+    entropy = [round(row["entropy/mean"], 4) for row in rows if "entropy/mean" in row]
+    return {"accuracy": right_answers(directory.eval_answers_file), "entropy": [entropy[0], entropy[-1]],
+            **{name: right_answers(run.path / "evaluations" / name / "answers.jsonl")
+               for name in STUDIES[study].evaluations}}
+
+
+def carry_out(name: str, data: Data, root: Path, hours: float, most: int, more: list[str]) -> None:
+    """Runs, seed after seed, until every comparison is decided, or the time is over before another run would be."""
+    started, seconds = time.monotonic(), [0.0]
+    for seed in range(1, most + 1):
+        if seed > PILOT and data.most is None:
+            data.most = plan(data, most)
+            data.save()
+        words = data.words()
+        wanted = {cell for each, word in words.items() if word is None for cell in each[:2]}
+        if not wanted or data.most and seed > data.most:
+            return
+        for cell in data.study.cells:
+            if cell not in wanted or str(seed) in data.cells[cell]:
+                continue
+            if time.monotonic() - started + max(seconds) > hours * 3600:
+                print(f"stopped before seed {seed} of {cell}: {hours:g} hours are over", flush=True)
+                return
+            begun = time.monotonic()
+            data.cells[cell][str(seed)] = run_cell(name, cell, seed, root, more)
+            data.save()
+            seconds.append(time.monotonic() - begun)
+            accuracy = data.values(cell, "accuracy", [str(seed)]).mean()
+            print(f"seed {seed}, {cell}: accuracy {accuracy:.3f}, {seconds[-1]:.0f} s", flush=True)
+
+
+def plan(data: Data, most: int) -> int:
+    """How many seeds: what EFFECT takes in the comparison that varies most, by the pilot's variance, or `most`."""
+    alpha = SIGNIFICANCE / len(data.study.comparisons)
+    needed = [seeds_needed(estimate(data.differences(*each)), alpha, EFFECT) for each in data.study.comparisons]
+    for (cell, baseline, measure), count in zip(data.study.comparisons, needed):
+        words = f"{count} seeds" if count else "more questions"
+        print(f"to see {EFFECT:.0%} in {measure} of {cell} against {baseline} with a power of 80 %: {words}",
+              flush=True)
+    return min(most, max(count or most for count in needed))
+
+
+def tables(data: Data) -> str:
+    """Of cells and of comparisons, as Markdown."""
+    measures = dict.fromkeys(measure for *_, measure in data.study.comparisons)
+    rows = []
+    for cell, runs in data.cells.items():
+        seeds = sorted(runs, key=int)
+        if seeds:
+            first, last = np.mean([runs[seed]["entropy"] for seed in seeds], axis=0)
+            rows.append([cell, str(len(seeds)),
+                         *(interval(estimate(data.values(cell, measure, seeds))) for measure in measures),
+                         f"{first:.3f} → {last:.3f}"])
+    text = markdown_table(["cell", "seeds", *measures, "entropy, first and last step"], rows)
+    rows, alpha = [], SIGNIFICANCE / len(data.study.comparisons)
+    for (cell, baseline, measure), word in data.words().items():
+        values = data.differences(cell, baseline, measure)
+        if len(values) < 2:
             continue
-        a, b = (int(number) for number in re.findall(r"\d+", row["question"]))
-        asked = "+" if a + b == int(row["answer"]) else "-"
-        for response in row["responses"]:
-            form.append(re.search(r"#### \d", response) is not None)
-            if stated := re.search(r"(\d+)([+-])(\d+)=(\d+)", response):
-                x, op, y, result = int(stated[1]), stated[2], int(stated[3]), int(stated[4])
-                rest.append((op == asked, sorted((x, y)) == sorted((a, b)), result == (x + y if op == "+" else x - y)))
-    return [float(np.mean(form)), *np.mean(rest, axis=0)]
+        count = next((n for n in looks(data.most) if n <= len(values) and judge(values[:n], data.most, alpha, EFFECT)),
+                     len(values)) if data.most else len(values)
+        found = estimate(values[:count])
+        said = {"smaller": f"smaller than {EFFECT:.0%}", None: "not finished"}.get(word, word)
+        rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", f"**{said}**"])
+    text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "verdict"], rows)]
+    if data.most:
+        judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in zip(
+            looks(data.most), limits(looks(data.most), alpha)))
+        text += ["", f"Judged after so many seeds, significant below p in brackets: {judged}."]
+    return "\n".join(text)
 
 
-def draw(accuracy: dict, difference: dict, cells: dict, image: Path) -> None:
-    """Left: accuracy after training, each seed a dot; right: with AQN - without."""
+def draw(data: Data, image: Path) -> None:
+    """Every comparison's difference with its interval."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    places = [(rollout, hardware) for rollout in (CLEAN, FOREIGN) for hardware in (CLEAN, FOREIGN)]
-    labels = [f"rollouts {rollout}\nevaluated {hardware}" for rollout, hardware in places]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 3.8), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        for aqn, color, shift in ((False, BLUE, -0.12), (True, RED, 0.12)):
-            for at, place in enumerate(places):
-                value, runs = accuracy[aqn, *place], cells[aqn, *place]
-                left.errorbar(at + shift, value.mean, yerr=[[value.mean - value.low], [value.high - value.mean]],
-                              fmt="_", markersize=14, capsize=4, color=color,
-                              label=f"AQN {'on' if aqn else 'off'}" if at == 0 else None)
-                left.plot([at + shift] * len(runs), [np.mean(list(run.scores[max(run.scores)].values()))
-                                                     for run in runs], ".", color=color, alpha=0.6)
-        left.set(title="Accuracy after training (dots: seeds; bars: 95 % over seeds and questions)",
-                 ylabel="held-out accuracy")
-        left.legend()
-        right.axhline(0, color="black", linewidth=1)
-        for at, place in enumerate(places):
-            value = difference[place]
-            right.errorbar(at, value.mean, yerr=[[value.mean - value.low], [value.high - value.mean]], fmt="o",
-                           capsize=4, color="black")
-        right.set(title="With AQN - without, paired by seed and question", ylabel="difference of accuracy")
-        for axis in (left, right):
-            axis.set_xticks(range(len(places)), labels, fontsize=8)
+        figure = Figure(figsize=(8, 1 + 0.45 * len(data.study.comparisons)), layout="constrained")
+        axis = figure.subplots()
+        axis.axvspan(-EFFECT, EFFECT, color="#eeeeee")
+        axis.axvline(0, color="black", linewidth=1)
+        for at, (each, word) in enumerate(data.words().items()):
+            values = data.differences(*each)
+            found = estimate(values)
+            color = RED if word in ("better", "worse") else BLUE
+            axis.errorbar(found.mean, at, xerr=[[found.mean - found.low], [found.high - found.mean]], fmt="o",
+                          capsize=4, color=color)
+            axis.plot(values.mean(1), [at + 0.2] * len(values), ".", color=color, alpha=0.4)
+        axis.set(title=f"{data.study.question} (dots: seeds; bars: 95 %; grey: less than {EFFECT:.0%})",
+                 xlabel="difference")
+        axis.set_yticks(range(len(data.study.comparisons)),
+                        [f"{cell} - {baseline}\n{measure}" for cell, baseline, measure in data.study.comparisons],
+                        fontsize=8)
+        axis.invert_yaxis()
         figure.savefig(image, dpi=130)
     print(image)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--root", type=Path, default=ROOT / "runs", help="where the runs are kept, in a folder study")
-    parser.add_argument("--image", type=Path, default=ROOT / "docs" / "images" / "study.png")
-    arguments, overrides = parser.parse_known_args()
-    call("cli/train_grpo.py", "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl",
-         "hardware_error.rollout=none,gaussian", f"seed={','.join(map(str, arguments.seeds))}",
-         f"run.root={arguments.root}", "run.name=study", *overrides)
-    cells = read_cells(arguments.root / "study")
-    first = cells[False, CLEAN, CLEAN][0]
-    before = first.path / "evaluations" / "foreign_before"
-    if not before.exists():
-        call("tools/evaluate.py", "--run", first.path, "--step", 0, "--name", before.name, "--hardware-error",
-             "gaussian")
-    print(f"\nbefore training: {np.mean(list(first.scores[0].values())):.3f} on clean hardware, "
-          f"{np.mean(list(read_run(first.path, before.name).scores[0].values())):.3f} on foreign\n")
-
-    accuracy = {cell: estimate(np.array([list(run.scores[max(run.scores)].values()) for run in runs]))
-                for cell, runs in cells.items()}
-    difference, rows = {}, []
-    for rollout in (CLEAN, FOREIGN):
-        for hardware in (CLEAN, FOREIGN):
-            (verdict,) = compare([*cells[False, rollout, hardware], *cells[True, rollout, hardware]]).verdicts
-            found = difference[rollout, hardware] = verdict.difference
-            limit = SIGNIFICANCE / 4  # four verdicts share the 5 % (Bonferroni)
-            word = verdict.word if found.p < limit else "not distinguishable"
-            needed = "" if word != "not distinguishable" else f"about {count:,}" if (
-                count := seeds_needed(found, limit)) else "more questions"
-            rows.append([rollout, hardware,
-                         *(interval(accuracy[aqn, rollout, hardware]) for aqn in (False, True)),
-                         interval(found, "+"), f"{found.p:.2g}", f"**{word}**",
-                         needed])
-    header = ["rollouts", "evaluated on", "AQN off", "AQN on", "difference", "p", "verdict",
-              "seeds that would show it"]
-    print("\n".join(markdown_table(header, rows)), end="\n\n")
-    rows = []
-    for aqn in (False, True):
-        for rollout in (CLEAN, FOREIGN):
-            runs = cells[aqn, rollout, CLEAN]
-            taught = zip(*(np.mean([parts(run, step(run.scores)) for run in runs], axis=0) for step in (min, max)))
-            rows.append(["on" if aqn else "off", rollout, *(f"{a:.2f} → {b:.2f}" for a, b in taught)])
-    print("\n".join(markdown_table(["AQN", "rollouts", *PARTS], rows)), end="\n\n")
-    draw(accuracy, difference, cells, arguments.image)
+    parser.add_argument("--study", choices=STUDIES, required=True)
+    parser.add_argument("--hours", type=float, default=8.0, help="no run begins that would end later (default: 8)")
+    parser.add_argument("--seeds", type=int, default=40, help="at most (default: 40)")
+    parser.add_argument("--tables", action="store_true", help="run nothing")
+    parser.add_argument("--root", type=Path, default=ROOT / "runs" / "studies", help="where the runs are kept")
+    parser.add_argument("--data", type=Path, default=ROOT / "docs" / "studies", help="where what was found is kept")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    arguments, more = parser.parse_known_args()
+    data = Data(arguments.study, arguments.data)
+    if not arguments.tables:
+        carry_out(arguments.study, data, arguments.root, arguments.hours, arguments.seeds, more)
+    print(tables(data))
+    if all(len(data.differences(*each)) > 1 for each in data.study.comparisons):
+        draw(data, arguments.images / f"study_{arguments.study}.png")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from mindspeed_qerl.local.tiny_model import DEEP, Recipe, make_tiny_model
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="models/tiny_qwen3_moe", metavar="DIR",
+    parser.add_argument("--output", metavar="DIR",
                         help="directory to make; one that holds anything else is never overwritten (default: "
-                             "%(default)s)")
+                             "models/tiny_qwen3_moe, with --deep models/steps_qwen3_moe)")
     parser.add_argument("--seed", type=int, default=0,
                         help="decides the held-out pairs, the problems and the weights (default: %(default)s)")
     parser.add_argument("--large", action="store_true",
@@ -39,12 +39,13 @@ def main() -> int:
         parser.error("--deep and --large are two models: give one")
     recipe = DEEP if arguments.deep else Recipe(shape="large", steps=0) if arguments.large else Recipe()
     recipe = replace(recipe, seed=arguments.seed)
+    output = arguments.output or f"models/{'steps' if arguments.deep else 'tiny'}_qwen3_moe"
     try:
-        report = make_tiny_model(arguments.output, recipe)
+        report = make_tiny_model(output, recipe)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{arguments.output}: {report['parameters']:,} parameters, {report['seconds']['total']:.0f} s to make")
+    print(f"{output}: {report['parameters']:,} parameters, {report['seconds']['total']:.0f} s to make")
     print("split:", json.dumps(report["split"]))
     for name, parts in report["accuracy"].items():
         print(f"{name}:", ", ".join(f"{part} {share:.2f}" for part, share in parts.items()))
