@@ -20,7 +20,7 @@ def study(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setitem(module.STUDIES, "two", module.Study(
         "Is one better?", {"one": ("x=1",), "other": ("x=2",), "third": ("x=3",)},
-        (("one", "other", "accuracy"), ("third", "other", "pass@4")), {"sixteen": ()}))
+        (("one", "other", "accuracy"), ("third", "other", "pass@1")), {"sixteen": ()}))
     return module
 
 
