@@ -28,7 +28,7 @@ def drawn(asked, effects, of_seed=0.01, questions=300):
     """A stand-in for `run_cell`, whose accuracies differ by `effects`."""
     def run(name, cell, seed, root, more):
         asked.append((seed, cell))
-        generator = np.random.default_rng([seed, len(cell)])
+        generator = np.random.default_rng([seed, *cell.encode()])
         hard = np.random.default_rng(9).normal(0, 0.1, questions)
         chance = np.clip(0.5 + effects[cell] + generator.normal(0, of_seed) + hard, 0, 1)
         found = {measure: {"samples": samples, "right": "".join(
