@@ -14,6 +14,8 @@ from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.processes import free_port
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.lora.proof import join
+from mindspeed_qerl.quantization.formats import FORMATS
+from mindspeed_qerl.recipe.types import Quantization
 
 from .conftest import FAMILIES, make_model
 
@@ -221,11 +223,13 @@ def tensor_parallel_rank(rank, model_dir, port, folder):
     torch.set_num_threads(1)
     routers = read_shape(model_dir).routers
     engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3),
-                           routers if routers.layers else None, tp_rank=rank, tp_size=2, port=port)
+                           routers if routers.layers else None, Quantization("nvfp4", lora="beside"), tp_rank=rank,
+                           tp_size=2, port=port)
     lora, weights = factors(model_dir, 0)
     sync(engine, weights)
-    result = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()),
-              "noisy": engine.logprobs(sequences(), STEP),
+    result = {"movement": engine.movement(lora), "quantized": engine.logprobs(sequences()),
+              "logprobs": engine.logprobs(sequences(), quantized=False),
+              "noisy": engine.logprobs(sequences(), STEP, quantized=False),
               "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP,
                                          record_routes=bool(routers.layers))[0]}
     lost = "model.layers.1.self_attn.o_proj.weight"
@@ -251,6 +255,10 @@ def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
     _, weights = factors(model_dir, 0)
     model = reference_model(model_dir, weights)
     assert np.abs(np.array(first["logprobs"]) - reference_logprobs(model)).max() < 1e-5
+    base = {name: Checkpoint(model_dir).read(name) for name in weights}
+    rounded = {name: FORMATS["nvfp4"].weight(base[name]) + weights[name] - base[name] for name in weights}
+    expected = reference_logprobs(reference_model(model_dir, rounded))
+    assert np.abs(np.array(first["quantized"]) - expected).max() < 2e-5
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     assert np.abs(np.array(first["noisy"]) - reference_logprobs(model)).max() < 1e-5
     assert first["answers"] == second["answers"] and first["logprobs"] == second["logprobs"]
