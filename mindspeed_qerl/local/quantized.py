@@ -42,8 +42,9 @@ class QuantizedModel:
             raise ConfigError("rollout_quantization.ignore names every linear weight: rollout_quantization=none goes "
                               "without quantisation")
         self.model, self.is_on = model, False
+        dtype = model.get_parameter(next(iter(names))).dtype  # the files may have another
         self.weights = QuantizedWeights(quantization.format, quantization.lora == "beside",
-                                        {name: checkpoint.read(name) for name in sorted(chosen)})
+                                        {name: checkpoint.read(name).to(dtype) for name in sorted(chosen)})
         self.activation = self.weights.format.activation
         self.adapters: dict[str, torch.Tensor] = {}
         self._rounding = {parameter for parameter, fused in names.items() if self.activation and chosen & {*fused}}

@@ -229,17 +229,17 @@ class RolloutEngine:
         starts = torch.tensor([len(prompt) for prompt in prompts]) - 1
         mask = (place >= starts[:, None]) & (place < lengths[:, None] - 1)
 
-        def logprobs(**policy):
-            rows = [torch.tensor(row) for row in self.logprobs(sequences, **policy)]
+        def logprobs(quantized: bool, noise_step: int | None) -> torch.Tensor:
+            rows = [torch.tensor(row) for row in self.logprobs(sequences, noise_step, quantized=quantized)]
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-        clean, noise = logprobs(quantized=False), {"noise_step": noise_step}
-        policies = {"": {"quantized": True}}
-        if sigma := self.injector.schedule.sigma(noise_step) if noise_step is not None else 0.0:
-            policies |= {"noise_": {"quantized": False, **noise}, "together_": {"quantized": True, **noise}}
-        found = {}
+        sigma = self.injector.schedule.sigma(noise_step) if noise_step is not None else 0.0
+        policies = {"": (True, None)}  # by name of the metric: quantised, noise
+        if sigma:
+            policies |= {"noise_": (False, noise_step), "together_": (True, noise_step)}
+        clean, found = logprobs(False, None), {}
         for name, policy in policies.items():
-            metrics = mismatch(logprobs(**policy), clean, mask)
+            metrics = mismatch(logprobs(*policy), clean, mask)
             found |= {f"quantization/{name}{which}": metrics[f"mismatch/{which}"].value()
                       for which in ("k3", "effective_sample_size")}
         if sigma and (of_noise := found["quantization/noise_k3"]) > 0:

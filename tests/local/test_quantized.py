@@ -195,6 +195,21 @@ def test_the_probe_tells_format_and_noise_apart(engine, model_dir):
     assert engine.probe(prompts, answers, None).keys() == {"quantization/k3", "quantization/effective_sample_size"}
 
 
+def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):
+    class Half(Checkpoint):
+        def read(self, name):
+            return super().read(name).bfloat16()
+
+    names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
+             for parameter, weight in engine._kernel_weights().items()}
+    weights = QuantizedModel(engine.model, names, Half(model_dir), Quantization("nvfp4")).weights
+    for name, weight in changed_weights(model_dir).items():
+        weights.receive(name, weight)
+        weights.quantize()
+        assert torch.equal(weights.synced[name], weight)
+        assert torch.equal(weights.used[name], FORMATS["nvfp4"].weight(weight))
+
+
 def test_ignored_weights_stay_as_they_are(engine, model_dir):
     requantize(engine, "nvfp4", ignore=("model.layers.0.*", "*.q_proj.weight"))
     weights = changed_weights(model_dir)
