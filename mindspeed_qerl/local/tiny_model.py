@@ -64,7 +64,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-DEEP = Recipe(shape="deep", steps=1500, held_out=0.15, train_problems=8000, test_problems=1000,
+DEEP = Recipe(shape="deep", steps=900, held_out=0.15, train_problems=8000, test_problems=1000,
               mixture=step_problems.MIXTURE.copy())
 
 

@@ -11,7 +11,7 @@ from mindspeed_rl.utils.pad_process import padding_dict_to_tensor_dict, remove_p
 
 from mindspeed_qerl.ascend.trainer import QeRLTrainer
 from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.recipe.types import Algorithm, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Rehearsal, Selection
 
 PROMPTS, N, EOS = 2, 2, 3
 
@@ -60,8 +60,8 @@ def make(monkeypatch):
         batches = iter(batches)
         dock.columns |= next(batches)
         metrics = SimpleNamespace(metric={"timing/rollout": [2, 1]})
-        trainer.recipe = SimpleNamespace(model=SimpleNamespace(path="nowhere"), algorithm=algorithm or Algorithm(),
-                                         selection=Selection(**selection))
+        trainer.recipe = SimpleNamespace(model=SimpleNamespace(path="nowhere"), rehearsal=Rehearsal(),
+                                         algorithm=algorithm or Algorithm(), selection=Selection(**selection))
         trainer.transfer_dock, trainer.dataset_additional_keys = dock, ["labels"]
         trainer.n_samples_per_prompt, trainer.global_batch_size = N, PROMPTS
         trainer.batches_asked, trainer.values, trainer.tokens = 5, {}, 0
