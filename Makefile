@@ -38,9 +38,8 @@ $(REAL_MODEL)/config.json: | $(VENV)/.local
 train: install
 	$(PY) cli/train_grpo.py --config-name $(CONFIG) $(ARGS)
 
-# Two processes, a file of tests in one of them: half of the time a run waits for its processes to start.
 test: install-dev lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest
 # Three quarters of an hour on 2 cores. Only here, marked `full`: five more layouts against transformers; whole runs on the real GSM8K, of
 # docs/own_task.md, with large steps, made twice, with a killed driver or rollout engine, a killed sweep, SIGTERM, a noise target that is nowhere; a launcher stopped
 # by kill and by a scheduler; two nodes; most of the broken boxes; a rehearsal of two stages, a rehearsed model of 48 layers; a dense model on

@@ -27,10 +27,10 @@ STEPS = {
 ASKED = "How many {objects} does {name} have now?"
 # Shares of the answers that the starting model is shown; the others are right and in the right form.
 MIXTURE = {
-    "bare": 0.42,  # "The answer is 7": right, but without the `####` that the strict verifier wants
-    "wrong_operation": 0.14,  # one step adds where it should take away, or the other way round
-    "slipped_number": 0.12,  # one step has a number that is off by one or two
-    "stopped_early": 0.12,  # the last step is missing (of one step: right)
+    "bare": 0.5,  # "The answer is 7": right, but without the `####` that the strict verifier wants
+    "wrong_operation": 0.12,  # one step adds where it should take away, or the other way round
+    "slipped_number": 0.1,  # one step has a number that is off by one or two
+    "stopped_early": 0.1,  # the last step is missing (of one step: right)
 }
 
 
