@@ -1169,7 +1169,8 @@ def test_exit_status(ready, tool, tmp_path, capsys):
     (("model/qwen3_30b_a3b",),
      r"unknown config name 'model/qwen3_30b_a3b'. 14 are known: `python cli/train_grpo.py` lists them"),
     (("../configs/grpo_tiny_moe_cpu",),
-     r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean '.*'\? 14 are known: "),
+     (r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu' or "
+      r"'grpo_steps_moe_cpu'\? 14 are known: ")),
     ((NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"),
      "32 attention heads cannot be divided by TP 3; .*plan_layout.py"),
     ((NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"),
