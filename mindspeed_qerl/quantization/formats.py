@@ -119,11 +119,10 @@ def quantize_nvfp4(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Format:
     """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each to float32 of the
-    same shape; `block`, which the inputs of a layer must be a multiple of."""
+    same shape; ValueError where blocks do not fill the inputs (local/settings.py refuses that before a run)."""
 
     weight: Callable[[torch.Tensor], torch.Tensor]
     activation: Callable[[torch.Tensor], torch.Tensor] | None
-    block: int
 
 
 def _mxfp8(x: torch.Tensor) -> torch.Tensor:
@@ -131,11 +130,11 @@ def _mxfp8(x: torch.Tensor) -> torch.Tensor:
 
 
 FORMATS = {
-    "int8_w8a8": Format(quantize_int8, quantize_int8, 1),
-    "fp8": Format(lambda weight: quantize_fp8(weight, rows=128), quantize_fp8, 1),
-    "mxfp8": Format(_mxfp8, _mxfp8, 32),
-    "mxfp4": Format(lambda weight: quantize_mx(weight, to_e2m1, E2M1_EXPONENT), None, 32),
-    "nvfp4": Format(quantize_nvfp4, None, 16),
+    "int8_w8a8": Format(quantize_int8, quantize_int8),
+    "fp8": Format(lambda weight: quantize_fp8(weight, rows=128), quantize_fp8),
+    "mxfp8": Format(_mxfp8, _mxfp8),
+    "mxfp4": Format(lambda weight: quantize_mx(weight, to_e2m1, E2M1_EXPONENT), None),
+    "nvfp4": Format(quantize_nvfp4, None),
 }
 
 

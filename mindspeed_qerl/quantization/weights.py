@@ -11,8 +11,6 @@ from mindspeed_qerl.quantization.formats import FORMATS
 # By Hugging Face's names the linear layers of attention, MLPs and experts. Norms, routers (mlp.gate), gates of shared
 # experts, embeddings and the output layer are never quantised, as in vLLM's and QeRL's checkpoints.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 WEIGHT_ERROR = "quantization/weight_error"
 
 
@@ -41,7 +39,7 @@ class QuantizedWeights:
     """
 
     def __init__(self, format: str, beside: bool, base: Mapping[str, torch.Tensor]):
-        self.format, self.beside = FORMATS[format], beside
+        self.format = FORMATS[format]
         self.synced = dict(base)
         self.used = {name: self._rounded(weight) for name, weight in base.items()}
         self._base = (dict(base), dict(self.used)) if beside else None

@@ -11,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_qerl.local.settings import BLOCKS
 from mindspeed_qerl.quantization.formats import FORMATS, quantize_fp8, to_e2m1, to_e4m3
+from mindspeed_qerl.quantization.weights import QuantizedWeights
+from mindspeed_qerl.recipe.types import ROLLOUT_FORMATS
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -209,8 +212,33 @@ def test_the_order_of_the_formats_on_a_normal_weight():
     assert error["int8_w8a8"] < 0.01 and error["fp8"] == pytest.approx(0.0265, abs=0.002)
 
 
-@pytest.mark.parametrize("name, block", [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
+def test_a_config_knows_every_format():
+    assert ROLLOUT_FORMATS == ("none", *FORMATS)
+    for name in FORMATS.keys() - BLOCKS.keys():
+        assert FORMATS[name].weight(torch.ones(3, 7)).shape == (3, 7)  # any width
+
+
+@pytest.mark.parametrize("name, block", BLOCKS.items())
 def test_rows_that_blocks_do_not_fill_are_refused(name, block):
-    assert FORMATS[name].block == block
     with pytest.raises(ValueError, match=f"blocks of {block} along the inputs do not fill rows of {block + 8}"):
         FORMATS[name].weight(torch.zeros(4, block + 8))
+
+
+@pytest.mark.parametrize("format, beside", [("nvfp4", False), ("nvfp4", True), ("int8_w8a8", True)])
+def test_the_error_of_the_weights_by_layer_in_float64(format, beside):
+    generator = torch.Generator().manual_seed(5)
+    base, synced = ({f"model.layers.{layer}.mlp.{part}_proj.weight": torch.randn(64, 64, generator=generator)
+                     for layer in (2, 10) for part in ("up", "down")} for _ in range(2))
+    weights = QuantizedWeights(format, beside, base)
+    for name, weight in synced.items():
+        weights.receive(name, weight)
+    weights.quantize()
+    squares = {}
+    for name, weight in synced.items():
+        quantized = base[name] if beside else weight
+        error = (FORMATS[format].weight(quantized).double() - quantized.double()).square().sum().item()
+        for key in ("", f"/layer_{name.split('.')[2]}"):
+            before = squares.get(key, (0.0, 0.0))
+            squares[key] = before[0] + error, before[1] + weight.double().square().sum().item()
+    expected = {f"quantization/weight_error{key}": (error / whole) ** 0.5 for key, (error, whole) in squares.items()}
+    assert weights.errors() == pytest.approx(expected, rel=1e-4)
