@@ -5,16 +5,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import node, parameter, ray_constants
 
 from mindspeed_qerl.files import hold
 
 PREFIX = "qerl_ray_"
+# Three processes that nobody asks anything cost two seconds of each start: an autoscaler, which one machine has no use
+# for, log files to a driver that does not want them, and the dashboard's server. `ray.init` knows no options for them.
+parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
+node.Node.start_api_server = lambda *_, **__: None
 # Under `uv run` Ray would start every worker by uv, in a copy of this folder (ray-project/ray issues 56697 and 59639).
 ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 _ours: dict[Path, tuple[IO, list]] = {}  # temporary directory of this process's Ray: its lock, and earlier children

@@ -17,7 +17,6 @@ from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.runs.directory import RunDirectory, label_of
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
-from mindspeed_qerl.runs.report import write_report
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
 from mindspeed_qerl.tasks.rows import read_rows
@@ -96,7 +95,7 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
         raise
     directory.record(train_seconds=time.perf_counter() - started)
     directory.finish()
-    write_report(directory)
+    _report(directory)
     if rehearsed:
         from mindspeed_qerl import rehearsal
 
@@ -128,9 +127,15 @@ def how_to_resume(directory: RunDirectory) -> str:
             f"It continues after step {checkpoints[-1]}, the last checkpoint")
 
 
+def _report(directory: RunDirectory) -> None:
+    from mindspeed_qerl.runs.report import write_report  # with Matplotlib, which a refusal need not wait for
+
+    write_report(directory)
+
+
 def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1, message: str | None = None) -> int:
     directory.fail(str(reason))
     if directory.status()["step"] > 0:
-        write_report(directory)
+        _report(directory)
     print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code

@@ -303,7 +303,7 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     assert f"\n  {TINY} " in call(sys.executable, "bin/qerl-train").stderr
     judged = call(sys.executable, "bin/qerl-plan-layout", "--config-name", "grpo_qwen25_7b_gsm8k_8npu")
     assert judged.returncode == 0 and "legal" in judged.stdout, judged.stderr
-    lacking = call(bare_python, "bin/qerl-export-adapter", "--help")
+    lacking = call(bare_python, "bin/qerl-export-adapter", "--checkpoint", "c", "--base", "b", "--output", "o")
     assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
     assert lacking.stderr.startswith(f"error: {bare_python} has no ")
 

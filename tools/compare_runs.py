@@ -22,10 +22,6 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.runs.compare import compare
-from mindspeed_qerl.runs.compare_report import to_markdown, write_comparison
-from mindspeed_qerl.runs.compared_run import find_runs, read_run
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,6 +37,10 @@ def main() -> int:
     args = parser.parse_args()
     from rich.console import Console
     from rich.markdown import Markdown
+
+    from mindspeed_qerl.runs.compare import compare
+    from mindspeed_qerl.runs.compare_report import to_markdown, write_comparison
+    from mindspeed_qerl.runs.compared_run import find_runs, read_run
 
     try:
         comparison = compare([read_run(path, args.evaluation) for path in find_runs(args.runs)], args.baseline)

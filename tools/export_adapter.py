@@ -21,9 +21,6 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.local.checkpoint import load_adapters
-from mindspeed_qerl.lora.export import save_merged, save_peft
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -40,6 +37,9 @@ def main() -> int:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make; must not hold anything")
     parser.add_argument("--merged", action="store_true", help="write a whole model instead of an adapter")
     args = parser.parse_args()
+    from mindspeed_qerl.local.checkpoint import load_adapters
+    from mindspeed_qerl.lora.export import save_merged, save_peft
+
     try:
         adapters = load_adapters(Path(args.checkpoint), args.iteration)
         (save_merged if args.merged else save_peft)(adapters, args.base, args.output)

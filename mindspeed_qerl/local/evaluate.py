@@ -19,7 +19,6 @@ from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
@@ -178,6 +177,7 @@ def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tupl
 
 def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     """(prompts, n, temperature, seed) -> n completions for each prompt."""
+    from mindspeed_qerl.families.checkpoint import Checkpoint
     from mindspeed_qerl.local.rollout import RolloutEngine, complete, start_vllm
 
     sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)

@@ -4,6 +4,7 @@ Each hosts one object, writes to a log file of its own, and is missed when it di
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -27,6 +28,18 @@ class WorkerError(EngineError):
     """A process of the engine failed or died; the message says which, why, and where its log is."""
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """For imports: they make a million objects that stay, which Python's garbage collector would walk again and again
+    (a fifth of vLLM's import), and afterwards in every step."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @ray.remote
 class _Host:
     """An object in a process of its own, and calls forwarded to it."""
@@ -36,7 +49,8 @@ class _Host:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
-        self.target = getattr(importlib.import_module(module), name)(**arguments)
+        with without_collection():
+            self.target = getattr(importlib.import_module(module), name)(**arguments)
         return os.getpid()
 
     def call(self, method: str, *arguments):
@@ -136,9 +150,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]:
-    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main thread only. epoch:
-    iterations of one pass over the training rows.
+def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
+    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`), the rollout engines
+    without noise. Main thread only.
 
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and their temporary
     files are gone.
@@ -163,8 +177,7 @@ def launch(recipe: Recipe, run: RunDirectory, epoch: int) -> Iterator[Processes]
         quantization = recipe.quantization if recipe.quantization.enabled else None
         shared = dict(model_dir=recipe.model.path, dtype=recipe.model.dtype, max_model_len=recipe.batch.max_model_len,
                       max_num_seqs=recipe.rollout.max_num_seqs, kv_cache_gib=recipe.local.kv_cache_gib,
-                      aqn=recipe.noise_arguments(epoch), routers=routers, quantization=quantization,
-                      tp_size=size, port=free_port())
+                      routers=routers, quantization=quantization, tp_size=size, port=free_port())
         numbers = [str(rank) for rank in range(size)] if size > 1 else [""]
         yield Processes(ranks, [
             Worker(f"rollout engine {number}".strip(), "mindspeed_qerl.local.rollout", "RolloutEngine",

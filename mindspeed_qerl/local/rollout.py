@@ -6,6 +6,7 @@ around each sync. What the engine then really holds is read back by `movement`.
 """
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -58,6 +59,7 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
                       VLLM_NO_USAGE_STATS="1")
     from vllm import LLM
 
+    gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start, the same numbers.
     torch.compiler.set_stance("force_eager")
     return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
@@ -152,7 +154,7 @@ class RolloutEngine:
     Args:
         model_dir: Hugging Face directory the weights are first read from. dtype: "float32" or "bfloat16".
         max_model_len: prompt and completion together, tokens. kv_cache_gib: memory for the KV cache.
-        aqn: keyword arguments of `NoiseInjector` besides the model, or None for no noise.
+        aqn: for `add_noise`; None: no noise yet.
         routers: those of the model, whose choices `generate` records if it is told to; None: it cannot.
         quantization: of the linear layers; None: they are what was synced.
         tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of this machine; every
@@ -178,7 +180,9 @@ class RolloutEngine:
         if tp_size > 1:
             forget_shared_memory()
         self.model = self.llm.apply_model(lambda model: model)[0]
-        self.injector = NoiseInjector(self.model, **aqn) if aqn is not None else None
+        self.injector: NoiseInjector | None = None
+        if aqn:
+            self.add_noise(aqn)
         self.recorder = route_recorder(self.llm, routers, max_model_len) if routers else None
         # of routed experts: name, module with `w13_weight` [E, 2f, h] and `w2_weight` [E, h, f], how both are packed
         self._experts = [(name, module, *(ExpertPacking(weight, module.quant_method.moe_kernel.fused_experts.isa)
@@ -191,6 +195,10 @@ class RolloutEngine:
             self.quantized = QuantizedModel(self.model, names, Checkpoint(model_dir), quantization)
             self.start_sync()
             self.finish_sync()
+
+    def add_noise(self, aqn: dict[str, Any]) -> None:
+        """Make `noise_step` mean something; aqn: keyword arguments of `NoiseInjector` besides the model."""
+        self.injector = NoiseInjector(self.model, **aqn)
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, seed: int, sampling: dict,
                  noise_step: int | None = None, hardware_error: dict | None = None, record_routes: bool = False,

@@ -45,9 +45,11 @@ JSON knows no NaN or infinity. Such a value is written as null and named, so tha
 `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.
 """
 
+import importlib.util
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,7 +85,11 @@ class MetricsWriter:
         written = {row["step"] for row in read_jsonl(run.metrics_file)}
         self.missing_steps = sorted(set(range(1, self._last_step + 1)) - written)
         self._wandb = _start_wandb(run, wandb) if wandb else None
-        self._tensorboard = _start_tensorboard(run, after) if tensorboard else None
+        if tensorboard and not importlib.util.find_spec("tensorboard"):
+            raise ImportError("TensorBoard cannot be written, there is no package tensorboard: pip install torch "
+                              "tensorboard, or turn it off (run.tensorboard=false)")
+        self._tensorboard = None  # starts with the first row: that takes seconds
+        self._start_tensorboard = partial(_start_tensorboard, run, after) if tensorboard else None
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +125,8 @@ class MetricsWriter:
         _append(self._run.rollouts_file, step, *rollouts)
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
-        if self._tensorboard:
+        if self._start_tensorboard:
+            self._tensorboard = self._tensorboard or self._start_tensorboard()
             for name, value in row.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
@@ -200,11 +207,8 @@ def _discard_after(file: Path, step: int) -> None:
 
 
 def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(f"TensorBoard cannot be written ({error}): pip install torch tensorboard, "
-                          "or turn it off (run.tensorboard=false)") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(log_dir=str(run.tensorboard_dir), purge_step=None if after is None else after + 1)
 
 

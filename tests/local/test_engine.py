@@ -12,7 +12,7 @@ from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch as TokenBatch
 from mindspeed_qerl.local.batch import PromptOrder
-from mindspeed_qerl.local.engine import LocalEngine
+from mindspeed_qerl.local.loop import LocalEngine
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import Completion
@@ -107,7 +107,7 @@ def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
     processes = SimpleNamespace(ranks=ranks, gather=lambda calls: list(calls.values()))
     data = SimpleNamespace(train=SimpleNamespace(rows=range(8)))
     asked.run = SimpleNamespace(seed=1)
-    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data, None)
+    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data)
     policy, reference = engine.logprobs_before(batch)
     assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
     assert engine.seconds.keys() == {"time/logprobs"}
@@ -211,7 +211,7 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
     data = SimpleNamespace(train=SimpleNamespace(rows=[ROW]))
     engine = LocalEngine(SimpleNamespace(run=Run(train_iters=8, prove_every=3)), SimpleNamespace(
         record=lambda **facts: recorded.append(facts["lora_proved_after"])), None,
-        SimpleNamespace(message=print), processes, data, None)
+        SimpleNamespace(message=print), processes, data)
     engine.sync_parts = 0
     for step in range(9):
         engine.sync(step)
@@ -249,8 +249,8 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
                                 '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
     progress = SimpleNamespace(message=print)
     data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
-    checks = StepChecks(recipe, 3, routed=True)
-    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data, checks), PromptOrder(10, seed=1)
+    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data), PromptOrder(10, seed=1)
+    engine.checks = StepChecks(recipe, 3, routed=True)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
     unbroken.take(position)
     assert engine.checks.noise == [(0.05, 0.04)]  # is judged over the whole run

@@ -9,7 +9,7 @@ import pytest
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.local.batch import PromptOrder, build_batch
-from mindspeed_qerl.local.engine import LocalEngine, data_rank
+from mindspeed_qerl.local.loop import LocalEngine, data_rank
 from mindspeed_qerl.local.rollout import Completion
 from mindspeed_qerl.recipe.types import (
     Algorithm,
@@ -78,7 +78,7 @@ def loop(cls=LocalEngine, **parts):
                               log_rollouts=lambda *_: None)
     run = SimpleNamespace(record=lambda **_: None)
     processes = SimpleNamespace(on_rollouts=on_rollouts)
-    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data, None), calls
+    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data), calls
 
 
 def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():

@@ -15,7 +15,7 @@ from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import COLUMN, GATED, ROW, mappings, merge_qkv, split_qkv
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
-from mindspeed_qerl.local.engine import data_rank
+from mindspeed_qerl.local.loop import data_rank
 from mindspeed_qerl.local.model import check_tensors, stage_layers
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.recipe.types import Layout

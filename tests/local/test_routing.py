@@ -13,7 +13,7 @@ import torch
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch, deal
-from mindspeed_qerl.local.engine import data_rank
+from mindspeed_qerl.local.loop import data_rank
 
 from .conftest import make_model, recipe_of, run_ranks
 from .test_megatron import RECOMPUTE, assembled, random_batch, transformers_logprobs
