@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+POSITION = "data.json"  # of the NPU engine's run, beside a checkpoint's ranks
 TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
 
 

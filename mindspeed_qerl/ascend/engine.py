@@ -27,7 +27,7 @@ from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, upstream_sections, worker_environment
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import end_tokens, family_of, read_shape
-from mindspeed_qerl.files import TRACKER, write_whole
+from mindspeed_qerl.files import POSITION, TRACKER, write_whole
 from mindspeed_qerl.lora.proof import Movement, in_words
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -38,7 +38,6 @@ from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import first_reward
 
-DATA = "data.json"  # beside a checkpoint's ranks: how far into the data it is
 # What CANN's and NNAL's set_env.sh set, for the workers of a Ray that was started without them.
 PASSED_ON = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME",
              "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH", "TOOLCHAIN_HOME", "ATB_HOME_PATH", "HF_HUB_OFFLINE")
@@ -191,13 +190,22 @@ def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
 
 
 def last_checkpoint(recipe: Recipe) -> int:
-    """The step that the run in `recipe.run.resume` can go on after; ValueError if it saved none."""
-    tracker = RunDirectory.open(recipe.run.resume).checkpoints_dir / TRACKER
+    """The step that the run in `recipe.run.resume` can resume after; ValueError if it saved none, or the last one is
+    another run's."""
+    run = RunDirectory.open(recipe.run.resume)
     try:
-        return int(tracker.read_text())
+        step = int((run.checkpoints_dir / TRACKER).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{recipe.run.resume} has no checkpoint to resume from ({error}). One is saved every "
                          "megatron_training.save_interval steps. Start a new run without run.resume") from error
+    run.check_owner(run.checkpoints_dir / f"iter_{step:07d}", position_of(run, step).get("run"))
+    return step
+
+
+def position_of(run: RunDirectory, step: int) -> dict[str, Any]:
+    """What `RunObserver.saved` wrote beside a checkpoint; empty where an earlier version saved it."""
+    file = run.checkpoints_dir / f"iter_{step:07d}" / POSITION
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def batches_asked(recipe: Recipe) -> int:
@@ -205,9 +213,8 @@ def batches_asked(recipe: Recipe) -> int:
     if not recipe.run.resume:
         return 0
     step = last_checkpoint(recipe)
-    file = RunDirectory.open(recipe.run.resume).checkpoints_dir / f"iter_{step:07d}" / DATA
     # before it was written there, each step asked one batch
-    return json.loads(file.read_text())["batches_asked"] if file.is_file() else step
+    return position_of(RunDirectory.open(recipe.run.resume), step).get("batches_asked", step)
 
 
 class RunObserver:
@@ -291,7 +298,7 @@ class RunObserver:
         """Checkpoint `step` is on disk; beside it the batches of prompts that were asked so far."""
         folder = self.run.checkpoints_dir / f"iter_{step:07d}"
         folder.mkdir(parents=True, exist_ok=True)  # the ranks' own may be on other machines
-        write_whole(folder / DATA, json.dumps({"batches_asked": batches}))
+        write_whole(folder / POSITION, json.dumps({"batches_asked": batches, **self.run.identity()}))
         self.progress.message(f"Checkpoint of step {step} saved")
 
     def evaluate(self, step: int, generate: Callable) -> None:

@@ -18,6 +18,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import compare_with_model
+from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
@@ -172,7 +173,8 @@ def _cannot_replay(recipe: Recipe) -> Iterator[str]:
 def data_files(recipe: Recipe) -> dict[str, str]:
     """The files that a run reads, by label."""
     rows = Path(f"{recipe.task.data_path}_rows.jsonl")  # of a task of one's own (tasks/packed.py)
-    return {**packed_files(recipe), **({"train_rows": str(rows)} if rows.is_file() else {}), **recipe.data_files}
+    return {**packed_files(recipe), **({"train_rows": str(rows)} if rows.is_file() else {}), **recipe.data_files,
+            **model_files(recipe.model.path), **({"base_weights": recipe.model.load} if recipe.model.load else {})}
 
 
 def packed_files(recipe: Recipe) -> dict[str, str]:

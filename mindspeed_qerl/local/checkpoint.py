@@ -2,8 +2,9 @@
 that a run can resume in any layout.
 
     checkpoints/iter_0000010/
-        state.json                iteration, updates, prompts_asked (the position in the data), the model's shape,
-                                  LoRA's settings, and each file's bytes and SHA-256
+        state.json                iteration, updates, prompts_asked (the position in the data), the run's id, the
+                                  digest of the base weights, the model's shape, LoRA's settings, and each file's bytes
+                                  and SHA-256
         shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's
                                   two moments of both (.exp_avg, .exp_avg_sq), float32
 
@@ -128,7 +129,7 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
             weights |= megatron.parts(mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
-    return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"])
+    return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"], state.get("base"))
 
 
 def _sha256(file: Path) -> str:

@@ -10,10 +10,12 @@ from mindspeed_qerl.runs.progress import Progress
 
 def last_checkpoint(recipe: Recipe) -> int:
     """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a
-    damaged one, or one of another model or other adapters."""
+    damaged one, or one of another run, another model or other adapters."""
     from mindspeed_qerl.local import checkpoint
 
-    state = checkpoint.read_state(RunDirectory.open(recipe.run.resume).checkpoints_dir)
+    run = RunDirectory.open(recipe.run.resume)
+    state = checkpoint.read_state(run.checkpoints_dir)
+    run.check_owner(checkpoint.folder(run.checkpoints_dir, state["iteration"]), state.get("run"))
     checkpoint.check_fit(state, checkpoint.describe(read_shape(recipe.model.path), recipe.lora))
     return state["iteration"]
 

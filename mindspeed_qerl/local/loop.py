@@ -267,7 +267,7 @@ class LocalEngine:
         """The checkpoint after `step` iterations."""
         self.progress.phase("checkpoint")
         folder = self.run.checkpoints_dir
-        state = {"updates": self.updates, "prompts_asked": self.order.position,
+        state = {"updates": self.updates, "prompts_asked": self.order.position, **self.run.identity(),
                  **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora)}
         try:
             checkpoint.save(folder, step, state, lambda making: self.processes.on_ranks("save", str(making)),

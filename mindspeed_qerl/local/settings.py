@@ -10,6 +10,7 @@ import psutil
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, read_config, read_shape
 from mindspeed_qerl.families.base import not_built
+from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.types import Recipe
@@ -119,7 +120,7 @@ def _cannot_quantize(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 def data_files(recipe: Recipe) -> dict[str, str]:
     """The files that a run reads, by label."""
-    return {"train": recipe.task.train_file, **recipe.data_files}
+    return {"train": recipe.task.train_file, **recipe.data_files, **model_files(recipe.model.path)}
 
 
 def versions() -> dict[str, Any]:

@@ -6,6 +6,7 @@ megatron/training/checkpointing.py:get_checkpoint_name). They are read here in a
 Megatron nor MindSpeed is imported, and nothing that a file names is executed.
 """
 
+import json
 import pickle
 import re
 import types
@@ -20,7 +21,7 @@ import torch
 
 from mindspeed_qerl.families import ModelShape, shape_of_arguments
 from mindspeed_qerl.families.tensors import ROW, Mapping, mappings
-from mindspeed_qerl.files import TRACKER, checkpoint_iterations, rank_folder
+from mindspeed_qerl.files import POSITION, TRACKER, checkpoint_iterations, rank_folder
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
@@ -35,13 +36,15 @@ class Adapters:
     """What a run had trained after `iteration`: W of every module here becomes W + (alpha / rank) B A.
 
     weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in
-    the checkpoint's dtype. Modules that Megatron fuses share one A.
+    the checkpoint's dtype. Modules that Megatron fuses share one A. base: the digest of the weights that were trained
+    (fingerprint.py); None: not known.
     """
 
     weights: dict[str, Pair]
     rank: int
     alpha: float
     iteration: int
+    base: str | None = None
 
     def delta(self, module: str) -> torch.Tensor:
         """(alpha / rank) B A of one module, float32 [out, in]."""
@@ -76,7 +79,9 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     if layers_before != args.num_layers:
         raise ValueError(f"{directory} holds adapters of {layers_before} layers, and the model has {args.num_layers}: "
                          "every layer must have some")
-    return Adapters(weights, args.lora_r, args.lora_alpha, iteration)
+    position = directory / POSITION
+    base = json.loads(position.read_text()).get("base") if position.is_file() else None
+    return Adapters(weights, args.lora_r, args.lora_alpha, iteration, base)
 
 
 def table_of_layer(shape: ModelShape) -> dict[str, Mapping]:

@@ -7,14 +7,16 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.files import new_directory
+from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+BASE = "base_weights"  # in an adapter's metadata, the digest of what it was trained on (fingerprint.py)
 MERGE = "merge it with PEFT (merge_and_unload), and give the merged model"
 
 
@@ -51,7 +53,8 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
     tensors = {f"base_model.model.{module}.lora_{side}.weight": tensor.contiguous().clone()
                for module, pair in adapters.weights.items() for side, tensor in zip("AB", pair, strict=True)}
     with new_directory(Path(out_dir)) as directory:
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, directory / "adapter_model.safetensors",
+                  metadata={"format": "pt", BASE: weights_digest(Path(base_model_dir))})
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -61,7 +64,8 @@ def load_peft(directory: str | Path) -> Adapters:
     directory = Path(directory)
     try:
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-        tensors = load_file(directory / "adapter_model.safetensors")
+        with safe_open(directory / "adapter_model.safetensors", "pt") as file:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
     if not isinstance(config, dict) or not tensors:
@@ -100,7 +104,8 @@ def load_peft(directory: str | Path) -> Adapters:
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
         raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
-    return Adapters({module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, rank, alpha, 0)
+    weights = {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
+    return Adapters(weights, rank, alpha, 0, metadata.get(BASE))
 
 
 def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path, *,
@@ -128,8 +133,8 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
 
 
 def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:
-    """ValueError unless each adapter has its weight in the base model, and, with `all_layers`, each like weight its
-    adapter."""
+    """ValueError unless the base model has the weights that were trained, as far as that is known, each adapter has
+    its weight there, and, with `all_layers`, each like weight its adapter."""
     wrong_base = f"{base.directory} is not the model that was trained"
     for module, (a, b) in adapters.weights.items():
         name, shape = f"{module}.weight", [b.shape[0], a.shape[1]]
@@ -145,3 +150,6 @@ def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) ->
         if re.sub(r"\d+", "*", name) in kinds and name.removesuffix(".weight") not in adapters.weights:
             raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, "
                              "or experts?)")
+    if adapters.base and (digest := weights_digest(base.directory)) != adapters.base:
+        raise ValueError(f"{wrong_base}: its weights are others (digest {digest[:12]}, the trained model's was "
+                         f"{adapters.base[:12]})")

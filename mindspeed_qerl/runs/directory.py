@@ -4,8 +4,9 @@
         config.yaml     the resolved config
         command.txt     the command line, quoted for a shell
         versions.json   Python, machine, every installed package, the source's git commit, and what the engine adds
-        data.json       path, sha256, bytes and rows of each data file
-        status.json     {"state": "running" | "finished" | "failed", "step", "reason", "started", "ended", "seed"}
+        data.json       path, sha256, bytes and rows of each data file, and of the model's
+        status.json     {"state": "running" | "finished" | "failed", "step", "reason", "started", "ended", "seed",
+                        "id"}
         lock            held by the process that writes the run
         facts.json      what was measured once: start-up seconds, parameter counts, ... (`record`)
         metrics.jsonl, eval.jsonl, rollouts.jsonl, tensorboard/     written by metrics.py
@@ -27,10 +28,12 @@ from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Self
+from uuid import uuid4
 
 import yaml
 
 from mindspeed_qerl.files import checkpoint_iterations, hold, write_whole
+from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.runs.versions import own_versions
 
 LABEL_LENGTH = 80  # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
@@ -74,7 +77,7 @@ class RunDirectory:
         started = _now()
         stem = "_".join(filter(None, [f"{started:%Y-%m-%d_%H-%M-%S}", label, f"seed{seed}"]))
         status = {"state": "running", "step": 0, "reason": None, "started": started.isoformat(timespec="seconds"),
-                  "ended": None, "seed": seed}
+                  "ended": None, "seed": seed, "id": uuid4().hex}
         try:
             path = _make_new(Path(root) / name, stem)
             run = cls(path, hold(path))
@@ -111,11 +114,9 @@ class RunDirectory:
             raise ValueError(f"{path} was started with another config. A run resumes as it was; to try other values, "
                              "start a new one.\n" + "\n".join(other))
         recorded = json.loads((run.path / "data.json").read_text(encoding="utf-8"))
-        if other := [f"{label} data {entry['path']}: sha256 was {recorded[label]['sha256']} and is {entry['sha256']}"
-                     for label, entry in describe_data(data_files).items()
-                     if label in recorded and entry["sha256"] != recorded[label]["sha256"]]:
-            raise ValueError(f"{path} was started with other data. Put the files back that it was started with, or "
-                             "start a new run.\n" + "\n".join(other))
+        if other := _other_data(recorded, describe_data(data_files)):
+            raise ValueError(f"{path} was started with other data, or another model. Put the files back that it was "
+                             "started with, or start a new run.\n" + "\n".join(other))
         if changed:
             write_whole(run.path / "config.before.yaml", _to_yaml(before))
             write_whole(run.config_file, _to_yaml(config))
@@ -155,6 +156,22 @@ class RunDirectory:
     def status(self) -> dict[str, Any]:
         """The content of status.json. A run that was killed outright still says "running"."""
         return json.loads(self.status_file.read_text(encoding="utf-8"))
+
+    @property
+    def id(self) -> str | None:
+        """Its own, which its checkpoints have, too; None for a run of an earlier version."""
+        return self.status().get("id")
+
+    def identity(self) -> dict[str, str | None]:
+        """For its checkpoints: the run's own id, and the digest of the weights that it started from."""
+        data = json.loads((self.path / "data.json").read_text(encoding="utf-8"))
+        return {"run": self.id, "base": data.get("model/weights", {}).get("sha256")}
+
+    def check_owner(self, checkpoint: Path, owner: str | None) -> None:
+        """ValueError if `owner`, the id that a checkpoint has, is another run's; None is not known."""
+        if None not in (owner, self.id) and owner != self.id:
+            raise ValueError(f"{checkpoint} is of another run (id {owner}; {self.path} has {self.id}): bring this "
+                             "run's own back, or move it away to resume from the one before")
 
     def facts(self) -> dict[str, Any]:
         """What `record` was told so far."""
@@ -209,10 +226,15 @@ def label_of(overrides: Sequence[str]) -> str:
 
 def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, Any]]:
     """Absolute path, sha256, size in bytes and rows (of .parquet and .jsonl; None for other kinds) of each data file;
-    FileNotFoundError for one that is missing."""
+    of a folder with weights the digest of these (fingerprint.py), and no size. FileNotFoundError for one that is
+    missing."""
     described = {}
     for label, path in data_files.items():
         path = Path(path)
+        if path.is_dir():
+            described[label] = {"path": str(path.absolute()), "sha256": weights_digest(path), "bytes": None,
+                                "rows": None}
+            continue
         if not path.is_file():
             raise FileNotFoundError(f"data file {path} does not exist or is not a file")
         with open(path, "rb") as file:
@@ -220,6 +242,19 @@ def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, A
         described[label] = {"path": str(path.absolute()), "sha256": sha256, "bytes": path.stat().st_size,
                             "rows": _count_rows(path)}
     return described
+
+
+def _other_data(before: Mapping[str, dict], after: Mapping[str, dict]) -> list[str]:
+    """A line for each file that is not what it was, and for each of the model's that came or went; what a run of an
+    earlier version did not look at is left out."""
+    lines = []
+    for label in dict.fromkeys([*before, *after]):
+        old, new = (each.get(label) for each in (before, after))
+        if old and new and old["sha256"] != new["sha256"]:
+            lines.append(f"{label} data {new['path']}: sha256 was {old['sha256']} and is {new['sha256']}")
+        elif not (old and new) and label.startswith("model/") and "model/weights" in before:
+            lines.append(f"{label} data {(old or new)['path']}: {'is gone' if old else 'was not there'}")
+    return lines
 
 
 def _count_rows(path: Path) -> int | None:

@@ -5,17 +5,20 @@ import enum
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.lora import export
 from mindspeed_qerl.lora.checkpoint import Adapters, load_adapters
 from mindspeed_qerl.lora.export import load_peft, save_merged, save_peft
@@ -476,6 +479,25 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, base_mode
     with pytest.raises(FileExistsError, match="exists already"):
         save(whole, base, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == before == ["cut", "out"]
+
+
+@pytest.mark.parametrize("save", [save_peft, save_merged])
+def test_a_base_of_the_same_shape_with_other_weights_is_refused(tmp_path, base_model, save):
+    base = base_model("qwen3")
+    adapters = replace(make_adapters("qwen3", 2), base=weights_digest(base))
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    for file in other.glob("*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    here, trained = weights_digest(other)[:12], adapters.base[:12]
+    with pytest.raises(ValueError, match="other is not the model that was trained: its weights are others .digest "
+                                         f"{here}, the trained model's was {trained}"):
+        save(adapters, other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    save(adapters, base, tmp_path / "out")
+    if save is save_peft:  # it knows its base
+        with pytest.raises(ValueError, match="its weights are others"):
+            save_merged(load_peft(tmp_path / "out"), other, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("save", [save_peft, save_merged])

@@ -42,7 +42,7 @@ def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
     }
     assert json.loads((run.path / "versions.json").read_text())["packages"]["numpy"] == numpy.__version__
     assert run.status() == {"state": "running", "step": 0, "reason": None, "started": "2025-11-21T12:00:00+00:00",
-                            "ended": None, "seed": 3}
+                            "ended": None, "seed": 3, "id": run.id}
 
 
 def test_a_command_in_the_shell_gets_the_arguments_back(tmp_path):

@@ -5,8 +5,11 @@ import json
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mindspeed_qerl import train
+from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
@@ -155,6 +158,64 @@ def test_other_data_than_at_the_start_are_refused(tmp_path):
     files["train"].write_text(json.dumps({"question": "train"}) + "\n")
     assert RunDirectory.reopen(run.path, config=resumed_config(run), command=[],
                                data_files=files).status()["state"] == "running"
+
+
+def replace_weights(model):
+    save_file({"w": torch.ones(2)}, model / "model.safetensors")
+
+
+def change_tokenizer(model):
+    (model / "tokenizer.json").write_text("{}")
+
+
+def add_template(model):
+    (model / "chat_template.jinja").write_text("")
+
+
+def drop_tokenizer(model):
+    (model / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize("change, message", [
+    (replace_weights, r"model/weights data .*model: sha256 was \w+ and is \w+$"),
+    (change_tokenizer, r"model/tokenizer.json data .*tokenizer.json: sha256 was \w+ and is \w+$"),
+    (add_template, r"model/chat_template.jinja data .*chat_template.jinja: was not there$"),
+    (drop_tokenizer, r"model/tokenizer.json data .*tokenizer.json: is gone$")])
+def test_another_model_than_at_the_start_is_refused(tmp_path, change, message):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text('{"version": 1}')
+    save_file({"w": torch.zeros(2)}, model / "model.safetensors")
+    run = RunDirectory.create(tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1,
+                              data_files=model_files(model))
+    run.fail("killed")
+    run.lock.close()
+    weights = json.loads((run.path / "data.json").read_text())["model/weights"]["sha256"]
+    assert run.identity() == {"run": run.id, "base": weights} and len(weights) == 64
+    change(model)
+    with pytest.raises(ValueError, match=rf"another model.*\n{message}"):
+        RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=model_files(model))
+
+
+def test_a_run_of_an_earlier_version_resumes_without_its_model_looked_at(tmp_path):
+    run = RunDirectory.create(tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1, data_files={})
+    run.fail("killed")
+    run.lock.close()
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"w": torch.zeros(2)}, model / "model.safetensors")
+    RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=model_files(model))
+    assert run.identity()["base"] is None
+
+
+def test_a_checkpoint_of_another_run_is_refused(new_run):
+    run, other = new_run(**CONFIG), new_run(**CONFIG)
+    assert run.id != other.id and RunDirectory.open(run.path).id == run.id
+    run.reached(3)
+    run.check_owner(run.checkpoints_dir / "iter_0000003", run.id)
+    run.check_owner(run.checkpoints_dir / "iter_0000003", None)  # of an earlier version
+    with pytest.raises(ValueError, match=rf"iter_0000003 is of another run \(id {other.id}; .* has {run.id}\)"):
+        run.check_owner(run.checkpoints_dir / "iter_0000003", other.id)
 
 
 def test_rows_that_a_cut_lost_are_named(stopped):

@@ -1,0 +1,55 @@
+"""Which model a folder holds: a digest of its weights that takes seconds, however large they are."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+SAMPLE, SAMPLES = 4096, 64  # bytes; samples of a file that does not say where its tensors are
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+# What decides, beside the weights, which tokens go in and which come out.
+TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+         "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
+
+
+def weights_digest(directory: Path) -> str:
+    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of safetensors in `directory` and below: the same
+    however they are divided among files. Of other files with weights, if there are no safetensors: their names and
+    sizes, and 64 samples of 4 KiB. ValueError: a file is cut short.
+
+    What changes a tensor only behind its first 4 KiB is not seen; training changes all of it.
+    """
+    files = sorted(directory.rglob("*.safetensors")) or sorted(
+        file for file in directory.rglob("*") if file.suffix in WEIGHTS)
+    digest = hashlib.sha256()
+    for sample in sorted(sample for file in files for sample in _samples(file, str(file.relative_to(directory)))):
+        digest.update(len(sample).to_bytes(8, "little") + sample)
+    return digest.hexdigest()
+
+
+def _samples(file: Path, name: str) -> Iterator[bytes]:
+    with open(file, "rb") as content:
+        if file.suffix != ".safetensors":
+            size = file.stat().st_size
+            for number in range(SAMPLES):
+                content.seek(number * size // SAMPLES)
+                yield f"{name} {size} {number} ".encode() + content.read(SAMPLE)
+            return
+        try:  # eight bytes with the header's length, the header, the tensors
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
+            for tensor, entry in header.items():
+                if tensor != "__metadata__":
+                    start, end = entry["data_offsets"]
+                    content.seek(8 + length + start)
+                    yield f"{tensor} {entry['dtype']} {entry['shape']} ".encode() + content.read(
+                        min(SAMPLE, end - start))
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
+
+
+def model_files(directory: str | Path) -> dict[str, Path]:
+    """By label, the files of a Hugging Face model that a run depends on; the weights are one, their folder."""
+    directory = Path(directory)
+    texts = {f"model/{name}": directory / name for name in TEXTS if (directory / name).is_file()}
+    return {**texts, "model/weights": directory}
