@@ -20,6 +20,8 @@ REAL_MODEL := models/smollm2_135m_instruct
 REAL_PACKAGE := build/real_model
 UPSTREAM_VENV := .venv-upstream
 UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
+# Test files divided among two processes, the longest first (tests/conftest.py).
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart real-model upstream-env test-upstream test test-full install install-dev model train lint lock clean
 
@@ -39,13 +41,13 @@ train: install
 	$(PY) cli/train_grpo.py --config-name $(CONFIG) $(ARGS)
 
 test: install-dev lint
-	$(PY) -m pytest
+	$(PY) -m pytest $(TWO)
 # Three quarters of an hour on 2 cores. Only here, marked `full`: five more layouts against transformers; whole runs on the real GSM8K, of
 # docs/own_task.md, with large steps, made twice, with a killed driver or rollout engine, a killed sweep, SIGTERM, a noise target that is nowhere; a launcher stopped
 # by kill and by a scheduler; two nodes; most of the broken boxes; a rehearsal of two stages, a rehearsed model of 48 layers; a dense model on
 # two rollout engines; two families on foreign hardware; a Ray whose driver is killed. And twenty runs that are killed and resumed.
 test-full: install-dev lint
-	$(PY) -m pytest -m "full or not full"
+	$(PY) -m pytest $(TWO) -m "full or not full"
 	$(PY) tests/local/kill_and_resume.py --kills 20
 # The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/emulation.md names the checkouts in DIR). An hour on 2 cores.
 test-upstream: upstream-env

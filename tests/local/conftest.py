@@ -58,6 +58,24 @@ def model_dirs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def expert_group():
+    """vLLM makes no expert parallel group in a process whose first engine is dense, and a later engine with experts
+    would fail: make one of this process alone. (A run has one engine a process.)"""
+    from vllm.distributed import parallel_state
+
+    make_groups = parallel_state.initialize_model_parallel
+
+    def make_all_groups(*args, **kwargs):
+        make_groups(*args, **kwargs)
+        if parallel_state._EP is None:
+            parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+
+    parallel_state.initialize_model_parallel = make_all_groups
+    yield
+    parallel_state.initialize_model_parallel = make_groups
+
+
+@pytest.fixture(scope="session")
 def moe_dir(model_dirs):
     return model_dirs["qwen3_moe"]
 

@@ -178,7 +178,7 @@ def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs
     assert np.abs((after - clean) * batch.mask).max() < 1e-5
 
 
-def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, family, monkeypatch):
+def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, expert_group, family, monkeypatch):
     """The fused experts' kernel included."""
     engine = rollout.RolloutEngine(str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16,
                                    kv_cache_gib=1)

@@ -30,13 +30,11 @@ from .test_rollout import (
 )
 
 pytest.importorskip("vllm")
-
-# A process whose first engine is dense has no expert parallel group for a later one.
-MOE_FIRST = sorted(FAMILIES, key=lambda family: not family.endswith("moe"))
+pytestmark = pytest.mark.usefixtures("expert_group")
 
 
 @pytest.fixture(scope="module", params=[family if family in ("qwen2", "qwen2_moe") else pytest.param(
-    family, marks=pytest.mark.full) for family in MOE_FIRST])
+    family, marks=pytest.mark.full) for family in FAMILIES])
 def model_dir(request, model_dirs):
     return model_dirs[request.param]
 

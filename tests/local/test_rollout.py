@@ -20,6 +20,7 @@ from mindspeed_qerl.recipe.types import Quantization
 from .conftest import FAMILIES, make_model
 
 vllm = pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("expert_group")
 
 STEP = 5  # of 10 steps in 10 stages: sigma is well above 0
 SCHEDULE = NoiseSchedule(sigma_start=0.2, sigma_end=0.05, num_stages=10, total_steps=10)
