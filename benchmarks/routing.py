@@ -129,7 +129,8 @@ def learning(root: Path, image: Path, seeds: list[int], more: list[str]) -> None
                         f"aqn={aqn}", f"algorithm.routing_replay={replay}", f"rollout_correction={correction}",
                         f"seed={seeds_text}", f"run.root={root}", f"run.name={aqn}-{replay}-{correction}", *more],
                        cwd=ROOT, check=True)
-    runs = {cell: [read_run(path) for path in find_runs([root / "-".join(cell)])] for cell in CELLS}
+    runs = {cell: [run for path in find_runs([root / "-".join(cell)]) if not (run := read_run(path)).faults]
+            for cell in CELLS}
     accuracy = {cell: estimate(np.array([list(run.scores[max(run.scores)].values()) for run in of]))
                 for cell, of in runs.items()}
     print("\n".join(markdown_table(["AQN", "routing_replay", "correction", "held-out accuracy"],

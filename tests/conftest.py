@@ -1,7 +1,7 @@
 """The longest files first: `make test` divides files among two processes, and none should be left for the end."""
 
-LONGEST = ("test_run", "test_launchers", "test_sweep", "test_megatron", "test_rehearsal", "test_preflight", "test_rollout",
-           "test_quantized")
+LONGEST = ("test_run", "test_launchers", "test_sweep", "test_megatron", "test_rehearsal", "test_preflight",
+           "test_rollout", "test_quantized")
 
 
 def pytest_collection_modifyitems(items):

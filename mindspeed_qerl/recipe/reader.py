@@ -159,7 +159,9 @@ def _part(kind: type, values: Values, found: Found) -> Any:
     except ValidationError as error:
         wrong = {each["loc"][0]: each for each in reversed(error.errors())}  # of each field the first
         for field_name, each in wrong.items():
-            found.faults.append(_sentence(places[field_name], field_name, given[field_name], each))
+            words = [f", or {other['ctx']['expected']}" for other in error.errors()
+                     if other["loc"][0] == field_name and other["type"] == "literal_error" != each["type"]]
+            found.faults.append(_sentence(places[field_name], field_name, given[field_name], each) + "".join(words))
         return kind(**{field_name: value for field_name, value in given.items() if field_name not in wrong})
 
 
@@ -172,7 +174,8 @@ def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> st
         choices = [choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
         return f"{place}: {unknown(name, item, choices)}"
     for index in error["loc"][1:]:
-        place, value = f"{place}[{index}]", item
+        if isinstance(index, int):  # else of a number or a word, the number
+            place, value = f"{place}[{index}]", item
     if kind == "finite_number":
         return f"{place} = {value} must be finite"
     if bound := next((word for word in BOUNDS if word in limits), None):

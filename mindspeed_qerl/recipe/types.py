@@ -325,12 +325,13 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; `layers` None: all."""
+    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; the fewest `layers` are one
+    on each stage, or two of its virtual stages."""
 
     section: ClassVar[str] = "rehearsal"
     enabled: bool = False
     steps: Size = 2
-    layers: Size | None = None
+    layers: Size | Literal["fewest", "all"] = "fewest"
     max_tokens: Size = 8
     eval_problems: Size = 8
     models: str = "models/rehearsal"

@@ -26,13 +26,12 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
-def narrow(shape: ModelShape, layout: Layout, layers: int | None = None) -> ModelShape:
-    """`shape` with small widths and vocabulary; layers (all, unless fewer `layers` are asked for), heads, KV groups,
-    experts and their top-k stay."""
+def narrow(shape: ModelShape, layout: Layout, layers: int) -> ModelShape:
+    """`shape` with small widths and vocabulary, and so many layers; heads, KV groups, experts and their top-k stay."""
     widths = math.lcm(layout.tp, layout.infer_tp)
     shared, expert = shape.shared_expert_intermediate_size, shape.moe_intermediate_size
     return replace(
-        shape, num_hidden_layers=layers or shape.num_hidden_layers, head_dim=HEAD_DIM,
+        shape, num_hidden_layers=layers, head_dim=HEAD_DIM,
         hidden_size=2 * HEAD_DIM if family_of(shape).own_head_dim else shape.num_attention_heads * HEAD_DIM,
         intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
         moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,

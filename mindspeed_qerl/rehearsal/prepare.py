@@ -41,14 +41,15 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     if not recipe.lora.targets:
         found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
                             "linear_fc1, linear_fc2")
-    if plan and settings.layers is not None and (settings.layers < plan.layout.pp or settings.layers % plan.layout.pp):
-        found.faults.append(f"rehearsal.layers = {settings.layers} must be a multiple of pipeline_model_parallel_size "
-                            f"= {plan.layout.pp}")
+    layers = plan and layers_to_rehearse(plan, settings.layers)
+    if plan and layers % plan.layout.pp:
+        found.faults.append(f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
+                            f"{plan.layout.pp}")
     if engine.UPSTREAM and not recipe.emulate_npu:
         found.faults.append("rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
                             "engine=local, which needs no upstream")
     found.raise_faults()
-    shape = narrow(plan.shape, plan.layout, settings.layers)
+    shape = narrow(plan.shape, plan.layout, layers)
     if not engine.UPSTREAM:  # what it would refuse once the model is made; of the model it reads config.json alone
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
@@ -64,6 +65,15 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
                           f"{error}") from error
     return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
+
+
+def layers_to_rehearse(plan: Plan, asked: int | str) -> int:
+    """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it will do; the
+    layers of these models are all of one kind."""
+    if asked == "all":
+        return plan.shape.num_hidden_layers
+    virtual = plan.layout.layers_per_virtual_stage
+    return plan.layout.pp * (2 * virtual if virtual else 1) if asked == "fewest" else asked
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
@@ -93,7 +103,7 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
     return replace(
         recipe, noise=noise, model=replace(recipe.model, path=str(directory)),
-        layout=replace(recipe.layout, num_layer_list=() if settings.layers else recipe.layout.num_layer_list),
+        layout=replace(recipe.layout, num_layer_list=recipe.layout.num_layer_list if settings.layers == "all" else ()),
         batch=replace(recipe.batch, seq_length=longest, max_model_len=longest,
                       max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens)),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),

@@ -10,7 +10,7 @@ from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.rehearsal.prepare import upstream_verifiers
+from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, upstream_verifiers
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -89,10 +89,12 @@ def ratio(measured: int, formula: int) -> str:
 
 def _proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[dict],
             evaluations: list[dict]) -> Iterator[str]:
-    layout, batch, shape, last, fewer = plan.layout, plan.batch, plan.shape, steps[-1], recipe.rehearsal.layers
+    layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
+    rehearsed = layers_to_rehearse(plan, recipe.rehearsal.layers)
     experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
-    here = f"{fewer // layout.pp} layers here ({plan.layers[0]} there)" if fewer else ""
-    layers = here or f"{' or '.join(map(str, sorted(set(plan.layers))))} layers"
+    layers = " or ".join(map(str, sorted(set(plan.layers))))
+    layers = (f"{layers} layers" if rehearsed == shape.num_hidden_layers else
+              f"{rehearsed // layout.pp} of {layers} layers")
     yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP "
            f"{layout.pp} x DP {layout.dp}, EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, "
            f"{shape.num_key_value_heads // layout.tp} KV groups{experts}, {layers}.")
@@ -115,6 +117,9 @@ def _proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[di
 
 def _not_proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], unused: Sequence[str]) -> Iterator[str]:
     yield "The NPU: its kernels and their numbers, HCCL, speed, and memory, which `tools/plan_layout.py` estimates."
+    if (rehearsed := layers_to_rehearse(plan, recipe.rehearsal.layers)) < plan.shape.num_hidden_layers:
+        yield (f"Depth: {rehearsed} of {plan.shape.num_hidden_layers} layers, all of one kind, evenly divided "
+               "among the stages; rehearsal.layers=all runs them all.")
     yield ("The real model: its weights, widths, tokenizer and config.json; answers of real length; anything about "
            "accuracy.")
     if engine_of(recipe).UPSTREAM:

@@ -21,7 +21,7 @@ from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
-from mindspeed_qerl.rehearsal.prepare import plan_to_rehearse
+from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse
 from mindspeed_qerl.rehearsal.report import memory_table
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -80,8 +80,8 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
 def test_a_narrow_model_divides_as_the_real_one(composed):
     """Widths may be shared by any ranks that share the heads: TP 4 with infer TP 2 here."""
     plan = plan_to_rehearse(*read(composed("grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4")))
-    shape = narrow(plan.shape, plan.layout)
-    assert shape.num_hidden_layers == 48 and shape.head_dim == 32 and shape.vocab_size % 4 == 0
+    shape = narrow(plan.shape, plan.layout, 3)
+    assert shape.num_hidden_layers == 3 and shape.head_dim == 32 and shape.vocab_size % 4 == 0
     assert shape.hidden_size < 100 and shape.moe_intermediate_size == 32
 
 
@@ -92,7 +92,7 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    shape = narrow(NAMED_SHAPES[name], Layout(world=1))
+    shape = narrow(NAMED_SHAPES[name], Layout(world=1), NAMED_SHAPES[name].num_hidden_layers)
     if shape.moe:
         shape = replace(shape, num_experts=4, num_experts_per_tok=2)
     rows = read_rows(data / "gsm8k" / "train_chat.parquet")
@@ -151,6 +151,18 @@ def test_layers_that_no_stage_could_have(composed):
     with pytest.raises(ConfigError,
                        match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3"):
         prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4")))
+    with pytest.raises(ConfigError, match="rehearsal.layers = 'some' must be int, or 'fewest' or 'all'$"):
+        read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=some"))[1].raise_faults()
+
+
+@pytest.mark.parametrize("name, asked, layers", [
+    ("grpo_qwen3_30b_a3b_gsm8k_16npu", "fewest", 1), ("grpo_qwen3_30b_a3b_gsm8k_16npu", "all", 48),
+    ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "fewest", 3), ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", 9, 9)])
+def test_the_fewest_layers_are_one_on_each_stage(composed, name, asked, layers):
+    plan = plan_to_rehearse(*read(composed(name)))
+    assert layers_to_rehearse(plan, asked) == layers
+    virtual = replace(plan, layout=replace(plan.layout, layers_per_virtual_stage=2))
+    assert layers_to_rehearse(virtual, "fewest") == 4 * plan.layout.pp
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -163,19 +175,19 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
                f"rl_config.actor_resource.num_npus={2 * stages}", "actor_config.tensor_model_parallel_size=2",
                f"actor_config.pipeline_model_parallel_size={stages}", "generate_config.infer_tensor_parallel_size=2",
                "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
-               "actor_config.micro_batch_size=4", f"rehearsal.layers={stages}"]
+               "actor_config.micro_batch_size=4", "rehearsal.layers=fewest"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
     text = (run / "rehearsal.md").read_text()
     assert text in done.stdout
-    layers = f"1 layers here ({48 // stages} there)"
+    layers = f"1 of {48 // stages} layers"
     for line in ((f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 "
                  f"of 128 experts, {layers}."),
                  ("4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 "
                  "update(s) a step; 2 steps."), "Every LoRA target reached the rollout engine: ",
                  f"AQN fired: noise on {stages} RMSNorm layers in step 2, sigma 0.05",
-                 "vLLM's layout, infer TP 2 x EP 1: its rules were checked"):
+                 "vLLM's layout, infer TP 2 x EP 1: its rules were checked", f"Depth: {stages} of 48 layers"):
         assert line in text, text
     facts = json.loads((run / "facts.json").read_text())
     assert {target: count["modules"] for target, count in facts["lora"].items()} == {

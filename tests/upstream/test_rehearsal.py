@@ -94,7 +94,7 @@ def test_a_rehearsal_of_a_config(family, layout, upstream, tiny, tmp_path):
     what its ranks allocate is what the planner's formulas say."""
     model, data = tiny(family)
     config = make_config(family, model, data, tmp_path, **layout)
-    config["rehearsal"] = dict(enabled=True, steps=2, max_tokens=8, models=str(tmp_path / "models"))
+    config["rehearsal"] = dict(enabled=True, steps=2, layers="all", max_tokens=8, models=str(tmp_path / "models"))
     config["task"]["train_file"] = str(data / "chat" / "train_chat.parquet")
     result = run_engine(config, upstream, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
