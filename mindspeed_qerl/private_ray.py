@@ -60,7 +60,10 @@ def stop() -> None:
     ray.shutdown()
     while _ours:
         directory, (lock, others) = _ours.popitem()
-        psutil.wait_procs([child for child in children if child not in others], timeout=10)
+        _, alive = psutil.wait_procs([child for child in children if child not in others], timeout=10)
+        for child in alive:  # one that is stopped does not hear of it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()
 

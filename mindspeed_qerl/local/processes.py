@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
+
+LOOK, STOPPED = 5.0, 60  # seconds: how often processes are looked at, how long one may be stopped
 
 
 class WorkerError(EngineError):
@@ -73,11 +76,12 @@ class Worker:
 
 class Processes:
     """Those of one run: the ranks that train, and the vLLM engines that share the rollout model. Waits for several at
-    once, and names the one that died, not the one that noticed."""
+    once, and names the one that died or was stopped, not the one that noticed."""
 
     def __init__(self, ranks: Sequence[Worker], rollouts: Sequence[Worker]):
         self.ranks, self.rollouts = ranks, rollouts
         self.pids: dict[str, int] = {}
+        self._stopped: dict[int, float] = {}  # when a process was first seen to be
 
     def wait_until_ready(self) -> None:
         """Returns once every object is built."""
@@ -102,7 +106,11 @@ class Processes:
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
         while pending:
-            [done], pending = ray.wait(pending, num_returns=1)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=LOOK)
+            if not ready:
+                self._check_stopped()
+                continue
+            [done] = ready
             caller = owner[done]
             try:
                 results[done] = ray.get(done)
@@ -119,6 +127,19 @@ class Processes:
                                   f"says: {error}") from error
         return [results[reference] for reference in calls.values()]
 
+    def _check_stopped(self) -> None:
+        """WorkerError for a process that has been stopped for STOPPED seconds, for which the others would wait for
+        ever; it is killed."""
+        now, names = time.monotonic(), {pid: name for name, pid in self.pids.items()}
+        stopped = [child for child in psutil.Process().children(recursive=True)
+                   if _status(child) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)]
+        self._stopped = {child.pid: self._stopped.get(child.pid, now) for child in stopped}
+        for child in stopped:
+            if now - self._stopped[child.pid] >= STOPPED:
+                child.kill()
+                raise WorkerError(f"{names.get(child.pid, 'a process of Ray')} (pid {child.pid}) was stopped {STOPPED} "
+                                  "s ago (SIGSTOP, or a debugger), and the run waited. It was killed; resume the run")
+
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
         lines = worker.log_file.read_text(errors="replace").strip().splitlines() if worker.log_file.exists() else []
@@ -131,6 +152,11 @@ def _is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _status(process: psutil.Process) -> str | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status()
 
 
 def memory_in_use(pids: Iterable[int]) -> int:

@@ -34,7 +34,7 @@ def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir
     monkeypatch.setattr(private_ray, "start", lambda **options: directories.append(start(**options)) or directories[0])
     monkeypatch.setattr(module, name, broken)
     children, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(error, match=message), module.launch(recipe_of(moe_dir, data_dir), run, 1) as processes:
+    with pytest.raises(error, match=message), module.launch(recipe_of(moe_dir, data_dir), run) as processes:
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
         processes.wait_until_ready()
     assert len(directories) == 1 and not directories[0].exists()

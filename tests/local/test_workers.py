@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
-from mindspeed_qerl.local.processes import Processes, WorkerError
+from mindspeed_qerl import private_ray
+from mindspeed_qerl.local import processes as module
+from mindspeed_qerl.local.processes import Processes, Worker, WorkerError
 
 
 class Named:
@@ -27,7 +30,7 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     def fail(reference):
         raise ray.exceptions.RayActorError
 
-    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[:1], pending[1:]))
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: (pending[:1], pending[1:]))
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(WorkerError, match=rf"^{blamed} \(pid \d+\) died"):
         processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
@@ -36,7 +39,30 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
 def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
     processes, fetched = Processes([], []), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
-    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[-1:], pending[:-1]))
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: (pending[-1:], pending[:-1]))
     monkeypatch.setattr(ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}")
     assert processes.gather(calls) == ["result of a", "result of b", "result of c"]
     assert fetched == ["c", "b", "a"]
+
+
+def test_a_process_that_is_stopped_is_named_and_does_not_stay(monkeypatch, tmp_path):
+    """Rank 1 alone; rank 0 waits, which is no fault. The short times are those of the check, not of this test."""
+    monkeypatch.setattr(module, "LOOK", 0.1)
+    monkeypatch.setattr(module, "STOPPED", 0.5)
+    started = private_ray.start(num_cpus=2)
+    try:
+        ranks = [Worker(f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {}) for rank in range(2)]
+        processes = Processes(ranks, [])
+        processes.wait_until_ready()
+        assert processes.on_ranks("total") == [0, 0]
+        stopped = psutil.Process(processes.pids["rank 1"])
+        stopped.suspend()
+        with pytest.raises(WorkerError, match=rf"^rank 1 \(pid {stopped.pid}\) was stopped 0.5 s ago \(SIGSTOP"):
+            processes.on_ranks("total")
+        stopped.wait(timeout=60)
+        other = psutil.Process(processes.pids["rank 0"])
+        other.suspend()  # Ray's end does not reach it
+    finally:
+        private_ray.stop()
+    other.wait(timeout=60)
+    assert not started.exists()
