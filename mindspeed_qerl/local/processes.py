@@ -137,8 +137,9 @@ class Processes:
         for child in stopped:
             if now - self._stopped[child.pid] >= STOPPED:
                 child.kill()
-                raise WorkerError(f"{names.get(child.pid, 'a process of Ray')} (pid {child.pid}) was stopped {STOPPED} "
-                                  "s ago (SIGSTOP, or a debugger), and the run waited. It was killed; resume the run")
+                name = names.get(child.pid, "a process of Ray")
+                raise WorkerError(f"{name} (pid {child.pid}) was stopped {STOPPED} s ago (SIGSTOP, or a debugger), and "
+                                  "the run waited. It was killed; resume the run")
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
