@@ -138,8 +138,8 @@ class Processes:
             if now - self._stopped[child.pid] >= STOPPED:
                 child.kill()
                 name = names.get(child.pid, "a process of Ray")
-                raise WorkerError(f"{name} (pid {child.pid}) was stopped {STOPPED} s ago (SIGSTOP, or a debugger), and "
-                                  "the run waited. It was killed; resume the run")
+                raise WorkerError(f"{name} (pid {child.pid}) was stopped {STOPPED} s ago (SIGSTOP, or a debugger), "
+                                  "and the run waited. It was killed; resume the run")
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
