@@ -84,7 +84,7 @@ def check_selection(run: RunDirectory) -> None:
         assert asked == 3 or with_signal >= 4
         assert row["loss/kl"] == 0 and "reward/kl" in row
     left = json.loads((run.checkpoints_dir / "iter_0000002" / "data.json").read_text())
-    assert left == {"batches_asked": sum(batches[:2])}
+    assert left == {"batches_asked": sum(batches[:2]), **run.identity()}
 
 
 def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny, tmp_path):
