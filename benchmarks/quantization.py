@@ -26,6 +26,7 @@ import numpy as np
 from noise import rows_by_sigma
 
 from mindspeed_qerl.recipe.types import ROLLOUT_FORMATS
+from mindspeed_qerl.runs.compared_run import find_runs, read_run
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
@@ -37,15 +38,15 @@ COLORS = dict(zip(ROLLOUT_FORMATS, ("black", GREEN, BLUE, "#7f7f7f", RED, "#9467
 
 
 def rows_of(root: Path, *overrides: str) -> list[dict]:
-    """The metrics of a run of the quickstart."""
+    """The metrics of a run of the quickstart, made unless it is there."""
     name = "-".join(overrides).replace("/", "_")
-    subprocess.run([sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu", f"run.root={root}",
-                    f"run.name={name}", "run.tensorboard=false", "megatron_training.save_interval=100000",
-                    "eval.n_problems=1", "eval.every=1000", *overrides], cwd=ROOT, check=True,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "cli/train_grpo.py", "--multirun", "--config-name", "grpo_tiny_moe_cpu",
+                    f"run.root={root}", f"run.name={name}", "run.tensorboard=false",
+                    "megatron_training.save_interval=100000", "eval.n_problems=1", "eval.every=1000", *overrides],
+                   cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     print(name, flush=True)
-    (file,) = (root / name).glob("*/metrics.jsonl")
-    return read_jsonl(file)
+    (run,) = [run for path in find_runs([root / name]) if not (run := read_run(path)).faults]
+    return read_jsonl(run.path / "metrics.jsonl")
 
 
 def mean(rows: list[dict], name: str) -> float:
@@ -64,15 +65,15 @@ def equivalent_sigma(k3: float, sigmas: np.ndarray, k3s: np.ndarray) -> float:
     return float(np.exp(np.interp(np.log(k3), np.log(np.maximum.accumulate(k3s)), np.log(sigmas))))
 
 
-def kl(image: Path) -> None:
+def kl(root: Path, image: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    found = {(name, replay): rows_of(
+        root, "aqn=off", "actor_config.lr=1e-12", f"megatron_training.train_iters={DRAWS}",
+        f"rollout_quantization={name}", f"algorithm.routing_replay={replay}")
+        for name in ROLLOUT_FORMATS for replay in ("none", "rollout")}
     with tempfile.TemporaryDirectory() as folder:
-        found = {(name, replay): rows_of(
-            Path(folder), "aqn=off", "actor_config.lr=1e-12", f"megatron_training.train_iters={DRAWS}",
-            f"rollout_quantization={name}", f"algorithm.routing_replay={replay}")
-            for name in ROLLOUT_FORMATS for replay in ("none", "rollout")}
         stages = rows_by_sigma(Path(folder), "float32", "algorithm.routing_replay=rollout")[1:]
     sigmas, k3s = (np.array([mean(stage, name) for stage in stages]) for name in ("aqn/measured_std", "mismatch/k3"))
     rows = []
@@ -102,15 +103,14 @@ def kl(image: Path) -> None:
     print(image)
 
 
-def training(image: Path) -> None:
+def training(root: Path, image: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     cells = [(correction, replay) for correction in ("none", "token_tis") for replay in ("none", "rollout")]
-    with tempfile.TemporaryDirectory() as folder:
-        found = {(name, *cell): rows_of(
-            Path(folder), "aqn=off", f"rollout_quantization={name}", f"rollout_correction={cell[0]}",
-            f"algorithm.routing_replay={cell[1]}") for name in ROLLOUT_FORMATS for cell in cells}
+    found = {(name, *cell): rows_of(
+        root, "aqn=off", f"rollout_quantization={name}", f"rollout_correction={cell[0]}",
+        f"algorithm.routing_replay={cell[1]}") for name in ROLLOUT_FORMATS for cell in cells}
     rows = [[*key, *(f"{mean(part, 'mismatch/k3'):.2e}" for part in (of[:ENDS], of[-ENDS:])),
              f"{mean(of[-ENDS:], 'reward/mean'):.3f}"] for key, of in found.items()]
     print("\n".join(markdown_table(["format", "correction", "routing_replay", f"k3, first {ENDS} steps",
@@ -121,10 +121,11 @@ def training(image: Path) -> None:
             for name in ROLLOUT_FORMATS[1:]:
                 k3 = [row["mismatch/k3"] for row in found[(name, *cell)]]
                 axis.semilogy(range(1, len(k3) + 1), k3, color=COLORS[name], label=name)
-            axis.set(title="correction {}, routes {}".format(cell[0], "replayed" if cell[1] == "rollout" else "own"),
-                     xlabel="training step")
+            axis.set_title(f"{'no correction' if cell[0] == 'none' else cell[0]}, "
+                           f"{'replayed' if cell[1] == 'rollout' else 'own'} routes", fontsize=10)
+            axis.set_xlabel("training step")
         figure.axes[0].set_ylabel("k3, nats per token")
-        figure.axes[0].legend(fontsize=8)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
         figure.savefig(image, dpi=130)
     print(image)
 
@@ -132,9 +133,11 @@ def training(image: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("kl", "training"))
+    parser.add_argument("--root", type=Path, default=ROOT / "runs" / "quantization", help="where the runs are kept")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args()
-    {"kl": kl, "training": training}[arguments.part](arguments.images / f"quantization_{arguments.part}.png")
+    part = {"kl": kl, "training": training}[arguments.part]
+    part(arguments.root, arguments.images / f"quantization_{arguments.part}.png")
 
 
 if __name__ == "__main__":
