@@ -43,6 +43,7 @@ class Settings:
     lora_r: int = 32
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     hccl_buffer_mib: int = 640
+    int8_rollouts: bool = False  # rollout_quantization int8_w8a8
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
     return Settings(
         memory_gb, **vars(recipe.rollout), distributed_optimizer=optimizer.distributed,
         recompute=optimizer.recompute_granularity == "full", recompute_num_layers=optimizer.recompute_num_layers,
-        lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib)
+        lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib,
+        int8_rollouts=recipe.quantization.format == "int8_w8a8")
 
 
 # ---- numbers of parameters: (all but experts, experts) ----
@@ -241,7 +243,7 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
                  "KV cache")
     return Memory(
         plan, settings, stage,
-        {"rollout": (*used, cache),
+        {"rollout": (*used, cache, *_int8_copies(plan, settings)),
          "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan, stage)),
          "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
          "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
@@ -382,6 +384,18 @@ def _experts_sync(plan: Plan, stage: int) -> list[Part]:
     own = [buffers(stage), *([merging] if plan.lora else [])]  # merges while the buffer of its own stage is filled
     return max(own, *([buffers(last)] for last in range(plan.layout.pp)),
                key=lambda parts: sum(part.bytes for part in parts))
+
+
+def _int8_copies(plan: Plan, settings: Settings) -> list[Part]:
+    """Of the linear weights but experts (ascend/quantized.py), made at a sync and gone before the update: vLLM, which
+    measures before, leaves no room for them within gpu_memory_utilization."""
+    if not settings.int8_rollouts:
+        return []
+    numbers = plan.shape.num_hidden_layers * sum(
+        linear.inputs * linear.outputs // plan.layout.infer_tp for linear in family_of(plan.shape).linears(plan.shape)
+        if linear.split != "expert")
+    return [Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 linear weights x 1, beside vLLM's share",
+                 "vLLM's weights")]
 
 
 def _profiled(plan: Plan, settings: Settings) -> Part:
