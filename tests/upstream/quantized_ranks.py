@@ -63,17 +63,17 @@ def distance(found: list, other: list) -> list[float]:
 
 
 def of_layers(layers, methods: dict) -> dict[str, list[float]]:
-    """How far each layer is from the formula of its own weights, and from that of its own method, on random tokens,
-    relative to the largest output."""
+    """The share of each layer's outputs, on random tokens, that are the formula's of its int8 weights to the last bit
+    of bfloat16, and the same of the layer with its own method. (Where an input is a tie, which half of amax is, the
+    float32 and the float64 of the scale decide, and a token's outputs move.)"""
     found: dict[str, list[float]] = {"of_layers": [], "of_layers_unquantised": []}
     for _, layer, weights in layers:
         x = torch.randn(7, layer.weight.shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
         method = layer.quant_method
         integers, scale = method.copy.weight.t(), method.copy.weight_scale[:, None]
-        expected = w8a8.Linear({"weight": integers, "weight_scale": scale}, None)(x.double())
+        expected = w8a8.Linear({"weight": integers, "weight_scale": scale}, None)(x)
         for key, of_method in (("of_layers", method), ("of_layers_unquantised", methods[layer])):
-            y = of_method.apply(layer, x)
-            found[key].append(((y.double() - expected).abs().max() / expected.abs().max()).item())
+            found[key].append((of_method.apply(layer, x) == expected).float().mean().item())
     return found
 
 
@@ -138,7 +138,7 @@ def main(case: Case, folder: str, results: Path) -> None:
         if format == INT8:
             of_report |= of_layers(held_layers(model), quantized._methods)
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method
-        planted = list(synced)[-1 - dist.get_rank()]
+        planted = [name for name in synced if name.endswith("_proj")][-1 - dist.get_rank()]
         _, layer, weights = next(entry for entry in held_layers(model) if planted in entry[2])
         if format == INT8:
             method = layer.quant_method

@@ -62,8 +62,10 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
             assert planted == named and planted
             assert found["int8_layers"] == (4 * LAYERS if format == "int8_w8a8" else 0)
             assert found["plain_again"]
-            if format == "int8_w8a8":  # layer by layer: bfloat16 rounds once, and what is not int8 is far
-                assert max(found["of_layers"]) < 2**-8 and min(found["of_layers_unquantised"]) > 4 * 2**-8
+            if format == "int8_w8a8":
+                print(f"outputs of layers that are the formula's: {min(found['of_layers']):.3f} or more; of layers "
+                      f"that are not quantised {max(found['of_layers_unquantised']):.3f} or less")
+                assert min(found["of_layers"]) > 0.9 and max(found["of_layers_unquantised"]) < 0.5
 
 
 def start(family: str, layout: dict, format: str, folder: Path, upstream: Path, tiny, *fault: str, **changes):
