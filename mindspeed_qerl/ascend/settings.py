@@ -133,8 +133,8 @@ def _cannot_quantize(recipe: Recipe) -> Iterator[str]:
         yield (f"{chosen} must be none, int8_w8a8, mxfp4 or nvfp4: it rounds activations, and vllm-ascend at the pin "
                "has no such layers; the local engine emulates it")
     if quantization.format == "int8_w8a8" and recipe.model.arguments.get("num_experts"):
-        yield (f"{chosen} with a mixture of experts: vllm-ascend's int8 experts call operators that are not emulated, "
-               "so they were never executed; nvfp4 and mxfp4 take experts, and the local engine emulates int8_w8a8")
+        yield (f"{chosen} with a mixture of experts: vllm-ascend's int8 experts (ops/moe/moe_mlp.py:144) need weights "
+               "in FRACTAL_NZ, which is off in RL; nvfp4 and mxfp4 take experts, and the local engine has int8_w8a8")
     if quantization.lora != "merged":
         yield (f"rollout_quantization.lora = {quantization.lora!r} must be 'merged': a sync brings merged weights "
                "alone; the local engine keeps adapters beside them")
