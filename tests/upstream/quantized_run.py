@@ -38,8 +38,10 @@ def quantized_classes():
 
             def told(prompts, **options):
                 int8 = sum(isinstance(getattr(module, "quant_method", None), Int8Linear) for module in model.modules())
+                purpose, step = rollout.seed_of
                 with open(Path(FOLDER) / f"rank{self._rank}.jsonl", "a") as file:
-                    file.write(json.dumps([*rollout.seed_of, magnitudes(model), int8]) + "\n")
+                    file.write(json.dumps({"purpose": purpose, "step": step, "magnitudes": magnitudes(model),
+                                           "int8_layers": int8}) + "\n")
                 return sample(prompts, **options)
 
             def faulty():

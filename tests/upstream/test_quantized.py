@@ -104,11 +104,11 @@ def test_a_run(family, layout, format, ours, upstream, tiny, tmp_path):
         assert entry["max_error"] <= entry["resolution"] and entry["lost"] < 0.01, target
     for rank in range(2):
         asked = read_jsonl(tmp_path / f"rank{rank}.jsonl")
-        assert [step for purpose, step, *_ in asked if purpose == "evaluation"] == [0, 1, 2, 3]
-        for purpose, _, magnitudes, int8 in asked:
-            quantised = purpose != "evaluation" or ours.get("rollout_quantization", {}).get("evaluation", False)
-            assert (magnitudes <= 8) == (quantised and format == "nvfp4")
-            assert int8 == (4 * LAYERS if quantised and format == "int8_w8a8" else 0)
+        assert [row["step"] for row in asked if row["purpose"] == "evaluation"] == [0, 1, 2, 3]
+        for row in asked:
+            quantised = row["purpose"] != "evaluation" or "rollout_quantization" in ours
+            assert (row["magnitudes"] <= 8) == (quantised and format == "nvfp4")
+            assert row["int8_layers"] == (4 * LAYERS if quantised and format == "int8_w8a8" else 0)
 
 
 @pytest.mark.parametrize("fault, format", [("weight", "nvfp4"), ("layer", "int8_w8a8")])
