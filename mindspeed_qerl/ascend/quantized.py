@@ -66,6 +66,7 @@ class QuantizedModel:
     @torch.no_grad()
     def quantize(self) -> None:
         """Round what was synced; all ranks of a tensor parallel group at once."""
+        self.free()
         found = {}
         for _, layer, weights in held_layers(self.model):
             chosen = {name: weight for name, weight in weights.items() if is_quantized(f"{name}.weight", self.ignore)}
@@ -82,7 +83,8 @@ class QuantizedModel:
                     rounded.float() - weight.float(), weight)
                 if self.name != "int8_w8a8":
                     weight.copy_(rounded)
-        self.squares = dict(zip(found, map(tuple, torch.stack(list(found.values())).tolist()), strict=True))
+        sums = torch.stack([*found.values()]).tolist() if found else []  # none: all are on other ranks
+        self.squares = dict(zip(found, map(tuple, sums), strict=True))
 
     def free(self) -> None:
         """Leave the layers with their own methods, and no int8 copies; weights that were rounded stay so."""
