@@ -16,7 +16,8 @@ def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -
     Args:
         tp: the engine's tensor parallel size. shared: the inputs of which each rank rounds its own part.
     """
-    block = BLOCKS.get(format, 1)
+    if (block := BLOCKS.get(format)) is None:
+        return
     for name in ("hidden_size", *SHARED_INPUTS):
         width = (shape.num_attention_heads * shape.head_dim if name == SHARED_INPUTS[0] else getattr(shape, name))
         if width % block:
