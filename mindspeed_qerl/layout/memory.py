@@ -120,8 +120,7 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
         int8_rollouts=recipe.quantization.format == "int8_w8a8")
 
 
-# ---- numbers of parameters: (all but experts, experts) ----
-
+# Numbers of parameters are pairs: all but experts, experts.
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
     """Of one layer on one rank."""
     family = family_of(shape)
@@ -176,8 +175,6 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     return dense * rank_layers, experts * rank_layers
 
 
-# ---- activations ----
-
 def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
     shape, tp, h = plan.shape, plan.layout.tp, plan.shape.hidden_size
@@ -201,8 +198,6 @@ def communicators(plan: Plan) -> list[str]:
              **dict.fromkeys(("vLLM EP", "vLLM MC2"), it.infer_tp * it.infer_ep * moe)}
     return [name for name, size in sizes.items() if size > 1]
 
-
-# ---- the sums ----
 
 def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory:
     """The memory of a rank in that pipeline stage (None: the fullest) of a legal plan (`rules.broken` empty): shares
@@ -387,15 +382,10 @@ def _experts_sync(plan: Plan, stage: int) -> list[Part]:
 
 
 def _int8_copies(plan: Plan, settings: Settings) -> list[Part]:
-    """Of the linear weights but experts (ascend/quantized.py), made at a sync and gone before the update: vLLM, which
-    measures before, leaves no room for them within gpu_memory_utilization."""
-    if not settings.int8_rollouts:
-        return []
-    numbers = plan.shape.num_hidden_layers * sum(
-        linear.inputs * linear.outputs // plan.layout.infer_tp for linear in family_of(plan.shape).linears(plan.shape)
-        if linear.split != "expert")
-    return [Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 linear weights x 1, beside vLLM's share",
-                 "vLLM's weights")]
+    """Of the linear weights but experts (ascend/quantized.py), beside gpu_memory_utilization: vLLM measures before."""
+    shape, tp = plan.shape, plan.layout.infer_tp
+    numbers = shape.num_hidden_layers * (layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp))
+    return settings.int8_rollouts * [Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1", "vLLM's weights")]
 
 
 def _profiled(plan: Plan, settings: Settings) -> Part:
