@@ -284,9 +284,15 @@ class RunObserver:
         return bool(self.recipe.lora.targets) and (
             not self.is_proved or step % run.prove_every == 0 or step == run.train_iters)
 
-    def proved(self, step: int, movement: Movement) -> None:
-        """What the adapters did to vLLM's weights; EngineError where that is not (alpha / r) B A."""
-        if faults := sync_faults(movement):
+    def proved(self, step: int, movement: Movement, unlike: list[str]) -> None:
+        """What the adapters did to vLLM's weights; EngineError where that is not (alpha / r) B A, or where weights
+        are `unlike` the rounding of what was synced (QuantizedModel.unlike)."""
+        faults = sync_faults(movement)
+        if unlike:
+            faults.append(f"vLLM's kernels multiply with something else than {self.recipe.quantization.format} of "
+                          f"what was synced in {len(unlike)} weights: {', '.join(unlike[:3])}"
+                          f"{', ...' if len(unlike) > 3 else ''}")
+        if faults:
             raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
         if is_sync_shown(movement):
             self.run.record(lora_movement=movement, lora_proved_after=step)

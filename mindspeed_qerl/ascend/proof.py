@@ -62,8 +62,16 @@ def gather_layer(tensors: Tensors, place: tuple[int, int], args: Namespace, shap
 
 def held_weights(model: torch.nn.Module, layer: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF module name, tensor [out, in]) of the linear weights of `layer`, or of all, as vLLM holds them now; fused
-    and packed ones are taken apart. (Experts are [in, out] there, as NPUs multiply: vllm-ascend
-    ops/common_fused_moe.py `process_weights_after_loading`.)"""
+    and packed ones are taken apart."""
+    for _, _, weights in held_layers(model, layer):
+        yield from weights.items()
+
+
+def held_layers(model: torch.nn.Module,
+                layer: int | None = None) -> Iterator[tuple[str, torch.nn.Module, Tensors]]:
+    """(name in vLLM, module, its weights by HF module name, views [out, in] of what it holds) of each linear layer and
+    each layer's experts. (Experts are [in, out] there, as NPUs multiply: vllm-ascend ops/common_fused_moe.py
+    `process_weights_after_loading`.)"""
     for name, module in model.named_modules():
         found = LAYER.match(name)
         if not found or layer is not None and int(found[1]) != layer:
@@ -71,16 +79,18 @@ def held_weights(model: torch.nn.Module, layer: int | None = None) -> Iterator[t
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, FusedMoE):
             places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
+            held = {}
             for expert, place in enumerate(places):
                 if place >= 0:  # -1: on another rank
                     parts = (*module.w13_weight[place].t().chunk(2), module.w2_weight[place].t())
-                    for part, weight in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
-                        yield f"{name}.{expert}.{part}", weight
+                    held |= {f"{name}.{expert}.{part}": weight
+                             for part, weight in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True)}
+            yield name, module, held
         elif isinstance(module, LinearBase):
             fused = model.packed_modules_mapping.get(leaf)
             weights = module.weight.split(module.output_partition_sizes) if fused else [module.weight]
-            for part, weight in zip(fused or [leaf], weights, strict=True):
-                yield f"{parent}.{part}", weight
+            yield name, module, {f"{parent}.{part}": weight
+                                 for part, weight in zip(fused or [leaf], weights, strict=True)}
 
 
 def movement_of_layer(held: Iterator[tuple[str, torch.Tensor]], base: Tensors, pairs: dict[str, Pair],

@@ -19,6 +19,7 @@ from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
@@ -83,7 +84,9 @@ def validate(recipe: Recipe) -> Iterator[str]:
         yield (f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable config.json of a "
                f"Hugging Face model there ({error})")
     try:
-        yield from [f"{rule.message} ({rule.source})" for rule in broken(plan_of(recipe))]
+        plan = plan_of(recipe)
+        yield from [f"{rule.message} ({rule.source})" for rule in broken(plan)]
+        yield from unfilled_blocks(recipe, plan.shape)
     except ConfigError as error:
         yield from str(error).splitlines()
     yield from faults_of_values(recipe)
@@ -117,10 +120,34 @@ def faults_of_values(recipe: Recipe) -> Iterator[str]:
         if kinds := getattr(recipe.hardware_error, side):
             yield (f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on the local engine "
                    "only, NPUs have their own")
-    if recipe.quantization.enabled:
-        yield (f"rollout_quantization.format = {recipe.quantization.format!r} must be none: formats are emulated in "
-               "the rollouts of the local engine only")
+    yield from _cannot_quantize(recipe)
     yield from checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
+
+
+def _cannot_quantize(recipe: Recipe) -> Iterator[str]:
+    """Faults of rollout_quantization, whatever the widths of the model."""
+    quantization = recipe.quantization
+    chosen = f"rollout_quantization.format = {quantization.format!r}"
+    if not quantization.enabled:
+        return
+    if quantization.format in ("fp8", "mxfp8"):
+        yield (f"{chosen} must be none, int8_w8a8, mxfp4 or nvfp4: it rounds activations, and vllm-ascend at the pin "
+               "has no such layers; the local engine emulates it")
+    if quantization.format == "int8_w8a8" and recipe.model.arguments.get("num_experts"):
+        yield (f"{chosen} with a mixture of experts: vllm-ascend's int8 experts (ops/moe/moe_mlp.py:144) need weights "
+               "in FRACTAL_NZ, which is off in RL; nvfp4 and mxfp4 take experts, and the local engine has int8_w8a8")
+    if quantization.lora != "merged":
+        yield (f"rollout_quantization.lora = {quantization.lora!r} must be 'merged': a sync brings merged weights "
+               "alone; the local engine keeps adapters beside them")
+    if quantization.probe_answers:
+        yield (f"rollout_quantization.probe_answers = {quantization.probe_answers} must be 0: no answer is computed "
+               "again by other policies here; the local engine does that")
+
+
+def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Faults of rollout_quantization with the widths of a model: a rank rounds its own part, of experts whole ones."""
+    shared = [name for name in SHARED_INPUTS if name != "moe_intermediate_size"]
+    yield from unfilled(recipe.quantization.format, shape, recipe.layout.infer_tp, shared)
 
 
 def _wrong_pairs(recipe: Recipe) -> Iterator[str]:

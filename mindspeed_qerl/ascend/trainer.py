@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from mindspeed_qerl.ascend.routing import COLUMN, unpack
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import join
+from mindspeed_qerl.quantization.weights import weight_errors
 from mindspeed_qerl.routing.replay import routing_metrics, total
 from mindspeed_qerl.routing.routes import routes_fault
 from mindspeed_qerl.tasks.prompts import text_of
@@ -246,10 +248,15 @@ class QeRLTrainer(RayGRPOTrainer):
         if self.recipe.algorithm.routing_replay != "none":
             counts = total(self.actor_worker.execute_sync_command("take_routing"))
             values |= routing_metrics(counts, self.routers) if self.tokens else {}
+        if self.recipe.quantization.enabled:
+            parts = dict(chain.from_iterable(
+                found.items() for found in self.actor_worker.execute_sync_command("take_weight_squares")))
+            values |= weight_errors((name, of_part) for (name, _), of_part in parts.items())
         routes = self.routes if self.recipe.algorithm.routing_replay != "none" else 0
         self.observer.stepped(iteration, metrics, values, self.tokens, routes, self.data_strategy.experience)
         if self.observer.wants_proof(iteration):
-            self.observer.proved(iteration, join(self.actor_worker.execute_sync_command("prove")))
+            movements, unlike = zip(*self.actor_worker.execute_sync_command("prove"))
+            self.observer.proved(iteration, join(movements), sorted({*chain(*unlike)}))
         self._evaluate(iteration)
         if self.recipe.rehearsal.enabled:
             self.observer.run.record(memory=self.actor_worker.execute_sync_command("measured"))

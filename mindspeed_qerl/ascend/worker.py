@@ -17,6 +17,7 @@ from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.ascend import loss, ports, proof, routing, weights
 from mindspeed_qerl.ascend.measure import Meter
+from mindspeed_qerl.ascend.quantized import QuantizedModel
 from mindspeed_qerl.ascend.recorder import AscendRecorder
 from mindspeed_qerl.ascend.settings import epoch_steps
 from mindspeed_qerl.families import read_shape
@@ -28,10 +29,12 @@ from mindspeed_qerl.seeds import derived_seed
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
-    """Upstream's vLLM engine with five changes: prompts as token ids, answers with the log-probs that they were drawn
-    by and with their routes, AQN on the norms, a seed for each prompt."""
+    """Upstream's vLLM engine with six changes: prompts as token ids, answers with the log-probs that they were drawn
+    by and with their routes, AQN on the norms, linear weights that are quantised, a seed for each prompt."""
 
     injector: NoiseInjector | None = None  # None: AQN is off
+    quantized: QuantizedModel | None = None  # None: nothing is quantised
+    quantizes: bool = False  # whether the next weight sync brings quantised weights
     recorder: AscendRecorder | None = None  # None: no routes are asked
     noise_step: int | None = None  # step, from 0, whose noise the next weight sync brings; None: a clean model
     noise_report: NoiseReport | None = None  # of the last sync
@@ -45,15 +48,20 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
 
     def sync_model_weights(self, params: Any, load_format: str = "megatron") -> None:
-        """Upstream's, then the noise: vLLM's parameters are views of buffers that are filled by copy at each sync
-        (megatron_weight_loaders.py:225,238), so nothing of it can reach the training weights."""
+        """Upstream's, then quantisation and noise, in any order, since noise is on norms alone: vLLM's parameters are
+        views of buffers that are filled by copy at each sync (megatron_weight_loaders.py:225,238), so nothing of it
+        can reach the training weights."""
         super().sync_model_weights(params, load_format)
+        if self.quantized is not None and self.quantizes:
+            self.quantized.quantize()
         self.noise_report = None
         if self.injector is not None and self.noise_step is not None:
             self.noise_report = self.injector.apply(self.noise_step)
 
     def offload_model_weights(self) -> None:
-        """Upstream's; the noise goes first, since afterwards the weights lie elsewhere."""
+        """Upstream's; the noise goes first, since afterwards the weights lie elsewhere, and int8 copies are freed."""
+        if self.quantized is not None:
+            self.quantized.free()
         if self.injector is not None:
             self.injector.remove()
         super().offload_model_weights()
@@ -124,6 +132,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         recipe = self.rl_config.qerl
         if recipe.noise.enabled:
             rollout.injector = NoiseInjector(rollout.model, **recipe.noise_arguments(epoch_steps(recipe)))
+        if recipe.quantization.enabled:
+            rollout.quantized = QuantizedModel(rollout.model, recipe.quantization)
         if recipe.algorithm.routing_replay == "rollout":
             runner = rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
             rollout.recorder = AscendRecorder(runner, read_shape(recipe.model.path).routers,
@@ -148,7 +158,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         self.batches_sampled[self.iteration] += 1
         if batch and self.generate_config.offload_train_param:  # the one before left them on the CPU
             self.actor_offloader.onload_param()
-        rollout.noise_step = self.iteration
+        rollout.noise_step, rollout.quantizes = self.iteration, True
         rollout.seed_of = (f"rollout {batch}" if batch else "rollout", self.iteration)
         super().generate_sequences()
         if rollout.noise_report is not None:
@@ -193,6 +203,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """What this rank's routers replayed since the last call, by layer."""
         return self.actor_hybrid.train_actor.routes.take_counts()
 
+    def take_weight_squares(self) -> dict[tuple[str, int], tuple[float, float]]:
+        """Of this rank's quantised weights in the last rollout (QuantizedModel.squares)."""
+        return self.inference_model.quantized.squares
+
     def take_metrics(self) -> dict[str, Metric]:
         """Of this rank's updates since the last call; of several ranks with the same logits the first one's."""
         state, found = self.parallel_state, self.actor_hybrid.train_actor.loss_func.take_metrics()
@@ -215,16 +229,16 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         share = [min(index, len(prompts) - 1)
                  for index in range(first, first + -(-len(prompts) // step_size) * step_size, step_size)]
         rollout.seed_of = "evaluation", step
-        with self._synced():
+        with self._synced(self.rl_config.qerl.quantization.evaluation):
             groups = rollout.sample([prompts[index] for index in share], n=n, temperature=temperature)
         if self._rank % tp:
             return None
         return [(index, [list(answer.token_ids) for answer in group]) for index, group in zip(share, groups)]
 
     @contextmanager
-    def _synced(self) -> Iterator[None]:
+    def _synced(self, quantizes: bool = False) -> Iterator[None]:
         """vLLM with the current weights, noise off; afterwards the training weights are where they were."""
-        self.inference_model.noise_step = None
+        self.inference_model.noise_step, self.inference_model.quantizes = None, quantizes
         self.sharding_manager.enter_infer_mode()
         yield
         self.sharding_manager.exit_infer_mode()
@@ -233,10 +247,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def prove(self) -> Movement:
-        """What the adapters did to this rank's weights in vLLM, beside (alpha / r) B A (proof.py); all ranks at
-        once."""
-        model, config, recipe = self.inference_model.model, self.actor_model_config, self.rl_config.qerl
+    def prove(self) -> tuple[Movement, list[str]]:
+        """What the adapters did to this rank's weights in vLLM, beside (alpha / r) B A (proof.py), and which of the
+        quantised ones are not the rounding of that (QuantizedModel.unlike); all ranks at once."""
+        rollout, config, recipe = self.inference_model, self.actor_model_config, self.rl_config.qerl
+        model = rollout.model
         state, tp_size = self.parallel_state, recipe.layout.infer_tp
         place = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
         adapters, shape = proof.adapters_by_layer(self.model), read_shape(recipe.model.path)
@@ -244,13 +259,18 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         with self._synced():
             base = {name: weight.to("cpu", copy=True) for name, weight in proof.held_weights(model)}
         config.lora_alpha = alpha
-        found = []
+        found, synced = [], {}
         with self._synced():
+            if rollout.quantized:
+                synced = {name: weight.to("cpu", copy=True) for name, weight in proof.held_weights(model)}
             for layer in range(shape.num_hidden_layers):
                 pairs = proof.gather_layer(adapters.get(layer, {}), place, self.megatron_config, shape, layer)
                 found.append(proof.movement_of_layer(proof.held_weights(model, layer), base, pairs,
                                                      alpha / config.lora_r, self._rank % tp_size, tp_size))
-        return join(found)
+        if not rollout.quantized:
+            return join(found), []
+        with self._synced(quantizes=True):
+            return join(found), rollout.quantized.unlike(synced)
 
     def describe(self) -> dict[str, Any]:
         """What this rank trains and would put noise on: {"lora": {target: {"modules", "parameters"}}, "aqn": names of

@@ -43,6 +43,7 @@ class Settings:
     lora_r: int = 32
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     hccl_buffer_mib: int = 640
+    int8_rollouts: bool = False  # rollout_quantization int8_w8a8
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,11 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
     return Settings(
         memory_gb, **vars(recipe.rollout), distributed_optimizer=optimizer.distributed,
         recompute=optimizer.recompute_granularity == "full", recompute_num_layers=optimizer.recompute_num_layers,
-        lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib)
+        lora_r=recipe.lora.r, lora_targets=recipe.lora.targets, hccl_buffer_mib=recipe.npu.hccl_buffer_mib,
+        int8_rollouts=recipe.quantization.format == "int8_w8a8")
 
 
-# ---- numbers of parameters: (all but experts, experts) ----
-
+# Numbers of parameters are pairs: all but experts, experts.
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
     """Of one layer on one rank."""
     family = family_of(shape)
@@ -174,8 +175,6 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     return dense * rank_layers, experts * rank_layers
 
 
-# ---- activations ----
-
 def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
     shape, tp, h = plan.shape, plan.layout.tp, plan.shape.hidden_size
@@ -199,8 +198,6 @@ def communicators(plan: Plan) -> list[str]:
              **dict.fromkeys(("vLLM EP", "vLLM MC2"), it.infer_tp * it.infer_ep * moe)}
     return [name for name, size in sizes.items() if size > 1]
 
-
-# ---- the sums ----
 
 def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory:
     """The memory of a rank in that pipeline stage (None: the fullest) of a legal plan (`rules.broken` empty): shares
@@ -241,7 +238,7 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
                  "KV cache")
     return Memory(
         plan, settings, stage,
-        {"rollout": (*used, cache),
+        {"rollout": (*used, cache, *_int8_copies(plan, settings)),
          "weight sync": (*runtime, *weights, *adapters, *awake, *vllm, *_sync(plan, stage)),
          "log-probs": (*runtime, *weights, *adapters, *awake, *_forward(plan, stage)),
          "update": (*runtime, *weights, *adapters, *gradients, *optimizer, *_update(plan, settings, stage))},
@@ -382,6 +379,13 @@ def _experts_sync(plan: Plan, stage: int) -> list[Part]:
     own = [buffers(stage), *([merging] if plan.lora else [])]  # merges while the buffer of its own stage is filled
     return max(own, *([buffers(last)] for last in range(plan.layout.pp)),
                key=lambda parts: sum(part.bytes for part in parts))
+
+
+def _int8_copies(plan: Plan, settings: Settings) -> list[Part]:
+    """Of the linear weights but experts (ascend/quantized.py), beside gpu_memory_utilization: vLLM measures before."""
+    shape, tp = plan.shape, plan.layout.infer_tp
+    numbers = shape.num_hidden_layers * (layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp))
+    return settings.int8_rollouts * [Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1", "vLLM's weights")]
 
 
 def _profiled(plan: Plan, settings: Settings) -> Part:

@@ -75,15 +75,20 @@ class Evaluation:
             raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 "
                               "samples")
         load_reward(self.verifier)
-        for what, modelled in (("errors of other hardware", self.hardware_error),
-                               ("quantised layers", self.quantization)):
-            if modelled and self.tensor_parallel_size > 1:
-                raise ConfigError(f"{what} are modelled in one process only: give --tensor-parallel-size 1")
-            if modelled and self.emulate_npu:
-                raise ConfigError(f"{what} are modelled on vLLM for CPUs: add --no-emulate-npu")
+        if self.modelled and self.tensor_parallel_size > 1:
+            raise ConfigError(f"{self.modelled} are modelled in one process only: give --tensor-parallel-size 1")
+        if self.modelled and self.emulate_npu:
+            raise ConfigError(f"{self.modelled} are modelled on vLLM for CPUs: add --no-emulate-npu")
         sizes = self.hardware_error or {}
         if not 0 < sizes.get("gaussian_std", 0.05) < 1 or sizes.get("block", 64) < 1:
             raise ConfigError(f"hardware_error = {sizes}: gaussian_std must be between 0 and 1, and block at least 1")
+
+    @property
+    def modelled(self) -> str:
+        """What layers do that are not as they are, in words that say how to leave it out; "": nothing."""
+        if self.hardware_error:
+            return "errors of other hardware"
+        return "quantised layers (leave them out: --quantization none)" if self.quantization else ""
 
 
 def of_run(path: str, **given: Any) -> Evaluation:
@@ -128,6 +133,11 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
             raise ConfigError("emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on PYTHONPATH "
                               "(docs/emulation.md), or serve with this machine's own vLLM: --no-emulate-npu")
         emulation.enter(what.tensor_parallel_size)
+    if what.modelled:
+        from vllm.platforms import current_platform
+
+        if current_platform.device_name == "npu":
+            raise ConfigError(f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(what.model)
@@ -183,7 +193,7 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     common = dict(max_tokens=what.max_tokens, stop_token_ids=stop)
-    if what.hardware_error or what.quantization:
+    if what.modelled:
         beside = what.quantization and what.quantization.lora == "beside"
         engine = RolloutEngine(what.model if beside else model, *sizes[1:], quantization=what.quantization)
         if beside:  # the base is quantised, and what is merged is synced

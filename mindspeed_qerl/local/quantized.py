@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.quantization.weights import QuantizedWeights, is_quantized
+from mindspeed_qerl.quantization.weights import QuantizedWeights, ignore_fault, is_quantized
 from mindspeed_qerl.recipe.types import Quantization
 
 
@@ -31,16 +31,9 @@ class QuantizedModel:
 
     def __init__(self, model: torch.nn.Module, names: dict[str, list[str]], checkpoint: Checkpoint,
                  quantization: Quantization):
-        linears = [name for fused in names.values() for name in fused if is_quantized(name)]
-        for pattern in quantization.ignore:
-            if all(is_quantized(name, [pattern]) for name in linears):
-                raise ConfigError(f"rollout_quantization.ignore: {pattern!r} names none of the {len(linears)} linear "
-                                  f"weights, {linears[0]} and so on. Write a name, or a pattern such as "
-                                  "'*.down_proj.weight'")
-        chosen = {name for name in linears if is_quantized(name, quantization.ignore)}
-        if not chosen:
-            raise ConfigError("rollout_quantization.ignore names every linear weight: rollout_quantization=none goes "
-                              "without quantisation")
+        if fault := ignore_fault(names, quantization.ignore, quantization.format):
+            raise ConfigError(fault)
+        chosen = {name for fused in names.values() for name in fused if is_quantized(name, quantization.ignore)}
         self.model, self.is_on = model, False
         dtype = model.get_parameter(next(iter(names))).dtype  # the files may have another
         self.weights = QuantizedWeights(quantization.format, quantization.lora == "beside",
@@ -49,11 +42,6 @@ class QuantizedModel:
         self.adapters: dict[str, torch.Tensor] = {}
         self._rounding = {parameter for parameter, fused in names.items() if self.activation and chosen & {*fused}}
         for parameter in self._rounding:
-            if ignored := [name for name in names[parameter] if name not in chosen]:
-                raise ConfigError(
-                    f"rollout_quantization.ignore names {ignored[0]}, and not all of {', '.join(names[parameter][:3])}"
-                    f"{', ...' if len(names[parameter]) > 3 else ''}: {parameter} has them in one layer, and "
-                    f"{quantization.format} rounds what a layer is given. Name all of them, or none")
             module_name, _, which = parameter.rpartition(".")
             if which == "weight":
                 model.get_submodule(module_name).cpu_linear = partial(self.linear, parameter)

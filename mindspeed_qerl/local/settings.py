@@ -11,6 +11,7 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, read_config, read_shape
 from mindspeed_qerl.families.base import not_built
 from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.types import Recipe
@@ -18,7 +19,6 @@ from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = False
-BLOCKS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}  # inputs that share a scale (quantization/formats.py)
 EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not here.
 LAYOUT_RULES = [rule for rule in RULES if rule.name in {
@@ -92,7 +92,8 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                "there are no routes to replay; set it to none")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     yield from (f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES))
-    yield from _cannot_quantize(recipe, shape)
+    format = recipe.quantization.format  # mxfp8 rounds the activations of each engine's part
+    yield from unfilled(format, shape, recipe.layout.infer_tp, SHARED_INPUTS if format == "mxfp8" else ())
     size = recipe.layout.infer_tp
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
                  "shared_expert_intermediate_size"):  # which vLLM's tensor parallel engines share equally
@@ -101,21 +102,6 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
             pads = f"; vLLM's CPU backend pads experts of other widths than multiples of {step}" if step > 1 else ""
             yield (f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = {width} is no multiple "
                    f"of {size * step}{pads}")
-
-
-def _cannot_quantize(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Faults of rollout_quantization with a model whose layers its blocks do not fill."""
-    block, size = BLOCKS.get(recipe.quantization.format, 1), recipe.layout.infer_tp
-    widths = "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
-    inputs = {name: getattr(shape, name) for name in widths}
-    inputs["num_attention_heads x head_dim"] = shape.num_attention_heads * shape.head_dim
-    for name, width in inputs.items():
-        if width % block:
-            yield (f"rollout_quantization.format = {recipe.quantization.format!r}: the model's {name} = {width} is no "
-                   f"multiple of its blocks of {block} inputs; int8_w8a8 and fp8 take any width")
-        elif recipe.quantization.format == "mxfp8" and name != "hidden_size" and width % (block * size):
-            yield (f"rollout_quantization.format = 'mxfp8' with generate_config.infer_tensor_parallel_size = {size}: "
-                   f"an engine's part of the model's {name} = {width} is no multiple of its blocks of {block} inputs")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:

@@ -23,7 +23,7 @@ import torch
 E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127.0
 # floor(log2) of the largest element, by which OCP MX lowers a block's exponent
 E4M3_EXPONENT, E2M1_EXPONENT = 8, 2
-E8M0_EXPONENTS = (-127, 127)  # of scales, which have no sign and no mantissa
+E8M0_RANGE = (2.0**-127, 2.0**127)  # of scales, which have no sign and no mantissa
 
 
 def to_int8(x: torch.Tensor) -> torch.Tensor:
@@ -36,12 +36,15 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number of E4M3 (a sign, 4 bits of exponent, 3 of mantissa), at most 448.
+    """The nearest number of E4M3 (a sign, 4 bits of exponent, 3 of mantissa) to float32, at most 448; in arithmetic
+    that every device has (a 910C has no dtype for it).
 
     >>> to_e4m3(torch.tensor([1.0625, 1.1, 1000.0]))
     tensor([  1.0000,   1.1250, 448.0000])
     """
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+    x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    step = _power_of_two(x).clamp_min(2.0**-6) / 8  # between neighbours; below 2^-6 they are subnormal
+    return (x / step).round() * step
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -55,15 +58,27 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
 
 
-def quantize_int8(x: torch.Tensor) -> torch.Tensor:
+def quantize_int8(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """Each row (the last dimension) in int8 with a scale of its own; float32 of x's shape.
+
+    amax: of the whole rows, float32 [..., 1], where x has only a part of each.
 
     >>> quantize_int8(torch.tensor([[127.0, 1.4], [0.0, 0.0]]))
     tensor([[127.,   1.],
             [  0.,   0.]])
     """
-    scale = _amax(x) / INT8_MAX
-    return to_int8(_divide(x.float(), scale)) * scale
+    integers, scale = int8_and_scale(x, amax)
+    return integers * scale
+
+
+def int8_and_scale(x: torch.Tensor, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole numbers of `quantize_int8`, in float32, and the scales [..., 1].
+
+    >>> int8_and_scale(torch.tensor([[254.0, 3.0]]))
+    (tensor([[127.,   2.]]), tensor([[2.]]))
+    """
+    scale = (_amax(x) if amax is None else amax) / INT8_MAX
+    return to_int8(_divide(x.float(), scale)), scale
 
 
 def quantize_fp8(x: torch.Tensor, rows: int = 1, columns: int = 128) -> torch.Tensor:
@@ -95,13 +110,14 @@ def quantize_mx(x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor]
     tensor([ 6.0000,  0.5000, -6.0000])
     """
     blocks = _blocks(x, block)
-    exponents = torch.frexp(_amax(blocks)).exponent - 1 - exponent  # frexp's mantissa is below 1
-    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(*E8M0_EXPONENTS))
+    scale = (_power_of_two(_amax(blocks)) * 2.0**-exponent).clamp(*E8M0_RANGE)
     return (element(_divide(blocks, scale)) * scale).flatten(-2)
 
 
-def quantize_nvfp4(x: torch.Tensor) -> torch.Tensor:
+def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """Blocks of 16 along the last dimension in E2M1, with scales in E4M3 and one float32 for the tensor; float32.
+
+    amax: of the whole tensor, float32 [], where x is a part of it.
 
     Raises:
         ValueError: the last dimension is no multiple of 16.
@@ -111,7 +127,7 @@ def quantize_nvfp4(x: torch.Tensor) -> torch.Tensor:
     """
     blocks = _blocks(x, 16)
     # In the order of vLLM's nvfp4_emulation_utils.py, whose bits these are; so is the least amax (online/nvfp4.py).
-    unit = E4M3_MAX * E2M1_MAX / x.abs().amax().float().clamp_min(1e-8)
+    unit = E4M3_MAX * E2M1_MAX / (_amax_of_tensor(x) if amax is None else amax).clamp_min(1e-8)
     scale = to_e4m3(unit * (_amax(blocks) * (1 / E2M1_MAX)))
     return (to_e2m1(blocks * _reciprocal(scale * _reciprocal(unit))) * (scale / unit)).flatten(-2)
 
@@ -119,28 +135,43 @@ def quantize_nvfp4(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Format:
     """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each to float32 of the
-    same shape; ValueError where blocks do not fill the inputs (local/settings.py refuses that before a run)."""
+    same shape; ValueError where blocks do not fill the inputs (layout/blocks.py refuses that before a run).
 
-    weight: Callable[[torch.Tensor], torch.Tensor]
+    `weight` takes a second argument where the tensor is a part of a larger one: the largest of what `amax` is of its
+    parts. amax: float32 [], of a tensor, or [out, 1], of its rows; None where blocks have scales of their own alone.
+    """
+
+    weight: Callable[..., torch.Tensor]
     activation: Callable[[torch.Tensor], torch.Tensor] | None
+    amax: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def _mxfp8(x: torch.Tensor) -> torch.Tensor:
     return quantize_mx(x, to_e4m3, E4M3_EXPONENT)
 
 
-FORMATS = {
-    "int8_w8a8": Format(quantize_int8, quantize_int8),
-    "fp8": Format(lambda weight: quantize_fp8(weight, rows=128), quantize_fp8),
-    "mxfp8": Format(_mxfp8, _mxfp8),
-    "mxfp4": Format(lambda weight: quantize_mx(weight, to_e2m1, E2M1_EXPONENT), None),
-    "nvfp4": Format(quantize_nvfp4, None),
-}
-
-
 def _amax(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> float32 [..., 1]."""
     return x.abs().amax(-1, keepdim=True).float()
+
+
+def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
+    """float32 []."""
+    return x.abs().amax().float()
+
+
+FORMATS = {
+    "int8_w8a8": Format(quantize_int8, quantize_int8, _amax),
+    "fp8": Format(lambda weight: quantize_fp8(weight, rows=128), quantize_fp8),
+    "mxfp8": Format(_mxfp8, _mxfp8),
+    "mxfp4": Format(lambda weight: quantize_mx(weight, to_e2m1, E2M1_EXPONENT), None),
+    "nvfp4": Format(quantize_nvfp4, None, _amax_of_tensor),
+}
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is not above |x|, by the exponent's bits of float32; 0 below 2^-126."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

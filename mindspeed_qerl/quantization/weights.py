@@ -1,7 +1,7 @@
 """The linear weights of a rollout model: what was synced, and what its kernels multiply with instead."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -24,6 +24,54 @@ def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
     """
     return name.endswith(tuple(f".{linear}.weight" for linear in LINEARS)) and not any(
         fnmatchcase(name, pattern) for pattern in ignore)
+
+
+def ignore_fault(layers: Mapping[str, Sequence[str]], ignore: Iterable[str], format: str) -> str | None:
+    """What is wrong with the patterns of `ignore`: one that names no linear weight, all of them together every one,
+    or, in a format that rounds what a layer is given, only some of a layer's.
+
+    Args:
+        layers: Hugging Face names of what is fused or stacked in each of vLLM's parameters.
+
+    >>> ignore_fault({"mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"]}, ["*.up*"], "nvfp4")
+    """
+    linears = [name for fused in layers.values() for name in fused if is_quantized(name)]
+    for pattern in ignore:
+        if all(is_quantized(name, [pattern]) for name in linears):
+            return (f"rollout_quantization.ignore: {pattern!r} names none of the {len(linears)} linear weights, "
+                    f"{linears[0]} and so on. Write a name, or a pattern such as '*.down_proj.weight'")
+    if not any(is_quantized(name, ignore) for name in linears):
+        return ("rollout_quantization.ignore names every linear weight: rollout_quantization=none goes without "
+                "quantisation")
+    for parameter, fused in layers.items() if FORMATS[format].activation else ():
+        ignored = [name for name in fused if not is_quantized(name, ignore)]
+        if 0 < len(ignored) < len(fused):
+            return (f"rollout_quantization.ignore names {ignored[0]}, and not all of {', '.join(fused[:3])}"
+                    f"{', ...' if len(fused) > 3 else ''}: {parameter} has them in one layer, and {format} rounds "
+                    "what a layer is given. Name all of them, or none")
+    return None
+
+
+def squares(error: torch.Tensor, synced: torch.Tensor) -> torch.Tensor:
+    """float32 [2]: the sums of squares of a tensor's error, and of the tensor."""
+    return torch.stack([error.float().square().sum(), synced.float().square().sum()])
+
+
+def weight_errors(squares: Iterable[tuple[str, tuple[float, float]]]) -> dict[str, float]:
+    """Metrics: ||used - synced|| / ||synced|| of all tensors, and of each layer's.
+
+    Args:
+        squares: (Hugging Face name, `squares`) of tensors, or of their parts.
+
+    >>> weight_errors([("model.layers.1.mlp.up_proj.weight", (1.0, 4.0))])
+    {'quantization/weight_error': 0.5, 'quantization/weight_error/layer_1': 0.5}
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    for name, (error, whole) in squares:
+        for key in (WEIGHT_ERROR, f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}"):
+            errors, wholes = sums.get(key, (0.0, 0.0))
+            sums[key] = errors + error, wholes + whole
+    return {key: (error / whole) ** 0.5 if whole else 0.0 for key, (error, whole) in sums.items()}
 
 
 class QuantizedWeights:
@@ -75,12 +123,6 @@ class QuantizedWeights:
                 for name, synced in self.synced.items())
 
     def errors(self) -> dict[str, float]:
-        """Metrics: ||used - synced|| / ||synced|| of all tensors, and of each layer's."""
-        squares: dict[str, list[float]] = {}
-        for name, synced, used, adapter in self:
-            of_tensor = ((used.float() + adapter.float() - synced.float()).square().sum().item(),
-                         synced.float().square().sum().item())
-            for key in (WEIGHT_ERROR, f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}"):
-                of_key = squares.setdefault(key, [0.0, 0.0])
-                of_key[:] = (sum(pair) for pair in zip(of_key, of_tensor))
-        return {key: (error / whole) ** 0.5 if whole else 0.0 for key, (error, whole) in squares.items()}
+        """`weight_errors` of all of them."""
+        return weight_errors((name, squares(used.float() + adapter.float() - synced.float(), synced).tolist())
+                             for name, synced, used, adapter in self)

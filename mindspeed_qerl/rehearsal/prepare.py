@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.ascend.settings import faults_of_values
+from mindspeed_qerl.ascend.settings import faults_of_values, unfilled_blocks
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Plan, plan_of
@@ -38,6 +38,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
+    found.faults += unfilled_blocks(recipe, plan.shape) if plan else []
     if not recipe.lora.targets:
         found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
                             "linear_fc1, linear_fc2")

@@ -94,7 +94,13 @@ def test_each_family_is_accepted(raw, family):
     ("run.resume", "somewhere", "run.resume needs actor_config.load"),
     ("eval.every", 0, "eval.every = 0 must be at least 1"),
     ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
-    ("rollout_quantization", {"format": "int8_w8a8"}, "rollout_quantization.format = 'int8_w8a8' must be none"),
+    ("rollout_quantization", {"format": "fp8"}, "rollout_quantization.format = 'fp8' must be none, int8_w8a8, mxfp4"),
+    ("rollout_quantization", {"format": "int8_w8a8"},
+     "rollout_quantization.format = 'int8_w8a8' with a mixture of experts"),
+    ("rollout_quantization", {"format": "nvfp4", "lora": "beside"}, "rollout_quantization.lora = 'beside' must be"),
+    ("rollout_quantization", {"format": "nvfp4", "probe_answers": 2}, "probe_answers = 2 must be 0: no answer is"),
+    ("rollout_quantization", {"format": "mxfp4"}, ("the model's moe_intermediate_size = 48 is no multiple of its "
+                                                   "blocks of 32 inputs")),
     ("rl_config.overlong_buffer_enable", True,
      "overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens"),
     ("model.tiny.moe_aux_loss_coeff", None, "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant"),
@@ -105,6 +111,28 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     with pytest.raises(ConfigError) as refused:
         checked(config)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("family, format, infer_tp, fault", [
+    ("qwen3_moe", "nvfp4", 1, None), ("qwen3", "mxfp4", 2, None), ("qwen3", "nvfp4", 2, None),
+    ("qwen2", "int8_w8a8", 4, None), ("qwen3_moe", "none", 1, None), ("qwen3", "nvfp4", 4, None),
+    ("qwen3", "mxfp4", 4, "intermediate_size = 192 is no multiple of its blocks of 32 inputs; set a smaller size")])
+def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, family, format, infer_tp, fault):
+    """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192 or experts of 48."""
+    moe = "moe" in family
+    config = raw(family, npus=4, tp=infer_tp, infer_tp=infer_tp, ep=4 if moe else 1, infer_ep=4 if moe else 1)
+    if infer_tp == 4:
+        heads = json.loads((Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").read_text())
+        (Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").write_text(json.dumps(
+            {**heads, "num_key_value_heads": 4}))
+        config["model"]["tiny"]["num_query_groups"] = 4
+    put(config, "rollout_quantization", {"format": format, "ignore": ["*.o_proj.weight"], "evaluation": True})
+    if fault is None:
+        assert checked(config)[0].quantization.format == format
+        return
+    with pytest.raises(ConfigError) as refused:
+        checked(config)
+    assert fault in str(refused.value) and f"infer_tensor_parallel_size = {infer_tp}" in str(refused.value)
 
 
 @pytest.mark.parametrize("key, value, message", [

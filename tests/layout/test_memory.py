@@ -40,6 +40,18 @@ def test_models_have_the_published_number_of_parameters(name, billions):
     assert round(model_parameters(NAMED_SHAPES[name]) / GB, digits) == billions
 
 
+def test_int8_copies_come_on_top_of_what_vllm_takes():
+    it = plan(DENSE, 8, tp=2, infer_tp=2)
+    before, after = (estimate(it, Settings(int8_rollouts=on)) for on in (False, True))
+    assert after.kv_cache == before.kv_cache
+    h, f, kv = 3584, 18944, 512
+    copies = 28 * (h * (h + 2 * kv) + h * h + 3 * h * f) // 2  # a byte for each weight of q, k, v, o and the MLP
+    assert {moment: after.total(moment) - before.total(moment) for moment in after.moments} == {
+        "rollout": copies, "weight sync": 0, "log-probs": 0, "update": 0}
+    full = Settings(int8_rollouts=True, gpu_memory_utilization=0.95)
+    assert "rollout needs" in estimate(it, full).faults[0] and estimate(it, replace(full, int8_rollouts=False)).fits
+
+
 def tensors(shape: ModelShape) -> list[tuple[str, int, int]]:
     """Every tensor of the model: name, numbers in it, and how many of them are in every TP rank whole (0 = it is
     divided)."""

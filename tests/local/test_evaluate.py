@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError,
      "in one process only: give --tensor-parallel-size 1"),
     ({"quantization": Quantization("fp8"), "tensor_parallel_size": 2}, ConfigError,
-     "quantised layers are modelled in one process only: give --tensor-parallel-size 1"),
+     "quantization none\\) are modelled in one process only: give --tensor-parallel-size 1"),
     ({"quantization": Quantization("fp8"), "emulate_npu": True}, ConfigError, "add --no-emulate-npu"),
 ])
 def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, given, error, message):
@@ -167,6 +168,14 @@ def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, g
     with pytest.raises(error, match=message):
         evaluate(Evaluation(**what), tmp_path / "out", print)
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_are_modelled_need_vllm_for_cpus(tiny_model, tmp_path, monkeypatch):
+    platforms = pytest.importorskip("vllm.platforms")
+    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(device_name="npu"))
+    what = Evaluation(str(tiny_model), "data", quantization=Quantization("nvfp4"))
+    with pytest.raises(ConfigError, match="are modelled on vLLM for CPUs, and this machine's is for NPUs"):
+        evaluate(what, tmp_path / "out", print)
 
 
 def test_an_evaluation_is_written_once(tiny_model, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_qerl.local.settings import BLOCKS
+from mindspeed_qerl.layout.blocks import BLOCKS
 from mindspeed_qerl.quantization.formats import FORMATS, quantize_fp8, to_e2m1, to_e4m3
 from mindspeed_qerl.quantization.weights import QuantizedWeights
 from mindspeed_qerl.recipe.types import ROLLOUT_FORMATS
@@ -202,6 +202,26 @@ def test_what_every_format_keeps(name):
     if activation := FORMATS[name].activation:
         tokens = x.view(4, 64, 256)
         assert torch.equal(activation(tokens)[2], activation(tokens[2]))  # no token knows of another
+
+
+@pytest.mark.parametrize("name", ["int8_w8a8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_that_know_the_largest_elements_of_the_whole_are_parts_of_the_whole(name, dim, kind):
+    x, of_format = tensors()[kind], FORMATS[name]
+    parts = x.chunk(4, dim)
+    expected = of_format.weight(x).chunk(4, dim)
+    if of_format.amax:
+        amax = [of_format.amax(part) for part in parts]
+        rows_are_whole = amax[0].dim() and dim == 0
+        known = [each if rows_are_whole else torch.stack(amax).amax(0) for each in amax]
+        found = [of_format.weight(part, each) for part, each in zip(parts, known, strict=True)]
+    else:
+        found = [of_format.weight(part) for part in parts]
+    assert all(torch.equal(part, whole) for part, whole in zip(found, expected, strict=True))
+    if name == "nvfp4" and kind == "outliers" or name == "int8_w8a8" and dim == 1 and kind == "random":
+        alone = [of_format.weight(part) for part in parts]
+        assert not all(torch.equal(part, whole) for part, whole in zip(alone, expected, strict=True))
 
 
 def test_the_order_of_the_formats_on_a_normal_weight():

@@ -288,7 +288,7 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
     ("nvfp4", {"hidden_size": 80}, 1, None), ("fp8", {"hidden_size": 80}, 1, None),
     ("mxfp8", {}, 1, None), ("nvfp4", {"moe_intermediate_size": 64, "head_dim": 8}, 2, None),
     ("mxfp8", {"moe_intermediate_size": 64, "head_dim": 8}, 2,
-     "an engine's part of the model's num_attention_heads x head_dim = 32 is no multiple of its blocks of 32 inputs"),
+     "a rank's part of the model's num_attention_heads x head_dim = 32 is no multiple of its blocks of 32 inputs"),
 ])
 def test_blocks_of_a_format_fill_the_inputs_of_every_layer(raw, tmp_path, name, change, engines, message):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **change}))

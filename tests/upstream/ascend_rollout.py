@@ -97,8 +97,8 @@ def make(case: Case, folder: Path) -> Path:
     return model if model.is_dir() else make_model(case.family, model, **changes)
 
 
-def run_case(case: Case, model: Path, upstream: Path) -> list[dict]:
-    """What each rank measured of `model`, with the checkouts in `upstream`."""
+def run_case(case: Case, model: Path, upstream: Path, script: str = __file__) -> list[dict]:
+    """What each rank of `script` measured of `model`, with the checkouts in `upstream`."""
     from rehearsal import environment
 
     from mindspeed_qerl import emulation
@@ -110,7 +110,7 @@ def run_case(case: Case, model: Path, upstream: Path) -> list[dict]:
                  "VLLM_ASCEND_ENABLE_NZ": str(case.nz), "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                              str(world), __file__, json.dumps(asdict(case)), str(model), folder], env=variables,
+                              str(world), script, json.dumps(asdict(case)), str(model), folder], env=variables,
                              check=False, capture_output=True, text=True, timeout=400)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]

@@ -53,6 +53,11 @@ def test_what_cannot_be_served_is_refused(upstream, tiny, tmp_path, monkeypatch)
     run = RunDirectory.create(tmp_path / "runs", "another", config=config, command=["cli"], seed=1, data_files={})
     foreign = evaluate(run, upstream, "--step", "0", "--hardware-error", "gaussian")
     assert foreign.returncode == 1 and "add --no-emulate-npu" in foreign.stderr
+    quantised = RunDirectory.create(
+        tmp_path / "runs", "quantised", command=["cli"], seed=1, data_files={},
+        config=config | {"rollout_quantization": {"format": "nvfp4", "evaluation": True}})
+    rounded = evaluate(quantised, upstream, "--step", "0", "--tensor-parallel-size", "1")
+    assert rounded.returncode == 1 and "(leave them out: --quantization none) are modelled on" in rounded.stderr
     alone = evaluate(run, tmp_path, "--step", "0")
     assert alone.returncode == 1 and "Put upstream's checkouts on PYTHONPATH" in alone.stderr
     assert not (run.path / "evaluations").exists()

@@ -11,7 +11,7 @@ from mindspeed_rl.utils.pad_process import padding_dict_to_tensor_dict, remove_p
 
 from mindspeed_qerl.ascend.trainer import QeRLTrainer
 from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.recipe.types import Algorithm, Rehearsal, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Quantization, Rehearsal, Selection
 
 PROMPTS, N, EOS = 2, 2, 3
 
@@ -61,7 +61,8 @@ def make(monkeypatch):
         dock.columns |= next(batches)
         metrics = SimpleNamespace(metric={"timing/rollout": [2, 1]})
         trainer.recipe = SimpleNamespace(model=SimpleNamespace(path="nowhere"), rehearsal=Rehearsal(),
-                                         algorithm=algorithm or Algorithm(), selection=Selection(**selection))
+                                         algorithm=algorithm or Algorithm(), selection=Selection(**selection),
+                                         quantization=Quantization())
         trainer.transfer_dock, trainer.dataset_additional_keys = dock, ["labels"]
         trainer.n_samples_per_prompt, trainer.global_batch_size = N, PROMPTS
         trainer.batches_asked, trainer.values, trainer.tokens = 5, {}, 0
@@ -132,6 +133,23 @@ def test_a_step_without_a_signal_says_so(make):
     trainer.data_strategy.experience, trainer._evaluate = {}, lambda step: None
     trainer.log_metrics({}, 7)
     assert "loss/total" not in said[1][2] and said[1][3] == 0
+
+
+def test_the_error_of_quantised_weights_counts_each_part_once(make):
+    """Two engines of two tensor parallel ranks, which have copies of shared parts and each their own experts."""
+    trainer, _, said = make([answers([1, 0, 1, 0])])
+    trainer.recipe.quantization = Quantization("nvfp4")
+    o_proj, expert = "model.layers.0.self_attn.o_proj", "model.layers.3.mlp.experts.{}.up_proj"
+    found = {"take_metrics": [{}] * 4, "take_weight_squares": [
+        {(o_proj, rank % 2): (1.0 + rank % 2, 8.0), (expert.format(rank), 0): (4.0, 16.0)} for rank in range(4)]}
+    trainer.actor_worker.execute_sync_command = found.get
+    trainer.observer.stepped = lambda *told: said.append(told)
+    trainer.observer.wants_proof = lambda step: False
+    trainer.data_strategy.experience, trainer._evaluate = {}, lambda step: None
+    trainer.log_metrics({}, 7)
+    assert said[0][2] == pytest.approx({
+        "quantization/weight_error": (19 / 80) ** 0.5, "quantization/weight_error/layer_0": (3 / 16) ** 0.5,
+        "quantization/weight_error/layer_3": 0.5})
 
 
 def test_answers_that_were_cut_off_count_in_their_group_and_are_not_trained(make):

@@ -62,10 +62,12 @@ def _largest_inputs(twin: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Linear(torch.nn.Module):
-    """W8A8 as a formula: in and out in the input's dtype, in between float64."""
+    """W8A8 as a formula: in and out in the input's dtype, in between float64. parts: of the inputs, each of which a
+    rank rounds by a scale of its own."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], bias: torch.Tensor | None):
+    def __init__(self, weights: dict[str, torch.Tensor], bias: torch.Tensor | None, parts: int = 1):
         super().__init__()
+        self.parts = parts
         self.of, self.bias = {name: weight.double() for name, weight in weights.items()}, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,8 +75,10 @@ class Linear(torch.nn.Module):
         if "deq_scale" in of:
             integers = (wide / of["input_scale"] + of["input_offset"]).round().clamp(-128, 127)
             return ((linear(integers, of["weight"]) + of["quant_bias"]) * of["deq_scale"]).to(x.dtype)
-        scale = wide.abs().amax(-1, keepdim=True) / 127
-        out = linear((wide / scale).round(), of["weight"]) * of["weight_scale"][:, 0] * scale
+        out = 0
+        for part, weight in zip(wide.chunk(self.parts, -1), of["weight"].chunk(self.parts, -1), strict=True):
+            scale = part.abs().amax(-1, keepdim=True) / 127
+            out = out + linear((part / scale).round(), weight) * of["weight_scale"][:, 0] * scale
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
 
