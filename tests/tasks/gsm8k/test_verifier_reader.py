@@ -3,6 +3,7 @@
 import json
 import sys
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,10 @@ UNITS = ["9", "9,", "1,000,", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "##
          "\\frac{1", "\\frac{1}{", "the answer is ", "answer:", "answer*", "an\u017fwer", "A:", "A: 1", "-", "1-", "$",
          "\\$", "*", "#### **", " ", "\t", "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2", "\uff17", "x\u2019",
          "{,}", ",\\!", "\ud800"]
-LENGTHS = [pytest.param(5000, id="5 kB"), pytest.param(10**6, id="1 MB", marks=pytest.mark.full)]
+CASES = [*product(UNITS, ["", "#### 1", "\\frac{1"], [5000]),
+         *(pytest.param(unit, "", 10**6, marks=pytest.mark.full) for unit in UNITS)]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("start", ["", "#### 1", "\\frac{1"])
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit, start, length", CASES)
 def test_long_answers(unit, start, length):
     assert_read_alike(start + unit * (length // len(unit)) + " 5 z")
