@@ -1,22 +1,25 @@
 """Our verifier beside verl's GSM8K score and math-verify: the same responses, one process, one run.
 
-    python benchmarks/verifier.py [--responses 10000] [--data ../shared/data/gsm8k]
+    python benchmarks/verifier.py [--responses 10000] [--data ../shared/data/gsm8k] [--verl PATH] [--speed]
 
 Responses are made from GSM8K's own solutions (from generated sums where the data is absent) in the shapes that models
 produce; each is right or wrong by construction, so that beside agreement the table shows who is wrong. Needs the dev
 extras verl and math-verify; verl is not imported as a package (that pulls in its engines), its one file is loaded by
-path.
+path: the installed one, or PATH, a checkout's verl/utils/reward_score/gsm8k.py. --speed leaves the verdicts out, and
+needs no math-verify.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import random
 import re
 import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +30,13 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from mindspeed_qerl.tasks.gsm8k.convert import gold_answer
 from mindspeed_qerl.tasks.gsm8k.verifier import score_batch
 
 REPO = Path(__file__).resolve().parents[1]
+Scorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 FILLER = "We can check this by reading the problem once more and following every step from the start. "
 
 
@@ -106,49 +110,87 @@ def make_responses(solutions: list[str], count: int) -> list[Response]:
     return responses
 
 
-def load_verl_score():
-    spec = importlib.util.find_spec("verl")  # finds the package, does not run it
-    if spec is None:
-        sys.exit("verl is not installed: pip install --no-deps verl==0.9.1 (it is in the dev extra)")
-    file = Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / "gsm8k.py"
+def load_verl_score(file: Path | None) -> Callable[[str, str, str], float]:
+    if file is None:
+        spec = importlib.util.find_spec("verl")  # finds the package, does not run it
+        if spec is None:
+            sys.exit("verl is not installed: pip install --no-deps verl==0.9.1 (the dev extra has it), or give --verl")
+        file = Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / "gsm8k.py"
     file_spec = importlib.util.spec_from_file_location("verl_gsm8k", file)
     module = importlib.util.module_from_spec(file_spec)
     file_spec.loader.exec_module(module)
     return module.compute_score
 
 
-def scorers() -> dict:
-    """Name -> function of (texts, golds) -> list of 0.0 or 1.0."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        sys.exit("math-verify is not installed: pip install math-verify (it is in the dev extra)")
-    verl = load_verl_score()
+def scorers(verl: Callable[[str, str, str], float]) -> dict[str, Scorer]:
+    """Those whose speed is compared: name -> function of (texts, golds) -> list of 0.0 or 1.0."""
     return {
         "ours strict": lambda texts, golds: score_batch(texts, golds, method="strict"),
         "verl strict": lambda texts, golds: [float(verl(text, gold, "strict")) for text, gold in zip(texts, golds)],
         "ours flexible": lambda texts, golds: score_batch(texts, golds),
-        "verl flexible": lambda texts,
-        golds: [float(verl(text, gold, "flexible")) for text, gold in zip(texts, golds)],
-        "math-verify": lambda texts,
-        golds: [float(verify(parse(gold), parse(text))) for text, gold in zip(texts, golds)],
+        "verl flexible": lambda texts, golds: [float(verl(*pair, "flexible")) for pair in zip(texts, golds)],
     }
 
 
-def run(responses: list[Response], console: Console) -> None:
+def math_verify() -> dict[str, Scorer]:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        sys.exit("math-verify is not installed: pip install math-verify (it is in the dev extra)")
+    return {"math-verify": lambda texts, golds: [float(verify(parse(gold), parse(text)))
+                                                 for text, gold in zip(texts, golds)]}
+
+
+def kinds_of_answers(solutions: list[str], responses: list[Response]) -> dict[str, list[tuple[str, str]]]:
+    """name -> (response, gold number) of some hundreds each: what models write, and what is long."""
+    rng, golds = random.Random(0), [gold_answer(solution) for solution in solutions]
+    prose = "\n".join(solutions).replace("####", "so it is")
+    no_number = str.maketrans("", "", "0123456789")
+    kinds = {"GSM8K's own solutions": list(zip(solutions, golds)),
+             "all shapes below": [(response.text, response.gold) for response in responses],
+             "no number": [(solution.translate(no_number), gold) for solution, gold in zip(solutions, golds)]}
+    for shape in ("The answer is n.", r"\boxed{n}", "So the total is n.", "#### d+e = n"):
+        kinds[shape] = [(response.text, response.gold) for response in responses if response.shape == shape]
+    starts = [rng.randrange(max(len(prose) - 1000, 1)) for _ in range(400)]
+    for ending, name in (("\n#### 72", "#### at the end"), ("", "no form")):
+        for times in (1, 10, 100, 1000):  # the same text again and again: ten times as long takes ten times the time
+            kinds[f"{times} kB, {name}"] = [(prose[start:start + 1000] * times + ending, "72")
+                                            for start in starts[:max(8, 400 // times)]]
+    return kinds
+
+
+def compare_speed(kinds: dict[str, list[tuple[str, str]]], compared: dict[str, Scorer], console: Console) -> None:
+    """Processor time of an answer, the best of five rounds of all; and the ratios."""
+    ratios = [("ours strict", "verl strict"), ("ours strict", "verl flexible"), ("ours flexible", "verl flexible")]
+    table = Table(Column("answers", no_wrap=True), *compared, *(f"{ours} / {verl}" for ours, verl in ratios),
+                  title="processor time of an answer, microseconds (verl reads its last 300 characters)")
+    for kind, pairs in kinds.items():
+        texts, golds = zip(*pairs)
+        best = dict.fromkeys(compared, math.inf)
+        for _ in range(5):
+            for name, scorer in compared.items():
+                start = time.process_time()
+                scorer(texts, golds)
+                best[name] = min(best[name], (time.process_time() - start) / len(texts) * 1e6)
+        table.add_row(kind, *(f"{time:,.1f}" for time in best.values()),
+                      *(f"{best[ours] / best[verl]:.2f}" for ours, verl in ratios))
+    console.print(table, markup=False)
+
+
+def run(responses: list[Response], compared: dict[str, Scorer], console: Console) -> None:
     texts, golds = [r.text for r in responses], [r.gold for r in responses]
     verdicts, speed = {}, {}
-    for name, scorer in scorers().items():
+    for name, scorer in compared.items():
         scorer(texts[:100], golds[:100])  # warm up
         seconds = []
         for _ in range(1 if name == "math-verify" else 5):
-            start = time.perf_counter()
+            start = time.process_time()
             verdicts[name] = scorer(texts, golds)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
         speed[name] = len(texts) / statistics.median(seconds)
 
     table = Table("verifier", "responses/s", "yes", "yes, but wrong", "no, but right", title="speed, and mistakes",
-                  caption="the strict ones say no to right answers in other forms on purpose")
+                  caption="of processor time; strict ones say no to right answers in other forms on purpose")
     for name, given in verdicts.items():
         false_yes = sum(v == 1 and not r.right for v, r in zip(given, responses))
         false_no = sum(v == 0 and r.right for v, r in zip(given, responses))
@@ -191,14 +233,19 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=10_000, help="how many responses (default 10000)")
     parser.add_argument("--data", type=Path, default=REPO.parent / "shared" / "data" / "gsm8k",
                         help="folder of GSM8K jsonl")
+    parser.add_argument("--verl", type=Path, metavar="PATH", help="verl's gsm8k.py (default: the installed one)")
+    parser.add_argument("--speed", action="store_true", help="only the speed beside verl's")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     source = args.data if args.data.is_dir() else "generated sums (no GSM8K at --data)"
-    responses = make_responses(solutions_from(args.data), args.responses)
+    solutions, compared = solutions_from(args.data), scorers(load_verl_score(args.verl))
+    responses = make_responses(solutions, args.responses)
     console.print(f"{len(responses):,} responses in {len(SHAPES)} shapes from {source}, "
                   f"{sum(r.right for r in responses):,} of them right, "
                   f"{statistics.mean(len(r.text) for r in responses):.0f} characters on average", markup=False)
-    run(responses, console)
+    compare_speed(kinds_of_answers(solutions, responses), compared, console)
+    if not args.speed:
+        run(responses, {**compared, **math_verify()}, console)
 
 
 if __name__ == "__main__":

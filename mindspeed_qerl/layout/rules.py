@@ -14,7 +14,6 @@ PARALLEL_STATE = "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/vllm_par
 WORKER = "MindSpeed-RL mindspeed_rl/workers/actor_hybrid_worker.py"
 ENGINE = "MindSpeed-RL mindspeed_rl/models/base/base_training_engine.py"
 TRANSFORMER = "Megatron-LM megatron/core/transformer/transformer_config.py"
-ARGUMENTS = "MindSpeed-LLM mindspeed_llm/training/arguments.py"
 CP_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo")
 
 
@@ -84,8 +83,7 @@ def _virtual_stages(it: Layout, plan: Plan) -> str | None:
 def _context_parallel_heads(it: Layout, plan: Plan) -> str | None:
     if it.cp == 1 or it.cp_algorithm != CP_ALGORITHMS[0]:
         return None
-    return (indivisible("attention heads", plan.shape.num_attention_heads, "TP {} x CP {}", it.tp, it.cp)
-            or indivisible("tokens of seq_length", plan.batch.seq_length, "CP {}", it.cp))
+    return indivisible("attention heads", plan.shape.num_attention_heads, "TP {} x CP {}", it.tp, it.cp)
 
 
 TRAINING = (
@@ -116,12 +114,18 @@ TRAINING = (
          "Layers are a multiple of PP, or num_layer_list says how many each stage has.",
          lambda it, p: not it.num_layer_list and
          indivisible("layers", p.shape.num_hidden_layers, "PP {} (or give num_layer_list)", it.pp)),
-    Rule("layer_list_has_a_number_for_each_stage", f"{ARGUMENTS}:1094",
+    Rule("layer_list_has_a_number_for_each_stage",
+         "MindSpeed-LLM mindspeed_llm/features_manager/pipeline_parallel/num_layer_list.py:27",
          "num_layer_list has PP numbers, and PP is above 1.", _layer_list_has_a_number_for_each_stage),
-    Rule("layer_list_sums_to_the_layers", f"{ARGUMENTS}:1159",
+    Rule("layer_list_sums_to_the_layers", "MindSpeed-LLM mindspeed_llm/training/arguments.py:1159",
          "num_layer_list sums to the model's layers, and no stage is empty.", _layer_list_sums_to_the_layers),
     Rule("virtual_stages", "Megatron-LM megatron/training/arguments.py:461", "A virtual pipeline needs PP above 1, no "
          "num_layer_list, and stages that are a multiple of its layers.", _virtual_stages),
+    Rule("virtual_stages_are_several", "MindSpeed mindspeed/features_manager/megatron_basic/megatron_basic.py:22",
+         "A virtual pipeline has more than one virtual stage a stage.",
+         lambda it, p: it.layers_per_virtual_stage and it.layers_per_virtual_stage * it.pp == p.shape.num_hidden_layers
+         and f"num_layers_per_virtual_pipeline_stage {it.layers_per_virtual_stage} x PP {it.pp} are all "
+         f"{p.shape.num_hidden_layers} layers, one virtual stage a stage: leave it out"),
     Rule("shared_backbone_has_one_chunk", "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
          "A reference on the shared backbone goes with no virtual pipeline: only the first chunk's adapters are "
          "switched off for it.",
@@ -134,7 +138,10 @@ TRAINING = (
          "share_backbone needs LoRA: the reference is the model without its adapters"),
     Rule("context_parallel_heads",
          "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32", "With Ulysses "
-         "context parallelism, heads are a multiple of TP x CP and seq_length of CP.", _context_parallel_heads),
+         "context parallelism, heads are a multiple of TP x CP.", _context_parallel_heads),
+    Rule("context_parallel_chunks", "Megatron-LM megatron/training/arguments.py:684",
+         "With context parallelism of either kind, seq_length is a multiple of 2 x CP.",
+         lambda it, p: it.cp > 1 and indivisible("tokens of seq_length", p.batch.seq_length, "{} x CP {}", 2, it.cp)),
     Rule("context_parallel_algorithm", f"{VALIDATION}:56",
          "Context parallelism is ulysses_cp_algo or megatron_cp_algo.",
          lambda it, p: it.cp > 1 and it.cp_algorithm not in CP_ALGORITHMS and

@@ -23,7 +23,8 @@ Signs other than a percent or currency sign are part of the number, units are no
 and `\frac{3}{4}` are fractions. docs/verifier.md has a table of verdicts beside those of other verifiers.
 
 The whole response is read, in time linear in its length: every repetition in the patterns below is bounded, or runs
-over characters that nothing next to it can also match, and no number is parsed before its length is known.
+over characters that nothing next to it can also match, and no number is parsed before its length is known. As a
+rule only its end meets a pattern: words are looked for first, and what stands before them is not matched.
 """
 
 import re
@@ -31,6 +32,9 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from math import gcd
+
+Ratio = tuple[int, int]  # a number as numerator and denominator in lowest terms: a Fraction is compared much slower
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, commas and the point, as written
@@ -38,11 +42,13 @@ MAX_NUMBER_CHARS = 64  # digits, commas and the point, as written
 # Superscripts, fractions and digits of other scripts become this, which makes the number they stand in unreadable. One
 # ASCII character, since a class that holds others is slower to search for.
 _ODD = "\0"
+_FULL_WIDTH = {chr(0xff10 + digit): str(digit) for digit in range(10)}
+_DIGITS = "0123456789" + "".join(_FULL_WIDTH)
 _CHARACTERS = str.maketrans(
     {chr(code): _ODD for code in range(128, 0x10000) if unicodedata.category(chr(code)) in ("Nd", "No")}
-    | {chr(0xff10 + digit): str(digit) for digit in range(10)}  # full-width digits
+    | _FULL_WIDTH
     | dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus, hyphens, en dash, full-width and small minus
-    | dict.fromkeys("\t\u00a0\u2009\u202f", " ")  # tab, no-break and thin spaces
+    | dict.fromkeys("\u00a0\u2009\u202f", " ")  # no-break and thin spaces
 )
 _RUN = rf"(?:(?<![\w.])\.)?[0-9][0-9,.{_ODD}]*"  # all the digits, commas and points that stand together
 _SPACED = rf"[0-9]{{1,3}}(?: [0-9]{{3}})++[0-9,.{_ODD}]*"
@@ -55,18 +61,32 @@ _NUMBER = (
 _MARKUP = r"(?:[ *_`\"'$€£¥({]|\\[$(\[,;!]|\\(?:boxed|text|textbf|mathbf|mathrm)\{){0,16}"
 _STATED = _MARKUP + _NUMBER.replace("(?P<run>", f"(?P<run>{_SPACED}|")
 
-_ANY_NUMBER = re.compile(_NUMBER)
-_HASHES = re.compile("####" + _STATED)
-_FORMS = {
-    "####": _HASHES,
-    "\\boxed": re.compile(r"\\boxed\{" + _STATED),
-    "answer is": re.compile(r"(?i:\banswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
-    "A:": re.compile(r"A:(?<!\wA:)" + _STATED),  # the literal first: searched much faster than a word boundary
+_ANY_NUMBER = re.compile(_NUMBER)  # holds no space
+
+
+def _find(literal: str, character: str, text: str) -> int:
+    """Where `literal` stands first, -1 if nowhere. Most responses lack its rare `character`, which is found faster."""
+    return -1 if text.find(character) < 0 else text.find(literal)
+
+
+def _find_answer(text: str) -> int:
+    """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an s); -1 if nowhere."""
+    return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
+
+
+_FORMS = {  # where each can stand first, and the pattern
+    "####": (partial(_find, "####", "#"), re.compile("####" + _STATED)),
+    "\\boxed": (partial(_find, "\\boxed{", "\\"), re.compile(r"\\boxed\{" + _STATED)),
+    # the letter before the word boundary: searched much faster
+    "answer is": (_find_answer, re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED)),
+    "A:": (partial(_find, "A:", ":"), re.compile(r"A:(?<!\wA:)" + _STATED)),
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _CONTINUES = re.compile(  # another number stands right behind, or behind an operator or a conjunction
     r"(?: |[*_$%)}\\]{0,8} ?(?:[-+*/×÷^=:;~&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8})[0-9]"
 )
+_SPACES = re.compile("  +")
+_CHANGED = re.compile(f"[{''.join(map(chr, _CHARACTERS))}]+")
 _WELL_FORMED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
 
 
@@ -116,7 +136,7 @@ def canonical_number(text: str) -> str:
     return _canonical(_read_number(text))
 
 
-def _read_number(text: str) -> Fraction:
+def _read_number(text: str) -> Ratio:
     match = _ANY_NUMBER.fullmatch(_normalise(str(text)).strip())
     value = _value(match) if match else None
     if value is None:
@@ -125,33 +145,49 @@ def _read_number(text: str) -> Fraction:
     return value
 
 
-def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
+def _extract(text: str, method: str) -> tuple[Ratio | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
-    text = _normalise(text)
     if method == "strict":
-        stated = {_stated_value(match) for match in _HASHES.finditer(text)}
+        find, form = _FORMS["####"]
+        start = find(text)
+        stated = {_stated_value(match) for match in form.finditer(_normalised_from(start, text))} if start >= 0 else ()
         return (stated.pop() if len(stated) == 1 else None), "####"
-    for rule, form in _FORMS.items():
-        last = _last(form, text)
+    for rule, (find, form) in _FORMS.items():
+        start = find(text)
+        last = _last(form, _normalised_from(start, text)) if start >= 0 else None
         if last is not None:
             value = _stated_value(last)
             if value is not None:
                 return value, rule
             break  # an equation such as "#### 48+24=72": its result is the last number
-    last = _last(_ANY_NUMBER, text)
-    return (None if last is None else _value(last)), "last number"
+    return _last_number(text), "last number"
+
+
+def _normalised_from(start: int, text: str) -> str:
+    """What stands at `start` and behind, with the character before it, at which a form looks."""
+    return _normalise(text[max(start - 1, 0):])
 
 
 def _normalise(text: str) -> str:
     """One kind of minus, single spaces, and plain commas for LaTeX's `{,}` and `,\\!`."""
-    if not text.isascii() or "\t" in text:
-        text = text.translate(_CHARACTERS)
+    if not text.isascii():
+        text = _CHANGED.sub(lambda run: run[0].translate(_CHARACTERS), text)
+    text = text.replace("\t", " ")
     if "  " in text:
-        text = re.sub("  +", " ", text)
+        text = _SPACES.sub(" ", text)
     if "\\" in text or "{,}" in text:
         text = text.replace("{,}", ",").replace(",\\!", ",")
     return text
+
+
+def _last_number(text: str) -> Ratio | None:
+    """The value of the last match of `_ANY_NUMBER`: it is in the word with the last digit."""
+    digit = max(map(text.rfind, "0123456789" if text.isascii() else _DIGITS))
+    if digit < 0:
+        return None
+    start, end = text.rfind(" ", 0, digit) + 1, text.find(" ", digit)
+    return _value(_last(_ANY_NUMBER, _normalise(text[start:] if end < 0 else text[start:end])))
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -161,35 +197,54 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return last
 
 
-def _stated_value(match: re.Match[str]) -> Fraction | None:
-    sentence_ends = match.group().endswith(".")  # "#### 72. 48 of them in May" does not go on
-    if not sentence_ends and _CONTINUES.match(match.string, match.end()):
+def _stated_value(match: re.Match[str]) -> Ratio | None:
+    text, end = match.string, match.end()
+    sentence_ends = text[end - 1] == "."  # "#### 72. 48 of them in May" does not go on
+    if not sentence_ends and _CONTINUES.match(text, end):
         return None
     return _value(match)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
+def _value(match: re.Match[str]) -> Ratio | None:
     """The exact value of a match of `_NUMBER`, None if it is unreadable."""
-    if match["exponent"]:
+    sign, over, under, run, divisor, exponent = match.groups()
+    if exponent:
         return None
-    top = _decimal(match["run"] or match["over"])
-    bottom = _decimal(match["divisor"] or match["under"] or "1")
-    if top is None or not bottom:
-        return None
-    value = top / bottom
-    return -value if match["sign"] == "-" else value
+    value = _decimal(run or over)
+    if divisor or under:
+        value = _quotient(value, _decimal(divisor or under))
+    if value is None or sign != "-":
+        return value
+    return -value[0], value[1]
 
 
-def _decimal(run: str) -> Fraction | None:
+def _decimal(run: str) -> Ratio | None:
+    """The value of digits, commas, spaces and points, None if they are not one number."""
     digits = run.rstrip(".,")
-    if len(digits) > MAX_NUMBER_CHARS or not _WELL_FORMED.fullmatch(digits):
+    if len(digits) > MAX_NUMBER_CHARS:
+        return None
+    if digits.isdecimal():
+        return int(digits), 1
+    if not _WELL_FORMED.fullmatch(digits):
         return None
     whole, _, decimals = digits.replace(",", "").replace(" ", "").partition(".")
-    return Fraction(int(whole + decimals), 10 ** len(decimals))
+    return _lowest(int(whole + decimals), 10 ** len(decimals))
 
 
-def _canonical(value: Fraction) -> str:
+def _quotient(top: Ratio | None, bottom: Ratio | None) -> Ratio | None:
+    if top is None or bottom is None or bottom[0] == 0:
+        return None
+    return _lowest(top[0] * bottom[1], top[1] * bottom[0])
+
+
+def _lowest(numerator: int, denominator: int) -> Ratio:
+    shared = gcd(numerator, denominator)
+    return numerator // shared, denominator // shared
+
+
+def _canonical(ratio: Ratio) -> str:
     """Digits without grouping or superfluous zeros; `p/q` if the decimals do not end."""
+    value = Fraction(*ratio)
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:

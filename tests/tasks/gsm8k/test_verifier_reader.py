@@ -1,0 +1,79 @@
+"""The verifier against a reader by character (reader.py), on made-up answers and on ones of a megabyte."""
+
+import json
+import sys
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_qerl.tasks.gsm8k.verifier import METHODS, extract_answer, score
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reader import read
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
+MARKERS = ["####", "#### ", "##### ", "\\boxed{", "The answer is ", "answer: ", "**Answer:** ", "ANSWER IS: ",
+           "an\u017fwer is ", "answer \u0130s ", "xanswer: ", "\u00e5answer is ", "A: ", "QA: ", "a: "]
+SPACES = [" ", "  ", "\n", "\t", "\u00a0", "\u2009", "\u3000", "\x85", " " * 17]
+BEHIND = ["%", " dollars", "½", "kg", " or ", "and", " to ", "x", "\\times ", " cdot 2", "=", ":", "~", ".",
+          ",", "so "]
+MARKS = ["*", "**", "_", "`", "(", ")", "}", "\\text{", "\\mathbf{", "\\!", ",\\!", "{,}", "\\", "\ud800",
+         "\U0001d7d9", "\0"]
+SIGNS, CURRENCIES = ["", "", "-", "+", "\u2212", "\u2013", "--", "- "], ["", "", "$", "\\$", "€", "$-"]
+MIDDLES = [".", ",", "..", "/", "e", "E-", "²", "\uff17", "\0"]
+digits = st.text("0123456789", min_size=1, max_size=5)
+grouped = st.integers(0, 10**9).map("{:,}".format)
+bare = st.one_of(
+    digits, grouped, st.builds(str.replace, grouped, st.just(","), st.sampled_from([" ", "{,}", ",\\!"])),
+    st.builds("{}{}{}".format, digits, st.sampled_from(MIDDLES), digits), digits.map(".{}".format),
+    digits.map(lambda text: "".join(chr(0xff10 + int(char)) for char in text)), st.integers(60, 70).map("9".__mul__),
+    st.builds("\\{}frac{{{}}}{{{}}}".format, st.sampled_from(["", "d", "t", "x"]), digits, digits))
+numbers = st.builds("{}{}{}".format, st.sampled_from(SIGNS), st.sampled_from(CURRENCIES), bare)
+pieces = st.one_of(numbers, *map(st.sampled_from, (MARKERS, SPACES, BEHIND, MARKS)))
+texts = st.one_of(st.lists(pieces, max_size=12).map("".join), st.text(max_size=30))
+
+
+def assert_read_alike(text: str) -> None:
+    for method in METHODS:
+        answer, expected = extract_answer(text, method), read(text, method)
+        assert (None if answer is None else Fraction(answer)) == expected, (method, text[:500])
+
+
+@given(texts)
+@example("an\u017fwer is 5, 6")
+@example("answer \u0130s 5, 6")
+@settings(max_examples=1000, deadline=None)
+def test_any_answer(text):
+    assert_read_alike(text)
+
+
+def test_answers_to_gsm8k():
+    """Its own solutions, said in other ways: right, wrong, hedged, without a number, cut off."""
+    if not GSM8K.is_dir():
+        pytest.skip("no ../shared/data/gsm8k beside the repository")
+    for line in (GSM8K / "test.jsonl").read_bytes().splitlines()[::20]:
+        solution = json.loads(line)["answer"]
+        body, _, gold = solution.rpartition("#### ")
+        wrong = str(int(gold.replace(",", "")) + 1)
+        for text in (solution, f"{body}#### {wrong}", f"{body}####${gold}.00", f"{body}The answer is **{gold}** so",
+                     f"{body}\\boxed{{{gold}}}", f"{body}#### {gold} or {wrong}", body, body[:len(body) // 3],
+                     body.translate({ord(char): "" for char in "0123456789"}), f"{body}\u2019\u00d7 A: {wrong}"):
+            assert_read_alike(text)
+            assert score(text, gold) == float(read(text, "flexible") == int(gold.replace(",", "")))
+
+
+UNITS = ["9", "9,", "1,000,", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1",
+         "\\frac{1", "\\frac{1}{", "the answer is ", "answer:", "answer*", "an\u017fwer", "A:", "A: 1", "-", "1-", "$",
+         "\\$", "*", "#### **", " ", "\t", "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2", "\uff17", "x\u2019",
+         "{,}", ",\\!", "\ud800"]
+CASES = [*product(UNITS, ["", "#### 1", "\\frac{1"], [5000]),
+         *(pytest.param(unit, "", 10**6, marks=pytest.mark.full) for unit in UNITS)]
+
+
+@pytest.mark.parametrize("unit, start, length", CASES)
+def test_long_answers(unit, start, length):
+    assert_read_alike(start + unit * (length // len(unit)) + " 5 z")
