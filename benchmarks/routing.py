@@ -91,7 +91,7 @@ def by_sigma(images: Path, modes: list[str], dtypes: list[str]) -> None:
         for axis, (dtype, (sigma, layers)) in zip(flips.subplots(1, len(dtypes), squeeze=False)[0], layers_of.items()):
             for (name, shares), color in zip(layers.items(), (BLUE, RED, GREEN)):
                 axis.loglog(sigma[1:], shares[1:], "o-", color=color, label=f"layer {name.rpartition('_')[2]}")
-            axis.set(title=f"Routes that the clean trainer would choose otherwise, {dtype}",
+            axis.set(title=f"Other routes than the trainer's own, {dtype}",
                      xlabel="sigma, as measured", ylabel="share of choices")
             axis.legend()
         for name, picture in (("sigma", figure), ("layers", flips)):

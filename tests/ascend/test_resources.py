@@ -1,5 +1,6 @@
 """Too few NPUs or CPUs are an error in seconds with the counts, where upstream would wait for ever."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def test_npus_that_another_job_holds(cluster, tmp_path):
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "holds\n"
         with pytest.raises(EngineError, match=rf"12 NPUs are asked for, Ray has 12, of which 4 are free; the others "
-                                              rf"are held by process {other.pid} on .*other_training\.py"):
+                                              rf"are held by process {other.pid} on .* \({re.escape(sys.executable)}"):
             check_resources(asked(12, 4), patience=0)
         other.stdin.close()
     check_resources(asked(12, 4))
