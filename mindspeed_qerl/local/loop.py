@@ -78,14 +78,15 @@ class LocalEngine:
 
     def train(self) -> None:
         """All iterations."""
-        recipe, started = self.recipe, time.perf_counter()
+        recipe = self.recipe
         self.processes.wait_until_ready()
         if recipe.noise.enabled:
             self.processes.on_rollouts("add_noise", recipe.noise_arguments(self.epoch))
         if recipe.noise.restart_every == "epoch":
             self.run.record(aqn_restart_every=self.epoch)
         self.report_targets()
-        self.run.record(processes=self.processes.pids, engine_start_seconds=time.perf_counter() - started)
+        self.run.record(processes=self.processes.pids,
+                        engine_start_seconds=time.perf_counter() - self.processes.started)
         done = self.restore() if recipe.run.resume else 0
         self.sync()
         if not done:

@@ -79,7 +79,7 @@ class Processes:
     once, and names the one that died or was stopped, not the one that noticed."""
 
     def __init__(self, ranks: Sequence[Worker], rollouts: Sequence[Worker]):
-        self.ranks, self.rollouts = ranks, rollouts
+        self.ranks, self.rollouts, self.started = ranks, rollouts, time.perf_counter()
         self.pids: dict[str, int] = {}
         self._stopped: dict[int, float] = {}  # when a process was first seen to be
 
