@@ -49,7 +49,8 @@ def _samples(file: Path, name: str) -> Iterator[bytes]:
 
 
 def model_files(directory: str | Path) -> dict[str, Path]:
-    """By label, the files of a Hugging Face model that a run depends on; the weights are one, their folder."""
+    """By label, the files of a Hugging Face model that a run depends on; safetensors, if it has some, are one: their
+    folder."""
     directory = Path(directory)
     texts = {f"model/{name}": directory / name for name in TEXTS if (directory / name).is_file()}
-    return {**texts, "model/weights": directory}
+    return texts | ({"model/weights": directory} if any(directory.rglob("*.safetensors")) else {})

@@ -69,4 +69,7 @@ def test_the_files_of_a_model(tmp_path):
         (tmp_path / "model" / name).write_text(name)
     assert {label: path.name for label, path in model_files(tmp_path / "model").items()} == {
         "model/config.json": "config.json", "model/tokenizer.json": "tokenizer.json", "model/weights": "model"}
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert model_files(tmp_path / "tokenizer").keys() == {"model/tokenizer.json"}  # the weights are elsewhere
     assert load_file(tmp_path / "model" / "model-0.safetensors").keys() == TENSORS.keys()

@@ -34,12 +34,11 @@ class WorkerError(EngineError):
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """For imports: they make a million objects that stay, which Python's garbage collector would walk again and again
-    (a fifth of vLLM's import), and afterwards in every step."""
+    (a fifth of vLLM's import)."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 

@@ -43,7 +43,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
                             "linear_fc1, linear_fc2")
     layers = plan and layers_to_rehearse(plan, settings.layers)
-    if plan and layers % plan.layout.pp:
+    if plan and settings.layers != "all" and layers % plan.layout.pp:
         found.faults.append(f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
                             f"{plan.layout.pp}")
     if engine.UPSTREAM and not recipe.emulate_npu:

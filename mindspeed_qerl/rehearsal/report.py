@@ -90,14 +90,13 @@ def ratio(measured: int, formula: int) -> str:
 def _proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[dict],
             evaluations: list[dict]) -> Iterator[str]:
     layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
-    rehearsed = layers_to_rehearse(plan, recipe.rehearsal.layers)
+    asked, there = recipe.rehearsal.layers, sorted(set(plan.layers))
+    here = there if asked == "all" else [layers_to_rehearse(plan, asked) // layout.pp]
     experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts" if shape.moe else ""
-    layers = " or ".join(map(str, sorted(set(plan.layers))))
-    layers = (f"{layers} layers" if rehearsed == shape.num_hidden_layers else
-              f"{rehearsed // layout.pp} of {layers} layers")
+    layers = " of ".join(" or ".join(map(str, counts)) for counts in ([here, there] if here != there else [there]))
     yield (f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP {layout.tp} x PP "
            f"{layout.pp} x DP {layout.dp}, EP {layout.ep}. On each {shape.num_attention_heads // layout.tp} heads, "
-           f"{shape.num_key_value_heads // layout.tp} KV groups{experts}, {layers}.")
+           f"{shape.num_key_value_heads // layout.tp} KV groups{experts}, {layers} layers.")
     yield (f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step, "
            f"{plan.share} on each of {layout.dp} data-parallel ranks in micro-batches of "
            f"{batch.micro_batch_size}, {batch.global_batch_size // batch.mini_batch_size} update(s) a step; "

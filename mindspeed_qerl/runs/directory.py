@@ -163,7 +163,8 @@ class RunDirectory:
         return self.status().get("id")
 
     def identity(self) -> dict[str, str | None]:
-        """For its checkpoints: the run's own id, and the digest of the weights that it started from."""
+        """For its checkpoints: the run's own id, and the digest of the Hugging Face weights that it started from, None
+        if there were none, or an earlier version did not look."""
         data = json.loads((self.path / "data.json").read_text(encoding="utf-8"))
         return {"run": self.id, "base": data.get("model/weights", {}).get("sha256")}
 
@@ -247,12 +248,12 @@ def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, A
 def _other_data(before: Mapping[str, dict], after: Mapping[str, dict]) -> list[str]:
     """A line for each file that is not what it was, and for each of the model's that came or went; what a run of an
     earlier version did not look at is left out."""
-    lines = []
+    lines, saw_model = [], any(label.startswith("model/") for label in before)
     for label in dict.fromkeys([*before, *after]):
         old, new = (each.get(label) for each in (before, after))
         if old and new and old["sha256"] != new["sha256"]:
             lines.append(f"{label} data {new['path']}: sha256 was {old['sha256']} and is {new['sha256']}")
-        elif not (old and new) and label.startswith("model/") and "model/weights" in before:
+        elif not (old and new) and label.startswith("model/") and saw_model:
             lines.append(f"{label} data {(old or new)['path']}: {'is gone' if old else 'was not there'}")
     return lines
 

@@ -192,6 +192,7 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     asked, trained = ([row[f"selection/{name}_groups"] for row in rows] for name in ("sampled", "trained"))
     assert set(asked) == {4, 8} and max(trained) == 2  # in some steps one batch had enough groups with signal
     state = read_state(unbroken.checkpoints_dir)
+    assert unbroken.identity().items() <= state.items() and state["run"] and len(state["base"]) == 64
     assert state["prompts_asked"] == sum(asked) and state["updates"] == sum("loss/total" in row for row in rows)
 
     evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step9", print)

@@ -155,6 +155,20 @@ def test_layers_that_no_stage_could_have(composed):
         read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=some"))[1].raise_faults()
 
 
+def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
+    """No multiple of PP is wanted of them; the model itself is not made here."""
+    monkeypatch.setattr(sys.modules["mindspeed_qerl.rehearsal.prepare"], "make_model",
+                        lambda shape, *_: Path(str(shape.num_hidden_layers)))
+    monkeypatch.setattr(local, "rehearsed", lambda recipe, *_: recipe)
+    monkeypatch.setattr(local, "validate", lambda recipe: [])
+    stages = "+megatron_training.num_layer_list='16,17,14'"
+    shape = replace(NAMED_SHAPES["qwen3_30b_a3b"], num_hidden_layers=47)
+    monkeypatch.setattr(sys.modules["mindspeed_qerl.rehearsal.prepare"], "plan_to_rehearse",
+                        lambda recipe, found: plan_of(recipe, shape))
+    small, _ = prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=all", stages)))
+    assert small.layout.num_layer_list == (16, 17, 14) and small.model.path == "47"
+
+
 @pytest.mark.parametrize("name, asked, layers", [
     ("grpo_qwen3_30b_a3b_gsm8k_16npu", "fewest", 1), ("grpo_qwen3_30b_a3b_gsm8k_16npu", "all", 48),
     ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "fewest", 3), ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", 9, 9)])

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from mindspeed_qerl import train
+from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -216,6 +219,19 @@ def test_a_checkpoint_of_another_run_is_refused(new_run):
     run.check_owner(run.checkpoints_dir / "iter_0000003", None)  # of an earlier version
     with pytest.raises(ValueError, match=rf"iter_0000003 is of another run \(id {other.id}; .* has {run.id}\)"):
         run.check_owner(run.checkpoints_dir / "iter_0000003", other.id)
+
+
+@pytest.mark.parametrize("engine, state", [("local", '{"iteration": 3, "run": "another", "files": {}}'),
+                                           ("ascend", '{"batches_asked": 3, "run": "another"}')])
+def test_each_engine_asks_whose_its_checkpoint_is(new_run, engine, state):
+    run = new_run(**CONFIG)
+    checkpoint = run.checkpoints_dir / "iter_0000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / {"local": "state.json", "ascend": "data.json"}[engine]).write_text(state)
+    (run.checkpoints_dir / TRACKER).write_text("3")
+    recipe = SimpleNamespace(run=SimpleNamespace(resume=str(run.path)))
+    with pytest.raises(ValueError, match="iter_0000003 is of another run .id another; "):
+        import_module(f"mindspeed_qerl.{engine}.engine").last_checkpoint(recipe)
 
 
 def test_rows_that_a_cut_lost_are_named(stopped):
