@@ -4,10 +4,12 @@
     python benchmarks/study.py --study arithmetic --tables      # only the tables and the picture, from docs/studies/
 
 The studies (STUDIES) are tables of cells, each some overrides of a config, and of comparisons between two cells. Seed
-after seed, each cell gets a run of cli/train_grpo.py, in runs/studies/NAME/CELL. After PILOT seeds the spread of the
-differences says how many seeds an effect of EFFECT would take; so many, or --seeds at most, are run, and at fixed
-numbers of seeds every comparison is judged (mindspeed_qerl/runs/sequential.py), with 5 % shared by all comparisons of
-the study. A comparison that is decided needs no more runs. Differences are paired by seed and question.
+after seed, each cell gets a run of cli/train_grpo.py, in runs/studies, where studies with a cell in common share it.
+As many run side by side as there are cores, each on one core, with one rank: on two cores, twice as many an hour as
+one after the other with two ranks each. After PILOT seeds the spread of the differences says how many seeds an effect
+of EFFECT would take; so many, or --seeds at most, are run, and at fixed numbers of seeds every comparison is judged
+(mindspeed_qerl/runs/sequential.py), with 5 % shared by all comparisons of the study. A comparison that is decided
+needs no more runs. Differences are paired by seed and question.
 
 What was found is kept in docs/studies/NAME.json: of each run and question how many of its answers were right. Tables
 and pictures are made of that alone.
@@ -15,11 +17,14 @@ and pictures are made of that alone.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,10 +43,11 @@ from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
 from mindspeed_qerl.runs.sequential import judge, limits, looks
-from mindspeed_qerl.runs.statistics import estimate, seeds_needed
+from mindspeed_qerl.runs.statistics import LEAST_SEEDS, effect_shown, estimate, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "grpo_steps_moe_cpu"
+ONE_RANK = ("rl_config.actor_resource.num_npus=1",)
 PILOT, EFFECT = 4, 0.02  # seeds; points of accuracy
 
 
@@ -78,7 +84,7 @@ STUDIES = {
     "exploration": Study(
         "Does noise make a policy explore?",
         {"none": ("aqn=off",), "AQN": ("aqn=qerl",), "strong AQN": ("aqn=strong",),
-         "nvfp4": ("aqn=off", "rollout_quantization=nvfp4")},
+         "nvfp4": ("rollout_quantization=nvfp4", "aqn=off")},
         tuple((cell, "none", f"pass@{k}") for cell in ("AQN", "strong AQN", "nvfp4") for k in (1, 16)),
         {"sixteen": ("--samples", "16")}),
 }
@@ -139,16 +145,18 @@ def right_answers(file: Path) -> dict:
     return {"samples": len(last[0]), "right": "".join(DIGITS[round(sum(scores))] for scores in last)}
 
 
-def run_cell(study: str, cell: str, seed: int, root: Path, more: list[str]) -> dict:
+def run_cell(study: str, cell: str, seed: int, core: int, root: Path, more: list[str]) -> dict:
     """One run with its evaluations, or what there is of it; what the study keeps."""
-    folder = root / study / cell.replace(", ", "_").replace(" ", "_")
-    subprocess.run([sys.executable, "cli/train_grpo.py", "--multirun", "--config-name", CONFIG, f"seed={seed}",
-                    f"run.root={folder.parent}", f"run.name={folder.name}", *STUDIES[study].cells[cell], *more],
+    overrides = STUDIES[study].cells[cell]
+    name = "_".join(override.rpartition("=")[2] for override in overrides)
+    on_core = ["taskset", "--cpu-list", str(core), sys.executable]
+    subprocess.run([*on_core, "cli/train_grpo.py", "--multirun", "--config-name", CONFIG, *ONE_RANK, f"seed={seed}",
+                    f"run.root={root}", f"run.name={name}", *overrides, *more],
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    (run,) = [run for path in find_runs([folder]) if (run := read_run(path)).seed == seed and not run.faults]
-    for name, arguments in STUDIES[study].evaluations.items():
-        if not (run.path / "evaluations" / name).exists():
-            subprocess.run([sys.executable, "tools/evaluate.py", "--run", run.path, "--name", name, *arguments],
+    (run,) = [run for path in find_runs([root / name]) if (run := read_run(path)).seed == seed and not run.faults]
+    for evaluation, arguments in STUDIES[study].evaluations.items():
+        if not (run.path / "evaluations" / evaluation).exists():
+            subprocess.run([*on_core, "tools/evaluate.py", "--run", run.path, "--name", evaluation, *arguments],
                            cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     rows, directory = read_jsonl(RunDirectory.open(run.path).metrics_file), RunDirectory.open(run.path)
     entropy = [round(row["entropy/mean"], 4) for row in rows if "entropy/mean" in row]
@@ -157,29 +165,62 @@ def run_cell(study: str, cell: str, seed: int, root: Path, more: list[str]) -> d
                for name in STUDIES[study].evaluations}}
 
 
-def carry_out(name: str, data: Data, root: Path, hours: float, most: int, more: list[str]) -> None:
-    """Runs, seed after seed, until every comparison is decided, or the time is over before another run would be."""
-    started, seconds = time.monotonic(), [0.0]
-    for seed in range(1, most + 1):
-        if seed > PILOT and data.most is None:
+class OneRunACore:
+    """Runs of a study side by side, none of which begins when it would end after `hours`."""
+
+    def __init__(self, hours: float, cores: list[int]):
+        self.end, self.longest, self.count = time.monotonic() + hours * 3600, 0.0, len(cores)
+        self.free: SimpleQueue[int] = SimpleQueue()
+        for core in cores:
+            self.free.put(core)
+
+    def run(self, *cell_and_seed, **rest) -> tuple[dict | None, float]:
+        """`run_cell`'s result and its seconds; None if there is no time for it."""
+        core, begun = self.free.get(), time.monotonic()
+        try:
+            if begun + self.longest > self.end:
+                return None, 0.0
+            found = run_cell(*cell_and_seed, core=core, **rest)
+            self.longest = max(self.longest, time.monotonic() - begun)
+            return found, time.monotonic() - begun
+        finally:
+            self.free.put(core)
+
+    def all(self, name: str, data: Data, wanted: list[tuple[int, str]], **rest) -> bool:
+        """Whether there was time for all the runs `wanted`, (seed, cell)."""
+        whole = True
+        with ThreadPoolExecutor(self.count) as pool:
+            jobs = {pool.submit(self.run, name, cell, seed, **rest): (seed, cell) for seed, cell in wanted}
+            for job in as_completed(jobs):
+                if job.exception():
+                    pool.shutdown(cancel_futures=True)
+                (seed, cell), (found, seconds) = jobs[job], job.result()
+                if found is None:
+                    whole = False
+                    continue
+                data.cells[cell][str(seed)] = found
+                data.save()
+                accuracy = data.values(cell, "accuracy", [str(seed)]).mean()
+                print(f"seed {seed}, {cell}: accuracy {accuracy:.3f}, {seconds:.0f} s", flush=True)
+        return whole
+
+
+def carry_out(name: str, data: Data, runs: OneRunACore, most: int, **rest) -> None:
+    """Runs what is missing, until every comparison is decided, or the time is over before another run would be."""
+    count = min(PILOT, most)
+    while True:
+        undecided = {cell for each, word in data.words().items() if word is None for cell in each[:2]}
+        wanted = [(seed, cell) for seed in range(1, count + 1) for cell in data.study.cells
+                  if cell in undecided and str(seed) not in data.cells[cell]]
+        if not runs.all(name, data, wanted, **rest):
+            print(f"stopped before {count} seeds: the hours are over", flush=True)
+            return
+        if data.most is None and count == PILOT:
             data.most = plan(data, most)
             data.save()
-        words = data.words()
-        wanted = {cell for each, word in words.items() if word is None for cell in each[:2]}
-        if not wanted or data.most and seed > data.most:
+        if data.most is None or count >= data.most:
             return
-        for cell in data.study.cells:
-            if cell not in wanted or str(seed) in data.cells[cell]:
-                continue
-            if time.monotonic() - started + max(seconds) > hours * 3600:
-                print(f"stopped before seed {seed} of {cell}: {hours:g} hours are over", flush=True)
-                return
-            begun = time.monotonic()
-            data.cells[cell][str(seed)] = run_cell(name, cell, seed, root, more)
-            data.save()
-            seconds.append(time.monotonic() - begun)
-            accuracy = data.values(cell, "accuracy", [str(seed)]).mean()
-            print(f"seed {seed}, {cell}: accuracy {accuracy:.3f}, {seconds[-1]:.0f} s", flush=True)
+        count = next(look for look in looks(data.most) if look > count)
 
 
 def plan(data: Data, most: int) -> int:
@@ -213,9 +254,11 @@ def tables(data: Data) -> str:
         count = next((n for n in looks(data.most) if n <= len(values) and judge(values[:n], data.most, alpha, EFFECT)),
                      len(values)) if data.most else len(values)
         found = estimate(values[:count])
+        seen = f"{effect_shown(found, count, alpha):.3f}" if count >= LEAST_SEEDS else ""
         said = {"smaller": f"smaller than {EFFECT:.0%}", None: "not finished"}.get(word, word)
-        rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", f"**{said}**"])
-    text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "verdict"], rows)]
+        rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{said}**"])
+    text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
+                                "verdict"], rows)]
     if data.most:
         judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in zip(
             looks(data.most), limits(looks(data.most), alpha)))
@@ -255,6 +298,8 @@ def main() -> None:
     parser.add_argument("--study", choices=STUDIES, required=True)
     parser.add_argument("--hours", type=float, default=8.0, help="no run begins that would end later (default: 8)")
     parser.add_argument("--seeds", type=int, default=40, help="at most (default: 40)")
+    parser.add_argument("--cores", type=int, nargs="+", default=sorted(os.sched_getaffinity(0)), metavar="CORE",
+                        help="those to run on (default: all)")
     parser.add_argument("--tables", action="store_true", help="run nothing")
     parser.add_argument("--root", type=Path, default=ROOT / "runs" / "studies", help="where the runs are kept")
     parser.add_argument("--data", type=Path, default=ROOT / "docs" / "studies", help="where what was found is kept")
@@ -262,7 +307,8 @@ def main() -> None:
     arguments, more = parser.parse_known_args()
     data = Data(arguments.study, arguments.data)
     if not arguments.tables:
-        carry_out(arguments.study, data, arguments.root, arguments.hours, arguments.seeds, more)
+        carry_out(arguments.study, data, OneRunACore(arguments.hours, arguments.cores), arguments.seeds,
+                  root=arguments.root, more=more)
     print(tables(data))
     if all(len(data.differences(*each)) > 1 for each in data.study.comparisons):
         draw(data, arguments.images / f"study_{arguments.study}.png")

@@ -26,7 +26,7 @@ def study(monkeypatch):
 
 def drawn(asked, effects, of_seed=0.01, questions=300):
     """A stand-in for `run_cell`, whose accuracies differ by `effects`."""
-    def run(name, cell, seed, root, more):
+    def run(name, cell, seed, core, root):
         asked.append((seed, cell))
         generator = np.random.default_rng([seed, *cell.encode()])
         hard = np.random.default_rng(9).normal(0, 0.1, questions)
@@ -42,21 +42,21 @@ def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(study, mon
     asked = []
     monkeypatch.setattr(study, "run_cell", drawn(asked, {"one": 0.3, "other": 0.0, "third": 0.0}, 0.04))
     data = study.Data("two", tmp_path)
-    study.carry_out("two", data, tmp_path, 0.0, 30, [])
+    study.carry_out("two", data, study.OneRunACore(0.0, [0]), 30, root=tmp_path)
     assert asked == [], "no time, no run"
-    study.carry_out("two", data, tmp_path, 1.0, 2, [])
+    study.carry_out("two", data, study.OneRunACore(1.0, [0]), 2, root=tmp_path)
     assert asked == [(seed, cell) for seed in (1, 2) for cell in ("one", "other", "third")] and data.most is None
     again = study.Data("two", tmp_path)
     assert again.cells == data.cells
     asked.clear()
-    study.carry_out("two", again, tmp_path, 1.0, 30, [])
+    study.carry_out("two", again, study.OneRunACore(1.0, [0]), 30, root=tmp_path)
     assert min(seed for seed, _ in asked) == 3 and len(set(asked)) == len(asked)
     words = again.words()
     assert words["one", "other", "accuracy"] == "better" and None not in words.values()
     counts = {cell: max(seed for seed, of in asked if of == cell) for cell in data.cells}
     assert counts["one"] < counts["third"] == counts["other"] <= again.most <= 30, "what is decided needs no more runs"
     asked.clear()
-    study.carry_out("two", study.Data("two", tmp_path), tmp_path, 1.0, 30, [])
+    study.carry_out("two", study.Data("two", tmp_path), study.OneRunACore(1.0, [0]), 30, root=tmp_path)
     assert asked == []
 
 
@@ -65,7 +65,7 @@ def test_the_number_of_seeds_follows_from_the_pilots_variance(study, monkeypatch
     for of_seed in (0.005, 0.03):
         data = study.Data("two", tmp_path / str(of_seed))
         monkeypatch.setattr(study, "run_cell", drawn([], dict.fromkeys(data.cells, 0.0), of_seed))
-        study.carry_out("two", data, tmp_path, 1.0, 60, [])
+        study.carry_out("two", data, study.OneRunACore(1.0, [0]), 60, root=tmp_path)
         most[of_seed] = data.most
     assert most[0.005] < most[0.03] <= 60
 
@@ -83,7 +83,7 @@ def test_pass_at_k_is_the_chance_over_all_subsets(study):
 def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
     data = study.Data("two", tmp_path)
     monkeypatch.setattr(study, "run_cell", drawn([], {"one": 0.2, "other": 0.0, "third": 0.0}))
-    study.carry_out("two", data, tmp_path, 1.0, 30, [])
+    study.carry_out("two", data, study.OneRunACore(1.0, [0]), 30, root=tmp_path)
     text = study.tables(study.Data("two", tmp_path))
     one = np.mean([[int(digit) / 4 for digit in run["accuracy"]["right"]] for run in data.cells["one"].values()])
     assert f"| one | {len(data.cells['one'])} | {one:.3f}" in text and "0.500 → 0.250" in text

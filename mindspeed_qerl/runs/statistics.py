@@ -59,19 +59,18 @@ def _half_width(p: float, of_seeds: float, seeds: int, of_questions: float, ques
     return math.sqrt(sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance))
 
 
+def effect_shown(seen: Estimate, seeds: int, limit: float = 0.05) -> float:
+    """The smallest difference that `seeds` seeds would show, p below `limit`, with a power of 80%, if seeds and
+    questions vary as they were seen to."""
+    of_seeds = seen.of_seeds * seen.seeds / seeds
+    return sum(_half_width(p, of_seeds, seeds, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
+
+
 def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = None) -> int | None:
-    """How many seeds would show a difference as large as `effect`, or as the one seen, p below `limit`, with a power
-    of 80%, if seeds and questions vary as they were seen to. None if no number would, since the questions are too few,
-    or more than `MOST_SEEDS`."""
+    """How many seeds would show a difference as large as `effect`, or as the one seen, as `effect_shown` has it. None
+    if no number would, since the questions are too few, or more than `MOST_SEEDS`."""
     wanted = abs(seen.mean if effect is None else effect)
-
-    def least_shown(of_seeds: float, count: int) -> float:
-        """The smallest mean that is shown with this variance of the seeds' means over their number."""
-        return sum(_half_width(p, of_seeds, count, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
-
-    if least_shown(0.0, 0) > wanted:
+    if sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER))) > wanted:
         return None
-    for count in range(LEAST_SEEDS, MOST_SEEDS + 1):
-        if least_shown(seen.of_seeds * seen.seeds / count, count) <= wanted:
-            return count
-    return None
+    return next((count for count in range(LEAST_SEEDS, MOST_SEEDS + 1)
+                 if effect_shown(seen, count, limit) <= wanted), None)
