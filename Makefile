@@ -48,7 +48,7 @@ test: install-dev lint
 # two rollout engines; two families on foreign hardware; a Ray whose driver is killed; the verifier on megabytes. And twenty runs that are killed and resumed.
 test-full: install-dev lint
 	$(PY) -m pytest $(TWO) -m "full or not full"
-	$(PY) tests/local/kill_and_resume.py --kills 20
+	$(PY) tests/local/endurance.py --kills 20
 # The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/emulation.md names the checkouts in DIR). An hour on 2 cores.
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation

@@ -1,5 +1,6 @@
 """A run on one page: check the config, make the run directory, call the engine, report."""
 
+import errno
 import re
 import shlex
 import sys
@@ -20,6 +21,8 @@ from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
 from mindspeed_qerl.tasks.rows import read_rows
+
+FULL = {errno.ENOSPC, errno.EDQUOT}  # what a file system says that has no room
 
 
 def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
@@ -49,6 +52,8 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         checks.raise_faults()
         directory, after = _directory(recipe, raw, name, engine, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
+        if isinstance(error, OSError) and error.errno in FULL and not error.filename:  # while a file was written
+            error = f"{error}: {recipe.run.root} is on a disk that is full. Make room there"
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
@@ -86,16 +91,19 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
             for warning in warnings:
                 progress.message(f"Warning: {warning}")
             trainer_of(recipe).train(recipe, directory, metrics, progress)
+        directory.record(train_seconds=time.perf_counter() - started)
+        directory.finish()
+        _report(directory)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))
     except (ConfigError, EngineError) as error:
         return _stop(directory, error)
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            reason = f"{error}: the disk of the run directory, or of temporary files, is full. Make room there"
+            return _stop(directory, reason, message=f"{reason}.\nThe run was {how_to_resume(directory)}")
         directory.fail(f"{type(error).__name__}: {error}")
         raise
-    directory.record(train_seconds=time.perf_counter() - started)
-    directory.finish()
-    _report(directory)
     if rehearsed:
         from mindspeed_qerl import rehearsal
 
@@ -134,8 +142,11 @@ def _report(directory: RunDirectory) -> None:
 
 
 def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1, message: str | None = None) -> int:
-    directory.fail(str(reason))
-    if directory.status()["step"] > 0:
-        _report(directory)
+    try:
+        directory.fail(str(reason))
+        if directory.status()["step"] > 0:
+            _report(directory)
+    except OSError as error:
+        print(f"\nwarning: status.json and summary.md are not up to date: {error}", file=sys.stderr)
     print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code

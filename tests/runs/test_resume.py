@@ -14,6 +14,7 @@ from mindspeed_qerl import train
 from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.report import write_report
@@ -262,3 +263,22 @@ def test_an_interrupted_run_says_how_to_resume_and_from_where(stopped, monkeypat
         "interrupted after step 5; resume with",
         "  python cli/train_grpo.py 'run.name=my run' aqn=off run.resume=auto",
         "It continues after step 3, the last checkpoint"]
+
+
+def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeypatch, capsys):
+    def train_two_steps(recipe, directory, metrics, progress):
+        metrics.log(1, {"reward/mean": 0.5})
+        before.extend(read_jsonl(directory.metrics_file))
+        directory.metrics_file.rename(directory.path / "kept")
+        for file in (directory.metrics_file, directory.path / "status.json.tmp"):
+            file.symlink_to("/dev/full")  # full(4): no write has room
+        metrics.log(2, {"reward/mean": 0.5})
+
+    before, run, recipe = [], new_run(**CONFIG), read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
+    monkeypatch.setattr(train, "trainer_of", lambda _: SimpleNamespace(train=train_two_steps))
+    assert train._train(recipe, Found(), "tiny", run, None, None) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device: the disk of the run directory" in said and "Make room there" in said
+    assert "interrupted after step 1, before the first checkpoint" in said
+    assert "warning: status.json and summary.md are not up to date" in said
+    assert read_jsonl(run.path / "kept") == before and run.status()["step"] == 1

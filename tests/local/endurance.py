@@ -1,0 +1,392 @@
+"""Disturb runs at random moments, resume them, and compare what they wrote with an unbroken run's, bit for bit.
+
+    python tests/local/endurance.py --kills 20
+    python tests/local/endurance.py --kills 300 --full-disks 100 --stops 50 --clock-jumps 30 --memory-limits 30
+
+A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way it is disturbed again and again:
+
+    kill          SIGKILL of a process drawn from all that the run has (driver, ranks, rollout engine, Ray's own), at a
+                  moment drawn between its start and its end, or in a part of the loop that is drawn: checkpoint, ...
+    stop          SIGSTOP of one; half of them are woken within seconds, the others never
+    full disk     the file system of the run's directory is full after a number of bytes that is drawn
+    clock jump    the wall clock of all its processes jumps by up to three days, either way, and stays there
+    memory limit  a cgroup with less memory than the run takes
+
+Each time a run that ends must say why in words, leave its checkpoints whole, and no process and nothing in the
+temporary directory and in /dev/shm, which are this script's own (unshare(1): as root, or with user namespaces). Exit
+status 0 if nothing was found amiss and every run ended with the unbroken one's metrics, evaluations and answers.
+With --log FILE each disturbance is a line of JSON there, and those that it has are not made again.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.local.checkpoint import read_state
+from mindspeed_qerl.local.processes import LOOK, STOPPED
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("kill", "stop", "full disk", "clock jump", "memory limit")
+PHASES = ("rollout", "update", "sync", "checkpoint", "evaluation")
+MARK = "MSQ_ENDURANCE"  # in the environment of every process of a run
+HANGS = 60  # seconds without an end after which a run hangs, beyond those that it may take
+ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
+MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups' first version
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+static long offset(void) {
+    static const volatile long *seconds;
+    if (!seconds) seconds = mmap(0, sizeof(long), PROT_READ, MAP_SHARED, open(getenv("CLOCK_OFFSET"), O_RDONLY), 0);
+    return *seconds;
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += offset();
+    return result;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    int result = clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec; now->tv_usec = precise.tv_nsec / 1000;
+    return result;
+}
+time_t time(time_t *now) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    if (now) *now = precise.tv_sec;
+    return precise.tv_sec;
+}
+"""
+
+
+def command(model: Path, runs: Path) -> list[str]:
+    return ["--config-name", "grpo_tiny_moe_cpu",
+            f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}", "run.resume=auto",
+            "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
+            "rl_config.n_samples_per_prompt=16", "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01",
+            "actor_config.lr=1e-3", "megatron_training.train_iters=24", "megatron_training.save_interval=3",
+            "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3"]
+
+
+def drive() -> None:
+    """cli/train_grpo.py, whose part of the loop at each moment is in the file that MARK names."""
+    from mindspeed_qerl.runs.progress import Progress
+
+    said, file = Progress.phase, Path(os.environ[MARK])
+
+    def phase(progress: Progress, text: str) -> None:
+        file.write_text(text)
+        said(progress, text)
+
+    Progress.phase = phase
+    sys.argv = ["cli/train_grpo.py", *sys.argv[2:]]
+    runpy.run_path("cli/train_grpo.py", run_name="__main__")
+
+
+def recorded(run: RunDirectory) -> list[dict]:
+    """Everything that a run writes step by step, times aside."""
+    files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
+    return [{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
+            for file in files for row in read_jsonl(file)]
+
+
+@dataclass
+class Place:
+    """Where one run lives: its file system, temporary directory, /dev/shm, cgroup and clock are its own."""
+
+    folder: Path
+    model: Path
+    runs: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs, self.temporary = self.folder / "runs", Path(tempfile.mkdtemp(prefix="e", dir="/tmp"))
+        self.phase_file, self.offset_file = self.folder / "phase", self.folder / "offset"
+        group = re.search(r"memory:/(.*)", Path("/proc/self/cgroup").read_text())[1]
+        self.cgroup = MEMORY / group / f"endurance{os.getpid()}"
+        self.runs.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "runs", self.runs], check=True)
+        self.offset_file.write_bytes(bytes(8))
+        if not (clock := self.folder.parent / "clock.so").exists():
+            subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", clock, "-ldl"], input=CLOCK, text=True,
+                           check=True)
+        self.environment = {**os.environ, MARK: str(self.phase_file), "TMPDIR": str(self.temporary),
+                            "LD_PRELOAD": str(clock), "CLOCK_OFFSET": str(self.offset_file),
+                            "RAY_worker_niceness": "0"}
+
+    def close(self) -> None:
+        subprocess.run(["umount", self.runs], check=True)
+        shutil.rmtree(self.folder)
+        shutil.rmtree(self.temporary)
+
+    def start(self, memory: int | None = None) -> psutil.Popen:
+        """The run, or what is left to do of it; memory: bytes that all its processes may hold."""
+        self.phase_file.write_text("starting")
+        if memory:
+            self.cgroup.mkdir()
+            (self.cgroup / "memory.limit_in_bytes").write_text(str(memory))
+        tasks = self.cgroup / "cgroup.procs"
+        with open(self.folder / "output", "w") as output:
+            return psutil.Popen([sys.executable, __file__, "drive", *command(self.model, self.runs)], cwd=ROOT,
+                                env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                preexec_fn=lambda: memory and tasks.write_text(str(os.getpid())))
+
+    def undo(self) -> None:
+        """Room on the disk and in memory again."""
+        self.room(ROOM)
+        if self.cgroup.is_dir():
+            self.cgroup.rmdir()
+
+    def offset(self, seconds: int) -> None:
+        """The wall clock of the run's processes is wrong by so many seconds."""
+        with open(self.offset_file, "r+b") as file:
+            file.write(seconds.to_bytes(8, "little", signed=True))
+
+    def room(self, size: int) -> None:
+        """The file system of the runs has `size` bytes."""
+        subprocess.run(["mount", "-o", f"remount,size={size}", self.runs], check=True)
+
+    def used(self) -> int:
+        disk = os.statvfs(self.runs)
+        return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of the run, whoever their parent is."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.phase_file) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                pass
+        return found
+
+    def all_runs(self) -> list[RunDirectory]:
+        return [RunDirectory.open(path.parent) for path in self.runs.glob("*/*/status.json")]
+
+    def step(self) -> int:
+        return max((run.status()["step"] for run in self.all_runs()), default=0)
+
+    def finished(self) -> RunDirectory | None:
+        return next((run for run in self.all_runs() if run.status()["state"] == "finished"), None)
+
+    def amiss(self) -> list[str]:
+        """What a run that has ended should not have left."""
+        _, alive = psutil.wait_procs(self.processes(), timeout=30)
+        faults = [f"alive: {process.pid} {' '.join(process.cmdline()[:3])}" for process in alive]
+        for process in alive:
+            process.kill()
+        for folder in (self.temporary, Path("/dev/shm")):
+            faults += [f"left: {file}" for file in folder.rglob("*") if file.is_file()]
+        for run in self.all_runs():
+            for iteration in checkpoint_iterations(run.checkpoints_dir):
+                try:
+                    read_state(run.checkpoints_dir, iteration)
+                except ValueError as error:
+                    faults.append(str(error))
+        return faults
+
+    def said(self) -> str:
+        """The run's reason, as a person reads it; all paths, numbers and ids left out."""
+        lines = (self.folder / "output").read_text().splitlines()
+        reason = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        if any(line.startswith("Traceback") for line in lines):
+            reason = f"TRACEBACK, {next(line for line in reversed(lines) if line.strip())}"
+        return re.sub(r"/\S+", "PATH", re.sub(r"\d+", "N", reason))[:200]
+
+
+@dataclass
+class Unbroken:
+    """What a run takes that nothing disturbs, and what it writes."""
+
+    seconds: float
+    written: int  # bytes
+    memory: int  # bytes
+    rows: list[dict]
+
+
+def measure(place: Place) -> Unbroken:
+    started, before = time.monotonic(), place.used()
+    process = place.start(memory=2**40)
+    if process.wait():
+        raise SystemExit((place.folder / "output").read_text())
+    seconds, memory = time.monotonic() - started, int((place.cgroup / "memory.max_usage_in_bytes").read_text())
+    place.undo()
+    if faults := place.amiss():
+        raise SystemExit("\n".join(faults))
+    return Unbroken(seconds, place.used() - before, memory, recorded(place.finished()))
+
+
+def has_ended(process: psutil.Popen, seconds: float) -> bool:
+    """Waits for that long, at most."""
+    try:
+        process.wait(timeout=seconds)
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def moment(process: psutil.Popen, place: Place, draw: random.Random, seconds: float) -> str | None:
+    """Waits for a moment that is drawn; the part of the loop that the run is in then, None if it has ended."""
+    if has_ended(process, draw.uniform(0.5, seconds * 0.8)):
+        return None
+    if draw.random() < 0.6:
+        wanted, until = draw.choice(PHASES), time.monotonic() + seconds
+        while place.phase_file.read_text() != wanted and time.monotonic() < until:
+            if has_ended(process, 0.001):
+                return None
+        if has_ended(process, draw.uniform(0, 0.05)):
+            return None
+    return place.phase_file.read_text() or "between"
+
+
+def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
+    """A process of the run, and what it is."""
+    victim = draw.choice(place.processes())
+    words = " ".join(victim.cmdline()[:3])
+    names = {"endurance.py drive": "driver", "ray::": "rank or engine", "raylet/raylet": "raylet", "gcs_server": "GCS"}
+    return victim, next((name for mark, name in names.items() if mark in words), "another of Ray's")
+
+
+def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken) -> tuple[psutil.Popen, str | None]:
+    """Start the run, and disturb it; what was done, None if it ended before."""
+    memory = int(draw.uniform(0.2, 1.1) * unbroken.memory) if kind == "memory limit" else None
+    size = 4096 * draw.randint(1, unbroken.written // 4096) if kind == "full disk" else None
+    if size:
+        place.room(place.used() + size)
+    process = place.start(memory)
+    if memory or size:
+        return process, f"{memory / 2**20:,.0f} MiB" if memory else f"{size / 2**10:,.0f} KiB more"
+    if not (phase := moment(process, place, draw, unbroken.seconds)):
+        return process, None
+    if kind == "clock jump":
+        seconds = draw.randint(-3 * 86400, 3 * 86400)
+        place.offset(seconds)
+        return process, f"{seconds / 3600:+.0f} h in {phase}"
+    victim, name = victim_of(place, draw)
+    if kind == "kill":
+        victim.kill()
+        return process, f"{name} in {phase}"
+    victim.suspend()
+    if name != "driver" and draw.random() < 0.5:
+        return process, f"{name} in {phase}"
+    has_ended(process, draw.uniform(1, 10))
+    if victim.is_running():
+        victim.resume()
+    return process, f"{name} in {phase}, woken"
+
+
+def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: Unbroken,
+                keep: Callable[[dict], None]) -> None:
+    """One run to its end, disturbed as `kinds` says, from which is taken what was done."""
+    while not place.finished():
+        kind = kinds[-1] if kinds else None
+        process, what = disturb(kind, place, draw, unbroken) if kind else (place.start(), None)
+        faults = []
+        if not has_ended(process, unbroken.seconds + STOPPED + LOOK + HANGS):
+            faults.append(f"hangs in {place.phase_file.read_text()}")
+            for left in place.processes():
+                left.kill()
+            process.wait()
+        said, code = place.said(), process.returncode
+        place.undo()
+        faults += place.amiss()
+        if code > 0 and (not said or said.startswith("TRACEBACK")):
+            faults.append("no reason in words")
+        if code and not what:
+            faults.append("undisturbed, it failed")
+        if place.finished() and recorded(place.finished()) != unbroken.rows:
+            faults.append("other numbers")
+        if what:
+            kinds.pop()
+        if what or faults:
+            keep({"kind": kind, "what": what, "step": place.step(), "code": code, "said": said, "faults": faults})
+        if code and not what:
+            raise SystemExit((place.folder / "output").read_text())
+
+
+def report(lines: list[dict]) -> int:
+    """The counts; exit status."""
+    for kind in dict.fromkeys(line["kind"] for line in lines):
+        of_kind = [line for line in lines if line["kind"] == kind]
+        good = [line for line in of_kind if not line["faults"]]
+        print(f"\n{kind}: {len(good)} of {len(of_kind)} as if nothing had happened; the run")
+        for said, count in Counter("went on to its end" if not line["code"] else line["said"] or "was killed itself"
+                                   for line in good).most_common():
+            print(f"  {count:4} {said}")
+        for line in of_kind:
+            if line["faults"]:
+                print(f"  !!!! {line['what']}: {'; '.join(line['faults'])[:300]} ({line['said']})")
+    return int(any(line["faults"] for line in lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for kind in KINDS:
+        parser.add_argument(f"--{kind.replace(' ', '-')}s", type=int, default=0, metavar="N")
+    parser.add_argument("--log", type=Path, help="what was found is added to this file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e9, help="no run begins later")
+    arguments = parser.parse_args()
+    if not os.environ.get("MSQ_ENDURANCE_INSIDE"):
+        os.environ["MSQ_ENDURANCE_INSIDE"] = "1"
+        mapped = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+        os.execvp("unshare", ["unshare", *mapped, "--mount", sys.executable, *sys.argv])
+    subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
+    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+
+    lines = read_jsonl(arguments.log) if arguments.log else []
+    missing = Counter({kind: getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS})
+    missing -= Counter(line["kind"] for line in lines)
+    draw, begun = random.Random(f"{arguments.seed} {len(lines)}"), time.monotonic()
+    kinds = draw.sample(sorted(missing.elements()), missing.total())
+
+    def keep(line: dict) -> None:
+        lines.append(line)
+        print(f"{len(kinds):4} left; {line['kind']}: {line['what']}; step {line['step']}; exit {line['code']}; "
+              f"{'; '.join(line['faults']) or 'good'}; {line['said']}", flush=True)
+        if arguments.log:
+            with open(arguments.log, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
+        model = Path(folder) / "tiny"
+        make_tiny_model(model, Recipe(steps=0, train_problems=64, test_problems=16))
+        place = Place(Path(folder) / "unbroken", model)
+        unbroken = measure(place)
+        place.close()
+        print(f"unbroken: {unbroken.seconds:.0f} s, {unbroken.written / 2**20:.1f} MiB written, "
+              f"{unbroken.memory / 2**30:.1f} GiB of memory, {len(unbroken.rows)} rows", flush=True)
+        while kinds and time.monotonic() - begun < arguments.minutes * 60:
+            place = Place(Path(folder) / f"run{len(kinds)}", model)
+            run_through(kinds, place, draw, unbroken, keep)
+            place.close()
+    return report(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(drive() if sys.argv[1:2] == ["drive"] else main())
