@@ -1,7 +1,7 @@
 """Seconds per GRPO step: our local engine beside TRL's GRPOTrainer, on the same model, prompts and cores, in one run.
 
     python benchmarks/step.py --quick            see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
-    python benchmarks/step.py                    both sizes, two rounds of 2 + 5 steps, about 12 minutes
+    python benchmarks/step.py                    both sizes, two rounds of 2 + 5 steps, about 20 minutes
     python benchmarks/step.py --size large --prompts 32 --rounds 1
     python benchmarks/step.py --metrics          our update with its metrics and without (metrics_cost.py), 3 minutes
 
@@ -13,9 +13,10 @@ AdamW 2e-4, no KL term, one update per step, the same prompts in the same order,
 of exactly the same length (nothing ends an answer early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and
 two Megatron ranks in processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with
 transformers in the process that trains, with `grouped_mm` experts, without gradient checkpointing, autocast,
-load-balancing loss or saving; its vLLM mode trains on stale weights on a CPU. The two take turns, each in fresh
-processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE for both unless it is
-set: threads that spin for a core another program has taken slow TRL twentyfold.
+load-balancing loss or saving; its vLLM mode trains on stale weights on a CPU. "TRL, merged" samples with the adapters
+merged into the weights (PEFT's merge_adapter), as we do; TRL itself merges for vLLM only. They take turns, each in
+fresh processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE for all unless it
+is set: threads that spin for a core another program has taken slow TRL twentyfold.
 
     rollout    sampling the answers; TRL also decodes them here
     reward     verifier, advantages and the batch
@@ -36,6 +37,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
@@ -138,8 +140,9 @@ def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, fl
     } for row in rows]
 
 
-def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
-    """The steps of TRL's GRPOTrainer; call in a fresh process, its output goes to a file in `work`."""
+def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list[dict[str, float]]:
+    """The steps of TRL's GRPOTrainer, which samples with adapters merged or beside the weights; call in a fresh
+    process, its output goes to a file in `work`."""
     log = os.open(work / "trl.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -179,7 +182,11 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
     class Timed(GRPOTrainer):
         def _generate(self, *given, **named):
             started = time.perf_counter()
+            if merged:
+                self.model.merge_adapter()
             result = super()._generate(*given, **named)
+            if merged:
+                self.model.unmerge_adapter()
             seconds["rollout"] = time.perf_counter() - started
             return result
 
@@ -210,16 +217,16 @@ def run_trl(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, flo
     return steps
 
 
-def run_trl_process(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
+def run_trl_process(setting: Setting, model_dir: Path, work: Path, merged: bool = False) -> list[dict[str, float]]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         try:
-            return process.submit(run_trl, setting, model_dir, work).result()
+            return process.submit(run_trl, setting, model_dir, work, merged).result()
         except Exception as error:
             raise RuntimeError(f"TRL's side failed, {type(error).__name__}: "
                                f"{error}\n{(work / 'trl.log').read_text()[-3000:]}") from error
 
 
-SIDES = {"ours": run_ours, "TRL": run_trl_process}
+SIDES = {"ours": run_ours, "TRL": run_trl_process, "TRL, merged": partial(run_trl_process, merged=True)}
 
 
 def measure(side: str, setting: Setting, model_dir: Path, work: Path) -> Measured:
@@ -241,7 +248,8 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
         return statistics.median(step[key] for run in runs[side] for step in run.steps)
 
     rounds = len(runs["ours"])
-    table = Table("seconds per step", *runs, "ours / TRL", "share of our step",
+    others = [side for side in runs if side != "ours"]
+    table = Table("seconds per step", *runs, *(f"ours / {side}" for side in others), "share of our step",
                   title=f"{parameters / 1e6:.1f}M parameters, {setting.prompts} prompts x {GROUP} answers of "
                         f"{setting.tokens} tokens",
                   caption=f"medians of {rounds} x {setting.steps} steps after {setting.warm_up}")
@@ -249,11 +257,12 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
         column.justify = "right"
     ours_step = median("ours", "step")
     for part in (*PARTS, "step"):
-        ours, theirs = median("ours", part), median("TRL", part)
-        ratio = f"{ours / theirs:.2f}" if part != "other" and theirs else ""
+        ours = median("ours", part)
+        ratios = [f"{ours / theirs:.2f}" if part != "other" and (theirs := median(side, part)) else ""
+                  for side in others]
         if part == "step":
             table.add_section()
-        table.add_row(part, f"{ours:.3f}", f"{theirs:.3f}", ratio, f"{ours / ours_step:.0%}",
+        table.add_row(part, *(f"{median(side, part):.3f}" for side in runs), *ratios, f"{ours / ours_step:.0%}",
                       style="bold" if part == "step" else None)
 
     def row(name: str, value) -> None:
@@ -294,7 +303,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps")
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)")
     parser.add_argument("--rounds", type=int, default=2,
-                        help="how often each side runs: ours, TRL, ours, ... (default %(default)s)")
+                        help="how often each side runs: ours, TRL, TRL merged, ours, ... (default %(default)s)")
     parser.add_argument("--metrics", action="store_true", help="what metrics cost: our update with and without them")
     parser.add_argument("--pairs", type=int, default=8, help="of updates, for --metrics (default %(default)s)")
     parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
