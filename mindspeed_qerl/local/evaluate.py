@@ -209,6 +209,7 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
 
     npu = current_platform.device_name == "npu"  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
     more = {"additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}} if npu else {}
-    llm = start_vllm(*sizes, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed, **more)
+    llm = start_vllm(*sizes, share_prompts=not npu, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed,
+                     **more)
     return lambda prompts, n, temperature, seed: complete(llm, prompts, use_tqdm=True, n=n, seed=seed,
                                                           temperature=temperature, **common)

@@ -53,8 +53,14 @@ def keep_linear_weights() -> None:
 
 
 def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
-               **more: Any) -> Any:
-    """vLLM's LLM over token ids. kv_cache_gib: for the KV cache where there is no accelerator; `more` goes to LLM."""
+               share_prompts: bool = False, **more: Any) -> Any:
+    """vLLM's LLM over token ids.
+
+    Args:
+        kv_cache_gib: for the KV cache where there is no accelerator.
+        share_prompts: what begins alike is computed once, in blocks of 32 tokens, the smallest that vLLM's CPU
+            attention takes; by the weights of that moment: `reset_prefix_cache` when they change. more: goes to LLM.
+    """
     os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib), VLLM_CPU_OMP_THREADS_BIND="nobind",
                       VLLM_NO_USAGE_STATS="1")
     from vllm import LLM
@@ -63,8 +69,8 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start, the same numbers.
     torch.compiler.set_stance("force_eager")
     return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-               enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
-               **more)
+               enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True,
+               enable_prefix_caching=share_prompts, **({"block_size": 32} if share_prompts else {}), **more)
 
 
 def name_shared_memory(name: str) -> None:
@@ -175,6 +181,7 @@ class RolloutEngine:
                               GLOO_SOCKET_IFNAME="lo")
             name_shared_memory(f"qerl{port}")
         self.llm = start_vllm(model_dir, dtype, max_model_len, max_num_seqs, kv_cache_gib,
+                              share_prompts=routers is None,  # of a prompt that is not computed no routes are known
                               logprobs_mode="processed_logprobs", seed=0, tensor_parallel_size=tp_size,
                               **({"distributed_executor_backend": "external_launcher"} if tp_size > 1 else {}))
         if tp_size > 1:
@@ -263,6 +270,8 @@ class RolloutEngine:
             report = None
             if self.injector and self.injector.is_on:
                 raise RuntimeError("the noise of an earlier call is still on: it was not taken off")
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM still holds keys and values of an earlier call, by other weights")
             if self.injector and noise_step is not None:
                 report = self.injector.apply(noise_step)
                 undo.callback(self.injector.remove)

@@ -149,6 +149,29 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
     assert {answer.truncated for _, answer in answers} == {True, False}
 
 
+def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(engine, model_dir):
+    """Logprobs of answers are transformers', whatever the call before had cached of the same prompts: other weights,
+    or the same with noise. Tokens are counted where they enter the model."""
+    prompts, computed = np.random.default_rng(5).integers(3, 96, (3, 40)).tolist(), []
+    sampling = dict(max_tokens=6, temperature=1.0, ignore_eos=True)
+    hook = engine.model.model.embed_tokens.register_forward_hook(lambda *call: computed.append(len(call[2])))
+    for seed, noise_step in ((6, STEP), (6, None), (7, None)):
+        weights = changed_weights(model_dir, seed)
+        sync(engine, weights)
+        computed.clear()
+        completions, _ = engine.generate(prompts, 4, seed=1, sampling=sampling, noise_step=noise_step)
+        # 32 of a prompt's 40 tokens once, the rest and all but an answer's last token for each of its four answers
+        assert sum(computed) == 3 * (32 + 4 * (8 + 6 - 1))
+        if noise_step is None:
+            tokens = torch.tensor([prompt + answer.token_ids for prompt, group in zip(prompts, completions)
+                                   for answer in group])
+            with torch.no_grad():
+                logprobs = reference_model(model_dir, weights)(tokens).logits[:, 39:-1].log_softmax(-1)
+            np.testing.assert_allclose([answer.logprobs for group in completions for answer in group],
+                                       logprobs.gather(-1, tokens[:, 40:, None])[..., 0], atol=1e-5)
+    hook.remove()
+
+
 def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, model_dir):
     """Sampled by an engine that has no injector, then by one that has just sampled with noise."""
     sync(engine, changed_weights(model_dir))
