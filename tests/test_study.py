@@ -93,6 +93,11 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "two.json").read_text())["most"] == data.most
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "studies").glob("*.json")), ids=lambda file: file.stem)
+def test_the_tables_of_the_documents_are_those_of_their_data(study, file):
+    assert study.tables(study.Data(file.stem, file.parent)) in (ROOT / "docs" / "results.md").read_text()
+
+
 def test_the_studies_compare_cells_that_they_have(study):
     for each in study.STUDIES.values():
         for cell, baseline, measure in each.comparisons:
