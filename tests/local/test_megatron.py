@@ -31,6 +31,7 @@ LAYOUTS = {  # name: (ranks, TP, PP, EP, sequence parallel, layers computed agai
     "TP 2": (2, 2, 1, 1, False, 0),
     "TP 2, sequence parallel": (2, 2, 1, 1, True, 0),
     "PP 2": (2, 1, 2, 1, False, 0),
+    "DP 4, EP 2": (4, 1, 1, 2, False, 0),  # each expert on two ranks
     "TP 2, EP 2": (4, 2, 1, 2, False, 0),
     "TP 2, PP 2, EP 2": (8, 2, 2, 2, False, 2),
     "TP 2, DP 2": (4, 2, 1, 1, False, 0),
