@@ -93,7 +93,6 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
             trainer_of(recipe).train(recipe, directory, metrics, progress)
         directory.record(train_seconds=time.perf_counter() - started)
         directory.finish()
-        _report(directory)
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))
     except (ConfigError, EngineError) as error:
@@ -104,6 +103,7 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
             return _stop(directory, reason, message=f"{reason}.\nThe run was {how_to_resume(directory)}")
         directory.fail(f"{type(error).__name__}: {error}")
         raise
+    _report(directory)
     if rehearsed:
         from mindspeed_qerl import rehearsal
 
@@ -138,15 +138,19 @@ def how_to_resume(directory: RunDirectory) -> str:
 def _report(directory: RunDirectory) -> None:
     from mindspeed_qerl.runs.report import write_report  # with Matplotlib, which a refusal need not wait for
 
-    write_report(directory)
+    try:
+        write_report(directory)
+    except OSError as error:
+        print(f"\nwarning: the report cannot be written: {error}. Make room, then\n"
+              f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}", file=sys.stderr)
 
 
 def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1, message: str | None = None) -> int:
     try:
         directory.fail(str(reason))
-        if directory.status()["step"] > 0:
-            _report(directory)
     except OSError as error:
-        print(f"\nwarning: status.json and summary.md are not up to date: {error}", file=sys.stderr)
+        print(f"\nwarning: status.json cannot be written: {error}", file=sys.stderr)
+    if directory.status()["step"] > 0:
+        _report(directory)
     print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code

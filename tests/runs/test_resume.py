@@ -272,6 +272,7 @@ def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeyp
         directory.metrics_file.rename(directory.path / "kept")
         for file in (directory.metrics_file, directory.path / "status.json.tmp"):
             file.symlink_to("/dev/full")  # full(4): no write has room
+        (directory.path / "summary.md").symlink_to("/dev/full")
         metrics.log(2, {"reward/mean": 0.5})
 
     before, run, recipe = [], new_run(**CONFIG), read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
@@ -280,5 +281,5 @@ def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeyp
     said = capsys.readouterr().err
     assert "No space left on device: the disk of the run directory" in said and "Make room there" in said
     assert "interrupted after step 1, before the first checkpoint" in said
-    assert "warning: status.json and summary.md are not up to date" in said
+    assert "warning: status.json cannot be written" in said and "warning: the report cannot be written" in said
     assert read_jsonl(run.path / "kept") == before and run.status()["step"] == 1
