@@ -268,18 +268,19 @@ def test_an_interrupted_run_says_how_to_resume_and_from_where(stopped, monkeypat
 def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeypatch, capsys):
     def train_two_steps(recipe, directory, metrics, progress):
         metrics.log(1, {"reward/mean": 0.5})
-        before.extend(read_jsonl(directory.metrics_file))
-        directory.metrics_file.rename(directory.path / "kept")
-        for file in (directory.metrics_file, directory.path / "status.json.tmp"):
-            file.symlink_to("/dev/full")  # full(4): no write has room
-        (directory.path / "summary.md").symlink_to("/dev/full")
-        metrics.log(2, {"reward/mean": 0.5})
+        kept = directory.metrics_file.rename(directory.path / "kept")
+        for name in ("metrics.jsonl", "status.json.tmp", "summary.md"):
+            (directory.path / name).symlink_to("/dev/full")  # full(4): no write has room
+        try:
+            metrics.log(2, {"reward/mean": 0.5})
+        finally:
+            kept.rename(directory.metrics_file)  # and reading it would never end
 
-    before, run, recipe = [], new_run(**CONFIG), read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
+    run, recipe = new_run(**CONFIG), read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
     monkeypatch.setattr(train, "trainer_of", lambda _: SimpleNamespace(train=train_two_steps))
     assert train._train(recipe, Found(), "tiny", run, None, None) == 1
     said = capsys.readouterr().err
     assert "No space left on device: the disk of the run directory" in said and "Make room there" in said
     assert "interrupted after step 1, before the first checkpoint" in said
     assert "warning: status.json cannot be written" in said and "warning: the report cannot be written" in said
-    assert read_jsonl(run.path / "kept") == before and run.status()["step"] == 1
+    assert read_jsonl(run.metrics_file) == [{"step": 1, "reward/mean": 0.5}] and run.status()["step"] == 1
