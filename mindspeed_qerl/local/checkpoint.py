@@ -57,6 +57,19 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
     return final
 
 
+def write_tensors(tensors: Mapping[str, Any], directory: str) -> None:
+    """This rank's part of a checkpoint, on all ranks at once; RuntimeError with the reason of each that cannot write
+    (torch raises all their traces, as no Exception)."""
+    from torch.distributed import checkpoint as distributed
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        distributed.save(dict(tensors), storage_writer=distributed.HuggingFaceStorageWriter(
+            directory, save_distributed=True))
+    except CheckpointException as error:
+        raise RuntimeError("; ".join(str(failure) for failure, _ in error.failures.values())) from None
+
+
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
     """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files".
     ValueError: there is none, or a part of it is missing or not what was written; it names the part, and the

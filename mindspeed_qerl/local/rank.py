@@ -18,6 +18,7 @@ from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local.batch import Batch
+from mindspeed_qerl.local.checkpoint import write_tensors
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.recipe.types import Recipe
@@ -363,16 +364,14 @@ class TrainRank:
 
     @torch.no_grad()
     def save(self, folder: str) -> None:
-        """Write adapters and moments of the layers this rank answers for into `folder`, whole (checkpoint.py)."""
-        from torch.distributed import checkpoint
-
+        """Write adapters and moments of the layers this rank answers for into `folder`, whole."""
         tensors, state = {}, self.optimizer.state
         for mapping, layer in self._owned():
             for suffix in SUFFIXES:
                 pair = [state[factor][suffix[1:]] if suffix else factor for factor in (layer.lora_A, layer.lora_B)]
                 for side, tensor in zip("AB", self._whole_factors(mapping, layer, *pair) or ()):
                     tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
-        checkpoint.save(tensors, storage_writer=checkpoint.HuggingFaceStorageWriter(folder, save_distributed=True))
+        write_tensors(tensors, folder)
 
     @torch.no_grad()
     def restore(self, folder: str, iteration: int, updates: int) -> None:

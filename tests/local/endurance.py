@@ -325,8 +325,10 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
             kinds.pop()
         if what or faults:
             keep({"kind": kind, "what": what, "step": place.step(), "code": code, "said": said, "faults": faults})
+        if faults or (code and not what):
+            print((place.folder / "output").read_text(), flush=True)
         if code and not what:
-            raise SystemExit((place.folder / "output").read_text())
+            raise SystemExit("an undisturbed run failed")
 
 
 def report(lines: list[dict]) -> int:

@@ -117,6 +117,15 @@ def test_a_file_that_cannot_grow_is_an_error(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]
 
 
+def test_tensors_that_have_no_room_are_a_sentence(tmp_path):
+    script = ("import sys, torch; from mindspeed_qerl.local.checkpoint import write_tensors\n"
+              f"try: write_tensors({{'a': torch.ones(9999)}}, {str(tmp_path)!r})\n"
+              "except RuntimeError as error: print(error)")
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)))
+    assert child.stdout == "[Errno 27] File too large\n"
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path):
     script = (f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import os, signal; from "
               "test_checkpoint import checkpoint, write\nfrom pathlib import Path; "
