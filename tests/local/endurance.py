@@ -275,7 +275,8 @@ def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
 def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken) -> tuple[psutil.Popen, str | None]:
     """Start the run, and disturb it; what was done, None if it ended before."""
     memory = int(draw.uniform(0.2, 1.1) * unbroken.memory) if kind == "memory limit" else None
-    size = 4096 * draw.randint(1, unbroken.written // 4096) if kind == "full disk" else None
+    # most bytes are checkpoints': half of the disks are full before one
+    size = 4096 * draw.randint(1, draw.choice([64, unbroken.written // 4096])) if kind == "full disk" else None
     if size:
         place.room(place.used() + size)
     process = place.start(memory)
