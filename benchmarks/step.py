@@ -82,7 +82,7 @@ class Measured:
 
 
 SIZES = {
-    "tiny": Setting("tiny", prompts=32, tokens=24, our_micro_batch=128),
+    "tiny": Setting("tiny", prompts=32, tokens=24, our_micro_batch=64),
     "large": Setting("large", prompts=8, tokens=256, our_micro_batch=16, trl_micro_batch=16),
 }
 

@@ -283,8 +283,8 @@ def draw(data: Data, image: Path) -> None:
             axis.errorbar(found.mean, at, xerr=[[found.mean - found.low], [found.high - found.mean]], fmt="o",
                           capsize=4, color=color)
             axis.plot(values.mean(1), [at + 0.2] * len(values), ".", color=color, alpha=0.4)
-        axis.set(title=f"{data.study.question} (dots: seeds; bars: 95 %; grey: less than {EFFECT:.0%})",
-                 xlabel="difference")
+        axis.set(title=data.study.question,
+                 xlabel=f"difference (small dots: seeds; bars: 95 %; grey: less than {EFFECT:.0%})")
         axis.set_yticks(range(len(data.study.comparisons)),
                         [f"{cell} - {baseline}\n{measure}" for cell, baseline, measure in data.study.comparisons],
                         fontsize=8)
