@@ -139,33 +139,17 @@ def build_model(tokenizer, shape: str):
 def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recipe) -> list[float]:
     """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every step, nats per
     token of the answer and its eos."""
-    import torch
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from mindspeed_qerl.local.supervised import fit
 
     rng, world = random.Random(f"supervised {recipe.seed}"), WORLDS[recipe.shape]
     allowed = set(training_pairs)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98))
-    losses = []
-    model.train()
-    with Progress("supervised training", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}",
-                  TimeRemainingColumn()) as progress:
-        task = progress.add_task("", total=recipe.steps, loss=float("nan"))
-        for step in range(recipe.steps):
-            # Constant, then down to 0 over the last fifth: at a constant rate the share of each kind of answer sways
-            # by a third from step to step. A longer decay leaves the arithmetic half learned.
-            optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, 5 * (1 - step / recipe.steps))
-            problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
-            answers = [world.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
-            input_ids, labels = _batch(tokenizer, problems, answers)
-            loss = model(input_ids=input_ids, labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-            progress.update(task, advance=1, loss=losses[-1])
-    model.eval()
-    return losses
+
+    def batch():
+        problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
+        answers = [world.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
+        return _batch(tokenizer, problems, answers)
+
+    return fit(model, (batch() for _ in range(recipe.steps)), recipe.steps, recipe.learning_rate)
 
 
 def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed: int = 0,
@@ -240,18 +224,11 @@ def _make(directory: Path, recipe: Recipe) -> dict:
 
 
 def _batch(tokenizer, problems: list, answers: list[str]):
-    """Right-padded `(input_ids, labels)`, int64 [batch, longest]; labels are -100 on the prompt and on the padding.
-
-    No attention mask is needed: attention is causal, so no real token sees the padding after it.
-    """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
+    """`supervised.padded` of plain prompts and answers."""
+    from mindspeed_qerl.local.supervised import padded
 
     prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
-    completions = tokenizer([answer + EOS for answer in answers])["input_ids"]
-    rows = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions)]
-    labels = [torch.tensor([-100] * len(prompt) + completion) for prompt, completion in zip(prompts, completions)]
-    return pad_sequence(rows, True, tokenizer.pad_token_id), pad_sequence(labels, True, -100)
+    return padded(prompts, tokenizer([answer + EOS for answer in answers])["input_ids"], tokenizer.pad_token_id)
 
 
 def _sha256(path: Path) -> str:

@@ -1,0 +1,90 @@
+"""Train a Hugging Face model, supervised, on the solutions of a GSM8K split, before it is trained with GRPO.
+
+    python tools/warm_up.py --model models/smollm2_135m_instruct --data data/gsm8k/train_chat.parquet \\
+        --output models/smollm2_135m_gsm8k --examples 2048
+
+A model that is never right learns nothing from rewards: this takes it to where some of its answers are. All weights
+are trained, on the published solutions without their calculator's marks (<<48/2=24>>), each example once, in an order
+that --seed draws, behind the prompt that training uses: the chat template where the tokenizer has one. What was done
+is in OUTPUT/warm_up.json, with the loss of every step.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # a file of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mindspeed_qerl.entry import use_checkout
+
+    use_checkout()
+
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.files import new_directory
+from mindspeed_qerl.fingerprint import weights_digest
+from mindspeed_qerl.tasks.prompts import chat_ids, plain_ids
+from mindspeed_qerl.tasks.rows import read_rows
+
+
+def warm_up(arguments: argparse.Namespace) -> list[float]:
+    """Make `arguments.output`, a new directory; the loss of every step."""
+    rows = read_rows(arguments.data)
+    if len(rows) < arguments.examples:
+        raise ConfigError(f"--examples {arguments.examples}: {arguments.data} has {len(rows)} rows")
+    if lacking := next((row for row in rows if "solution" not in row.columns), None):
+        raise ConfigError(f"{lacking.where} has no column `solution`: tools/convert_gsm8k.py writes it")
+    with new_directory(arguments.output) as making:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from mindspeed_qerl.local.supervised import fit, padded
+
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        chosen = random.Random(f"warm-up {arguments.seed}").sample(rows, arguments.examples)
+        solutions = [re.sub(r"<<[^>]*>>", "", row.columns["solution"]) for row in chosen]
+        ids = chat_ids if tokenizer.chat_template else plain_ids
+        prompts = [ids(tokenizer, row) for row in chosen]
+        completions = [[*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                       for solution in solutions]
+        size = arguments.batch_size
+        batches = (padded(prompts[start:start + size], completions[start:start + size], tokenizer.pad_token_id)
+                   for start in range(0, len(chosen), size))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bfloat16):
+            losses = fit(model, batches, -(-len(chosen) // size), arguments.learning_rate)
+        model.save_pretrained(making)
+        tokenizer.save_pretrained(making)
+        done = {"model": weights_digest(arguments.model), "losses": losses} | {
+            name: getattr(arguments, name) for name in ("examples", "batch_size", "learning_rate", "bfloat16", "seed")}
+        (making / "warm_up.json").write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+    return losses
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model to begin with")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="a split that convert_gsm8k.py wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
+    parser.add_argument("--examples", type=int, default=2048, help="how many solutions (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="solutions a step (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="(default: %(default)s)")
+    parser.add_argument("--bfloat16", action="store_true",
+                        help="multiply in bfloat16: twice as fast on a processor that has it (avx512_bf16, amx)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the examples (default: %(default)s)")
+    arguments = parser.parse_args()
+    try:
+        losses = warm_up(arguments)
+    except (OSError, ConfigError) as error:
+        print(f"warm_up: {error}", file=sys.stderr)
+        return 1
+    tenth = max(1, len(losses) // 10)
+    print(f"{arguments.output}: loss {sum(losses[:tenth]) / tenth:.3f} -> {sum(losses[-tenth:]) / tenth:.3f} nats a "
+          "token, first and last tenth of the steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
