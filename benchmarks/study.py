@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -35,6 +35,7 @@ if __name__ == "__main__":  # a file of a checkout
 import numpy as np
 
 from mindspeed_qerl.files import write_whole
+from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.runs.compare import SIGNIFICANCE
 from mindspeed_qerl.runs.compare_report import interval
 from mindspeed_qerl.runs.compared_run import find_runs, read_run
@@ -46,7 +47,6 @@ from mindspeed_qerl.runs.sequential import judge, limits, looks
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, effect_shown, estimate, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = "grpo_steps_moe_cpu"
 ONE_RANK = ("rl_config.actor_resource.num_npus=1",)
 PILOT, EFFECT = 4, 0.02  # seeds; points of accuracy
 
@@ -54,12 +54,19 @@ PILOT, EFFECT = 4, 0.02  # seeds; points of accuracy
 @dataclass(frozen=True)
 class Study:
     """Cells by name with their overrides; comparisons (cell, baseline cell, measure); by name of a measure other than
-    "accuracy", the run's own after its last step, arguments of tools/evaluate.py."""
+    "accuracy", the run's own after its last step, arguments of tools/evaluate.py; what all cells are runs of."""
 
     question: str
     cells: dict[str, tuple[str, ...]]
     comparisons: tuple[tuple[str, str, str], ...]
-    evaluations: dict[str, tuple[str, ...]]
+    evaluations: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    config: str = "grpo_steps_moe_cpu"
+    model: str = "models/steps_qwen3_moe"
+    overrides: tuple[str, ...] = ()
+
+    def weights(self) -> str:
+        """Which model its runs begin with, here: the same recipe gives other floats on another processor."""
+        return weights_digest(ROOT / self.model)[:12]
 
 
 def crossed(values: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -74,7 +81,7 @@ STUDIES = {
         crossed({"fp32": (), "int8": ("rollout_quantization=int8_w8a8",),
                                "nvfp4": ("rollout_quantization=nvfp4",)}),
         (*((f"{name}, AQN on", f"{name}, AQN off", "accuracy") for name in ("fp32", "int8", "nvfp4")),
-         ("int8, AQN off", "fp32, AQN off", "accuracy"), ("nvfp4, AQN off", "fp32, AQN off", "accuracy")), {}),
+         ("int8, AQN off", "fp32, AQN off", "accuracy"), ("nvfp4, AQN off", "fp32, AQN off", "accuracy"))),
     "hardware": Study(
         "Does AQN help a policy that meets other hardware?",
         crossed({"clean": (), "foreign": ("hardware_error.rollout=gaussian",)}),
@@ -87,6 +94,14 @@ STUDIES = {
          "nvfp4": ("rollout_quantization=nvfp4", "aqn=off")},
         tuple((cell, "none", f"pass@{k}") for cell in ("AQN", "strong AQN", "nvfp4") for k in (1, 16)),
         {"sixteen": ("--samples", "16")}),
+    "real": Study(
+        "Does AQN help a real model, SmolLM2-135M after a warm-up?",
+        {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)}, (("AQN on", "AQN off", "accuracy"),),
+        config="grpo_smollm2_135m_gsm8k_cpu", model="models/smollm2_135m_gsm8k",  # tools/warm_up.py makes it
+        overrides=("generate_config.dtype=bfloat16", "megatron_training.train_iters=20",
+                   "megatron_training.save_interval=20", "rl_config.verifier_function=[gsm8k]",
+                   "rl_config.verifier_weight=[1.0]", "eval.every=20", "eval.n_problems=200",
+                   "eval.samples_per_problem=4", "eval.temperature=1.0")),
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # right answers of one question
 
@@ -131,6 +146,19 @@ class Data:
             return np.zeros((0, 1))
         return self.values(cell, measure, seeds) - self.values(baseline, measure, seeds)
 
+    def missing(self, count: int) -> list[tuple[int, str]]:
+        """The runs, (seed, cell), that comparisons without a word need for `count` seeds. What a seed is compared in
+        begins with one model: a seed that was begun with another, on another machine, is run anew."""
+        undecided = {cell for each, word in self.words().items() if word is None for cell in each[:2]}
+        cells, model = [cell for cell in self.study.cells if cell in undecided], self.study.weights()
+        runs = []
+        for seed in range(1, count + 1):
+            found = {cell: self.cells[cell][str(seed)] for cell in cells if str(seed) in self.cells[cell]}
+            models, whole = {run.get("model") for run in found.values()}, len(found) == len(cells)
+            kept = found if models == {model} or (whole and len(models) == 1) else {}
+            runs += [(seed, cell) for cell in cells if cell not in kept]
+        return runs
+
     def words(self) -> dict[tuple[str, str, str], str | None]:
         """What is said of each comparison; None: go on."""
         alpha = SIGNIFICANCE / len(self.study.comparisons)  # Bonferroni
@@ -147,22 +175,23 @@ def right_answers(file: Path) -> dict:
 
 def run_cell(study: str, cell: str, seed: int, core: int, root: Path, more: list[str]) -> dict:
     """One run with its evaluations, or what there is of it; what the study keeps."""
-    overrides = STUDIES[study].cells[cell]
+    of, overrides = STUDIES[study], STUDIES[study].cells[cell]
     name = "_".join(override.rpartition("=")[2] for override in overrides)
     on_core = ["taskset", "--cpu-list", str(core), sys.executable]
-    subprocess.run([*on_core, "cli/train_grpo.py", "--multirun", "--config-name", CONFIG, *ONE_RANK, f"seed={seed}",
+    subprocess.run([*on_core, "cli/train_grpo.py", "--multirun", "--config-name", of.config, *ONE_RANK,
+                    f"megatron_training.tokenizer_name_or_path={of.model}", *of.overrides, f"seed={seed}",
                     f"run.root={root}", f"run.name={name}", *overrides, *more],
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     (run,) = [run for path in find_runs([root / name]) if (run := read_run(path)).seed == seed and not run.faults]
-    for evaluation, arguments in STUDIES[study].evaluations.items():
+    for evaluation, arguments in of.evaluations.items():
         if not (run.path / "evaluations" / evaluation).exists():
             subprocess.run([*on_core, "tools/evaluate.py", "--run", run.path, "--name", evaluation, *arguments],
                            cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     rows, directory = read_jsonl(RunDirectory.open(run.path).metrics_file), RunDirectory.open(run.path)
     entropy = [round(row["entropy/mean"], 4) for row in rows if "entropy/mean" in row]
-    return {"accuracy": right_answers(directory.eval_answers_file), "entropy": [entropy[0], entropy[-1]],
-            **{name: right_answers(run.path / "evaluations" / name / "answers.jsonl")
-               for name in STUDIES[study].evaluations}}
+    return {"model": of.weights(), "accuracy": right_answers(directory.eval_answers_file),
+            "entropy": [entropy[0], entropy[-1]],
+            **{name: right_answers(run.path / "evaluations" / name / "answers.jsonl") for name in of.evaluations}}
 
 
 class OneRunACore:
@@ -209,10 +238,7 @@ def carry_out(name: str, data: Data, runs: OneRunACore, most: int, **rest) -> No
     """Runs what is missing, until every comparison is decided, or the time is over before another run would be."""
     count = min(PILOT, most)
     while True:
-        undecided = {cell for each, word in data.words().items() if word is None for cell in each[:2]}
-        wanted = [(seed, cell) for seed in range(1, count + 1) for cell in data.study.cells
-                  if cell in undecided and str(seed) not in data.cells[cell]]
-        if not runs.all(name, data, wanted, **rest):
+        if not runs.all(name, data, data.missing(count), **rest):
             print(f"stopped before {count} seeds: the hours are over", flush=True)
             return
         if data.most is None and count == PILOT:

@@ -21,10 +21,11 @@ def study(monkeypatch):
     monkeypatch.setitem(module.STUDIES, "two", module.Study(
         "Is one better?", {"one": ("x=1",), "other": ("x=2",), "third": ("x=3",)},
         (("one", "other", "accuracy"), ("third", "other", "pass@1")), {"sixteen": ()}))
+    monkeypatch.setattr(module.Study, "weights", lambda _: "a model")
     return module
 
 
-def drawn(asked, effects, of_seed=0.01, questions=300):
+def drawn(asked, effects, of_seed=0.01, questions=300, model="a model"):
     """A stand-in for `run_cell`, whose accuracies differ by `effects`."""
     def run(name, cell, seed, core, root):
         asked.append((seed, cell))
@@ -34,7 +35,7 @@ def drawn(asked, effects, of_seed=0.01, questions=300):
         found = {measure: {"samples": samples, "right": "".join(
             "0123456789abcdefg"[right] for right in generator.binomial(samples, chance))}
             for measure, samples in (("accuracy", 4), ("sixteen", 16))}
-        return {**found, "entropy": [0.5, 0.25]}
+        return {**found, "model": model, "entropy": [0.5, 0.25]}
     return run
 
 
@@ -58,6 +59,24 @@ def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(study, mon
     asked.clear()
     study.carry_out("two", study.Data("two", tmp_path), study.OneRunACore(1.0, [0]), 30, root=tmp_path)
     assert asked == []
+
+
+def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_path):
+    """As on another machine, where the same recipe makes other weights."""
+    data = study.Data("two", tmp_path)
+    run = drawn([], dict.fromkeys(data.cells, 0.0))
+    for seed, cells in (("1", ("one", "other", "third")), ("2", ("one", "other"))):
+        for cell in cells:
+            data.cells[cell][seed] = run("two", cell, int(seed), 0, tmp_path)
+    assert data.missing(2) == [(2, "third")]
+    monkeypatch.setattr(study.Study, "weights", lambda _: "another")
+    assert data.missing(2) == [(2, "one"), (2, "other"), (2, "third")]
+    asked = []
+    monkeypatch.setattr(study, "run_cell", drawn(asked, dict.fromkeys(data.cells, 0.0), model="another"))
+    study.carry_out("two", data, study.OneRunACore(1.0, [0]), 2, root=tmp_path)
+    assert asked == [(2, "one"), (2, "other"), (2, "third")] and data.missing(2) == []
+    data.cells["one"]["1"]["model"] = "a third"
+    assert data.missing(2) == [(1, "one"), (1, "other"), (1, "third")], "no pair has two models"
 
 
 def test_the_number_of_seeds_follows_from_the_pilots_variance(study, monkeypatch, tmp_path):
