@@ -5,11 +5,11 @@
 
 The studies (STUDIES) are tables of cells, each some overrides of a config, and of comparisons between two cells. Seed
 after seed, each cell gets a run of cli/train_grpo.py, in runs/studies, where studies with a cell in common share it.
-As many run side by side as there are cores, each on one core, with one rank: on two cores, twice as many an hour as
+As many run side by side as there are cores, each on one core, with one rank: on two cores 1.4 times as many an hour as
 one after the other with two ranks each. After PILOT seeds the spread of the differences says how many seeds an effect
 of EFFECT would take; so many, or --seeds at most, are run, and at fixed numbers of seeds every comparison is judged
 (mindspeed_qerl/runs/sequential.py), with 5 % shared by all comparisons of the study. A comparison that is decided
-needs no more runs. Differences are paired by seed and question.
+needs no more runs. Differences are paired by seed and question, of runs that begin with the same weights.
 
 What was found is kept in docs/studies/NAME.json: of each run and question how many of its answers were right. Tables
 and pictures are made of that alone.
@@ -43,8 +43,8 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
-from mindspeed_qerl.runs.sequential import judge, limits, looks
-from mindspeed_qerl.runs.statistics import LEAST_SEEDS, effect_shown, estimate, seeds_needed
+from mindspeed_qerl.runs.sequential import judge, limits, looks, seeds_planned
+from mindspeed_qerl.runs.statistics import effect_shown, estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_RANK = ("rl_config.actor_resource.num_npus=1",)
@@ -67,6 +67,11 @@ class Study:
     def weights(self) -> str:
         """Which model its runs begin with, here: the same recipe gives other floats on another processor."""
         return weights_digest(ROOT / self.model)[:12]
+
+    def place(self, cell: str, root: Path) -> tuple[Path, str]:
+        """`run.root` and `run.name` of a cell's runs, the same for studies that have it in common."""
+        name = "_".join(override.rpartition("=")[2] for override in self.cells[cell])
+        return root / f"{self.config}_{self.weights()}", name
 
 
 def crossed(values: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -123,7 +128,8 @@ class Data:
         self.study, self.file = STUDIES[name], folder / f"{name}.json"
         kept = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.most: int | None = kept.get("most")  # seeds; None: the pilot is not done
-        self.cells: dict[str, dict[str, dict]] = kept.get("cells", {cell: {} for cell in self.study.cells})
+        self.cells: dict[str, dict[str, dict]] = {cell: kept.get("cells", {}).get(cell, {})
+                                                  for cell in self.study.cells}
 
     def save(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,8 +146,10 @@ class Data:
         return pass_at(k, right, runs[0]["samples"])
 
     def differences(self, cell: str, baseline: str, measure: str) -> np.ndarray:
-        """[seeds, questions], of the seeds that both have, in their order."""
-        seeds = sorted(self.cells[cell].keys() & self.cells[baseline].keys(), key=int)
+        """[seeds, questions], of the seeds that both have, begun with the same weights, in their order."""
+        runs, others = self.cells[cell], self.cells[baseline]
+        seeds = sorted((seed for seed in runs.keys() & others.keys()
+                        if runs[seed].get("model") == others[seed].get("model")), key=int)
         if not seeds:
             return np.zeros((0, 1))
         return self.values(cell, measure, seeds) - self.values(baseline, measure, seeds)
@@ -159,8 +167,8 @@ class Data:
             runs += [(seed, cell) for cell in cells if cell not in kept]
         return runs
 
-    def words(self) -> dict[tuple[str, str, str], str | None]:
-        """What is said of each comparison; None: go on."""
+    def words(self) -> dict[tuple[str, str, str], tuple[str, int] | None]:
+        """What is said of each comparison, and after how many seeds; None: go on."""
         alpha = SIGNIFICANCE / len(self.study.comparisons)  # Bonferroni
         return {each: judge(self.differences(*each), self.most, alpha, EFFECT) if self.most else None
                 for each in self.study.comparisons}
@@ -174,22 +182,22 @@ def right_answers(file: Path) -> dict:
 
 
 def run_cell(study: str, cell: str, seed: int, core: int, root: Path, more: list[str]) -> dict:
-    """One run with its evaluations, or what there is of it; what the study keeps."""
-    of, overrides = STUDIES[study], STUDIES[study].cells[cell]
-    name = "_".join(override.rpartition("=")[2] for override in overrides)
-    on_core = ["taskset", "--cpu-list", str(core), sys.executable]
+    """One run with its evaluations, or what there is of it; what the study keeps. Killed, it takes the run along."""
+    of, weights = STUDIES[study], STUDIES[study].weights()
+    folder, name = of.place(cell, root)
+    on_core = ["setpriv", "--pdeathsig", "KILL", "taskset", "--cpu-list", str(core), sys.executable]
     subprocess.run([*on_core, "cli/train_grpo.py", "--multirun", "--config-name", of.config, *ONE_RANK,
                     f"megatron_training.tokenizer_name_or_path={of.model}", *of.overrides, f"seed={seed}",
-                    f"run.root={root}", f"run.name={name}", *overrides, *more],
+                    f"run.root={folder}", f"run.name={name}", *of.cells[cell], *more],
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    (run,) = [run for path in find_runs([root / name]) if (run := read_run(path)).seed == seed and not run.faults]
+    run = next(run for path in find_runs([folder / name]) if (run := read_run(path)).seed == seed and not run.faults)
     for evaluation, arguments in of.evaluations.items():
         if not (run.path / "evaluations" / evaluation).exists():
             subprocess.run([*on_core, "tools/evaluate.py", "--run", run.path, "--name", evaluation, *arguments],
                            cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    rows, directory = read_jsonl(RunDirectory.open(run.path).metrics_file), RunDirectory.open(run.path)
-    entropy = [round(row["entropy/mean"], 4) for row in rows if "entropy/mean" in row]
-    return {"model": of.weights(), "accuracy": right_answers(directory.eval_answers_file),
+    directory = RunDirectory.open(run.path)
+    entropy = [round(row["entropy/mean"], 4) for row in read_jsonl(directory.metrics_file) if "entropy/mean" in row]
+    return {"model": weights, "accuracy": right_answers(directory.eval_answers_file),
             "entropy": [entropy[0], entropy[-1]],
             **{name: right_answers(run.path / "evaluations" / name / "answers.jsonl") for name in of.evaluations}}
 
@@ -203,13 +211,13 @@ class OneRunACore:
         for core in cores:
             self.free.put(core)
 
-    def run(self, *cell_and_seed, **rest) -> tuple[dict | None, float]:
+    def run(self, study: str, cell: str, seed: int, **rest) -> tuple[dict | None, float]:
         """`run_cell`'s result and its seconds; None if there is no time for it."""
         core, begun = self.free.get(), time.monotonic()
         try:
             if begun + self.longest > self.end:
                 return None, 0.0
-            found = run_cell(*cell_and_seed, core=core, **rest)
+            found = run_cell(study, cell, seed, core=core, **rest)
             self.longest = max(self.longest, time.monotonic() - begun)
             return found, time.monotonic() - begun
         finally:
@@ -220,17 +228,19 @@ class OneRunACore:
         whole = True
         with ThreadPoolExecutor(self.count) as pool:
             jobs = {pool.submit(self.run, name, cell, seed, **rest): (seed, cell) for seed, cell in wanted}
-            for job in as_completed(jobs):
-                if job.exception():
-                    pool.shutdown(cancel_futures=True)
-                (seed, cell), (found, seconds) = jobs[job], job.result()
-                if found is None:
-                    whole = False
-                    continue
-                data.cells[cell][str(seed)] = found
-                data.save()
-                accuracy = data.values(cell, "accuracy", [str(seed)]).mean()
-                print(f"seed {seed}, {cell}: accuracy {accuracy:.3f}, {seconds:.0f} s", flush=True)
+            try:
+                for job in as_completed(jobs):
+                    (seed, cell), (found, seconds) = jobs[job], job.result()
+                    if found is None:
+                        whole = False
+                        continue
+                    data.cells[cell][str(seed)] = found
+                    data.save()
+                    accuracy = data.values(cell, "accuracy", [str(seed)]).mean()
+                    print(f"seed {seed}, {cell}: accuracy {accuracy:.3f}, {seconds:.0f} s", flush=True)
+            except BaseException:  # Ctrl-C, too: no further run begins
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return whole
 
 
@@ -252,7 +262,7 @@ def carry_out(name: str, data: Data, runs: OneRunACore, most: int, **rest) -> No
 def plan(data: Data, most: int) -> int:
     """How many seeds: what EFFECT takes in the comparison that varies most, by the pilot's variance, or `most`."""
     alpha = SIGNIFICANCE / len(data.study.comparisons)
-    needed = [seeds_needed(estimate(data.differences(*each)), alpha, EFFECT) for each in data.study.comparisons]
+    needed = [seeds_planned(estimate(data.differences(*each)), alpha, EFFECT) for each in data.study.comparisons]
     for (cell, baseline, measure), count in zip(data.study.comparisons, needed):
         words = f"{count} seeds" if count else "more questions"
         print(f"to see {EFFECT:.0%} in {measure} of {cell} against {baseline} with a power of 80 %: {words}",
@@ -273,21 +283,20 @@ def tables(data: Data) -> str:
                          f"{first:.3f} → {last:.3f}"])
     text = markdown_table(["cell", "seeds", *measures, "entropy, first and last step"], rows)
     rows, alpha = [], SIGNIFICANCE / len(data.study.comparisons)
-    for (cell, baseline, measure), word in data.words().items():
+    limit_at = dict(zip(looks(data.most), limits(looks(data.most), alpha))) if data.most else {}
+    for (cell, baseline, measure), said in data.words().items():
         values = data.differences(cell, baseline, measure)
         if len(values) < 2:
             continue
-        count = next((n for n in looks(data.most) if n <= len(values) and judge(values[:n], data.most, alpha, EFFECT)),
-                     len(values)) if data.most else len(values)
+        word, count = said or ("not finished", len(values))
         found = estimate(values[:count])
-        seen = f"{effect_shown(found, count, alpha):.3f}" if count >= LEAST_SEEDS else ""
-        said = {"smaller": f"smaller than {EFFECT:.0%}", None: "not finished"}.get(word, word)
-        rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{said}**"])
+        seen = f"{effect_shown(found, count, limit_at[count]):.3f}" if said else ""
+        word = f"smaller than {EFFECT:.0%}" if word == "smaller" else word
+        rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{word}**"])
     text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
                                 "verdict"], rows)]
     if data.most:
-        judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in zip(
-            looks(data.most), limits(looks(data.most), alpha)))
+        judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in limit_at.items())
         text += ["", f"Judged after so many seeds, significant below p in brackets: {judged}."]
     return "\n".join(text)
 
@@ -302,8 +311,9 @@ def draw(data: Data, image: Path) -> None:
         axis = figure.subplots()
         axis.axvspan(-EFFECT, EFFECT, color="#eeeeee")
         axis.axvline(0, color="black", linewidth=1)
-        for at, (each, word) in enumerate(data.words().items()):
-            values = data.differences(*each)
+        for at, (each, said) in enumerate(data.words().items()):
+            word, count = said or ("", None)
+            values = data.differences(*each)[:count]
             found = estimate(values)
             color = RED if word in ("better", "worse") else BLUE
             axis.errorbar(found.mean, at, xerr=[[found.mean - found.low], [found.high - found.mean]], fmt="o",
@@ -323,7 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", choices=STUDIES, required=True)
     parser.add_argument("--hours", type=float, default=8.0, help="no run begins that would end later (default: 8)")
-    parser.add_argument("--seeds", type=int, default=40, help="at most (default: 40)")
+    parser.add_argument("--seeds", type=int, default=40, help="at most, once the pilot is done (default: 40)")
     parser.add_argument("--cores", type=int, nargs="+", default=sorted(os.sched_getaffinity(0)), metavar="CORE",
                         help="those to run on (default: all)")
     parser.add_argument("--tables", action="store_true", help="run nothing")

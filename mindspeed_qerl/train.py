@@ -1,6 +1,7 @@
 """A run on one page: check the config, make the run directory, call the engine, report."""
 
 import errno
+import os
 import re
 import shlex
 import sys
@@ -52,9 +53,7 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         checks.raise_faults()
         directory, after = _directory(recipe, raw, name, engine, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
-        if isinstance(error, OSError) and error.errno in FULL and not error.filename:  # while a file was written
-            error = f"{error}: {recipe.run.root} is on a disk that is full. Make room there"
-        for line in str(error).splitlines():
+        for line in _reason(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
     return _train(recipe, checks, name, directory, after, rehearsed)
@@ -77,7 +76,7 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
     try:
         metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
     except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal: its message says what to do
-        return _stop(directory, error)
+        return _stop(directory, _reason(error))
     warnings = list(found.warnings)
     if metrics.missing_steps:
         warnings.insert(0, f"metrics.jsonl has lost the rows of steps {', '.join(map(str, metrics.missing_steps))}; "
@@ -96,12 +95,12 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
     except KeyboardInterrupt:
         return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))
     except (ConfigError, EngineError) as error:
-        return _stop(directory, error)
+        return _stop(directory, str(error))
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno in FULL:
-            reason = f"{error}: the disk of the run directory, or of temporary files, is full. Make room there"
-            return _stop(directory, reason, message=f"{reason}.\nThe run was {how_to_resume(directory)}")
-        directory.fail(f"{type(error).__name__}: {error}")
+        if _is_full(error):
+            return _stop(directory, _reason(error), message=f"{_reason(error)}.\nThe run was "
+                                                            f"{how_to_resume(directory)}")
+        _fail(directory, f"{type(error).__name__}: {error}")
         raise
     _report(directory)
     if rehearsed:
@@ -145,11 +144,26 @@ def _report(directory: RunDirectory) -> None:
               f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}", file=sys.stderr)
 
 
-def _stop(directory: RunDirectory, reason: Exception | str, code: int = 1, message: str | None = None) -> int:
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def _reason(error: BaseException) -> str:
+    """An error's own words; with advice where they are the system's alone, which has no room."""
+    if _is_full(error) and error.strerror == os.strerror(error.errno):
+        return f"{error}: the disk of the run directory, or of temporary files, is full. Make room there"
+    return str(error)
+
+
+def _fail(directory: RunDirectory, reason: str) -> None:
     try:
-        directory.fail(str(reason))
+        directory.fail(reason)
     except OSError as error:
         print(f"\nwarning: status.json cannot be written: {error}", file=sys.stderr)
+
+
+def _stop(directory: RunDirectory, reason: str, code: int = 1, message: str | None = None) -> int:
+    _fail(directory, reason)
     if directory.status()["step"] > 0:
         _report(directory)
     print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)

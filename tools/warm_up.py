@@ -51,7 +51,8 @@ def warm_up(arguments: argparse.Namespace) -> list[float]:
         completions = [[*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
                        for solution in solutions]
         size = arguments.batch_size
-        batches = (padded(prompts[start:start + size], completions[start:start + size], tokenizer.pad_token_id)
+        pad = tokenizer.eos_token_id  # any id: what follows an answer is not looked at
+        batches = (padded(prompts[start:start + size], completions[start:start + size], pad)
                    for start in range(0, len(chosen), size))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bfloat16):
             losses = fit(model, batches, -(-len(chosen) // size), arguments.learning_rate)

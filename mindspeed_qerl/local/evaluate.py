@@ -19,7 +19,7 @@ from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.files import checkpoint_iterations, new_directory
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -160,12 +160,12 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
                 texts = tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
                 summary[name], written[name] = evaluate_answers(
                     task.rows, texts, [answer.truncated for answer in answers], n, what.verifier)
-    output.mkdir(parents=True)
     files = {"greedy": "greedy.jsonl", "sampled": "answers.jsonl"} if what.samples else {"greedy": "answers.jsonl"}
-    for name, file in files.items():
-        lines = (json.dumps({"step": step or 0, **row}) + "\n" for row in written[name])
-        (output / file).write_text("".join(lines), encoding="utf-8")
-    (output / "summary.json").write_text(json.dumps(summary, indent=2, default=float) + "\n", encoding="utf-8")
+    with new_directory(output) as making:
+        for name, file in files.items():
+            lines = (json.dumps({"step": step or 0, **row}) + "\n" for row in written[name])
+            (making / file).write_text("".join(lines), encoding="utf-8")
+        (making / "summary.json").write_text(json.dumps(summary, indent=2, default=float) + "\n", encoding="utf-8")
     return summary
 
 

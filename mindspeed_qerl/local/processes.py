@@ -120,6 +120,10 @@ class Processes:
                 if isinstance(error, ray.exceptions.RayActorError):
                     raise self._dead(caller) from error
                 raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
+            except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+                raise WorkerError(f"there is no room for what {caller.name} exchanges with the others: make room in "
+                                  f"/dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}"
+                                  ) from error
             except ray.exceptions.OutOfMemoryError as error:
                 raise WorkerError(f"this machine's memory is full, and Ray stopped {caller.name}. Ask for fewer "
                                   "ranks, a smaller actor_config.micro_batch_size, or recompute_granularity=full. Ray "

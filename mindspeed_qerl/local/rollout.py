@@ -219,7 +219,9 @@ class RolloutEngine:
             hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as it is.
             quantized: by the weights that are quantised, if some are; else by those that were synced.
         """
-        hardware_error = hardware_error and {**hardware_error, "seed": seed}
+        if hardware_error:
+            hardware_error = {**hardware_error, "seed": seed}
+            sampling = {**sampling, "skip_reading_prefix_cache": True}  # each answer has errors of its own
         with self._policy(noise_step, hardware_error, quantized) as report:
             torch.manual_seed(seed)
             recorder = self.recorder if record_routes else None

@@ -10,21 +10,24 @@ A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way 
     stop          SIGSTOP of one; half of them are woken within seconds, the others never
     full disk     the file system of the run's directory is full after a number of bytes that is drawn
     clock jump    the wall clock of all its processes jumps by up to three days, either way, and stays there
-    memory limit  a cgroup with less memory than the run takes
+    memory limit  a cgroup with less memory than the run takes (needs root, and cgroups of the first version)
 
 Each time a run that ends must say why in words, leave its checkpoints whole, and no process and nothing in the
-temporary directory and in /dev/shm, which are this script's own (unshare(1): as root, or with user namespaces). Exit
-status 0 if nothing was found amiss and every run ended with the unbroken one's metrics, evaluations and answers.
-With --log FILE each disturbance is a line of JSON there, and those that it has are not made again.
+temporary directory and in /dev/shm, which are this script's own (unshare(1): as root, or with user namespaces; a clock
+is made to jump by a library that cc builds). Exit status 0 if nothing was found amiss and every run ended with the
+unbroken one's metrics, evaluations and answers. With --log FILE each disturbance is a line of JSON there, and those
+that it has are not made again.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -115,28 +119,37 @@ def recorded(run: RunDirectory) -> list[dict]:
             for file in files for row in read_jsonl(file)]
 
 
+def has_cgroups() -> bool:
+    """Whether memory limits can be set here."""
+    return os.access(MEMORY, os.W_OK) and "memory:/" in Path("/proc/self/cgroup").read_text()
+
+
+@cache
+def cgroup() -> Path:
+    """This script's own."""
+    group = re.search(r"memory:/(.*)", Path("/proc/self/cgroup").read_text())[1]
+    return MEMORY / group / f"endurance{os.getpid()}"
+
+
 @dataclass
 class Place:
     """Where one run lives: its file system, temporary directory, /dev/shm, cgroup and clock are its own."""
 
     folder: Path
     model: Path
+    clock: Path | None = None  # a library that gives processes another wall clock
     runs: Path = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs, self.temporary = self.folder / "runs", Path(tempfile.mkdtemp(prefix="e", dir="/tmp"))
         self.phase_file, self.offset_file = self.folder / "phase", self.folder / "offset"
-        group = re.search(r"memory:/(.*)", Path("/proc/self/cgroup").read_text())[1]
-        self.cgroup = MEMORY / group / f"endurance{os.getpid()}"
         self.runs.mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "runs", self.runs], check=True)
         self.offset_file.write_bytes(bytes(8))
-        if not (clock := self.folder.parent / "clock.so").exists():
-            subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", clock, "-ldl"], input=CLOCK, text=True,
-                           check=True)
         self.environment = {**os.environ, MARK: str(self.phase_file), "TMPDIR": str(self.temporary),
-                            "LD_PRELOAD": str(clock), "CLOCK_OFFSET": str(self.offset_file),
                             "RAY_worker_niceness": "0"}
+        if self.clock:
+            self.environment |= {"LD_PRELOAD": str(self.clock), "CLOCK_OFFSET": str(self.offset_file)}
 
     def close(self) -> None:
         subprocess.run(["umount", self.runs], check=True)
@@ -147,19 +160,18 @@ class Place:
         """The run, or what is left to do of it; memory: bytes that all its processes may hold."""
         self.phase_file.write_text("starting")
         if memory:
-            self.cgroup.mkdir()
-            (self.cgroup / "memory.limit_in_bytes").write_text(str(memory))
-        tasks = self.cgroup / "cgroup.procs"
+            cgroup().mkdir()
+            (cgroup() / "memory.limit_in_bytes").write_text(str(memory))
         with open(self.folder / "output", "w") as output:
             return psutil.Popen([sys.executable, __file__, "drive", *command(self.model, self.runs)], cwd=ROOT,
                                 env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                preexec_fn=lambda: memory and tasks.write_text(str(os.getpid())))
+                                preexec_fn=(lambda: (cgroup() / "cgroup.procs").write_text("0")) if memory else None)
 
     def undo(self) -> None:
         """Room on the disk and in memory again."""
         self.room(ROOM)
-        if self.cgroup.is_dir():
-            self.cgroup.rmdir()
+        if has_cgroups() and cgroup().is_dir():
+            cgroup().rmdir()
 
     def offset(self, seconds: int) -> None:
         """The wall clock of the run's processes is wrong by so many seconds."""
@@ -225,16 +237,17 @@ class Unbroken:
 
     seconds: float
     written: int  # bytes
-    memory: int  # bytes
+    memory: int  # bytes; 0: not known
     rows: list[dict]
 
 
-def measure(place: Place) -> Unbroken:
+def measure(place: Place, memory: bool) -> Unbroken:
     started, before = time.monotonic(), place.used()
-    process = place.start(memory=2**40)
+    process = place.start(memory=2**40 if memory else None)
     if process.wait():
         raise SystemExit((place.folder / "output").read_text())
-    seconds, memory = time.monotonic() - started, int((place.cgroup / "memory.max_usage_in_bytes").read_text())
+    seconds = time.monotonic() - started
+    memory = int((cgroup() / "memory.max_usage_in_bytes").read_text()) if memory else 0
     place.undo()
     if faults := place.amiss():
         raise SystemExit("\n".join(faults))
@@ -288,15 +301,17 @@ def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken) ->
         seconds = draw.randint(-3 * 86400, 3 * 86400)
         place.offset(seconds)
         return process, f"{seconds / 3600:+.0f} h in {phase}"
-    victim, name = victim_of(place, draw)
+    try:
+        victim, name = victim_of(place, draw)
+        victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    except (psutil.NoSuchProcess, IndexError):  # it, or the run, ended in that moment
+        return process, None
     if kind == "kill":
-        victim.kill()
         return process, f"{name} in {phase}"
-    victim.suspend()
     if name != "driver" and draw.random() < 0.5:
         return process, f"{name} in {phase}"
     has_ended(process, draw.uniform(1, 10))
-    if victim.is_running():
+    with contextlib.suppress(psutil.NoSuchProcess):
         victim.resume()
     return process, f"{name} in {phase}, woken"
 
@@ -355,6 +370,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="no run begins later")
     arguments = parser.parse_args()
+    if arguments.memory_limits and not has_cgroups():
+        parser.error("--memory-limits needs root, and cgroups of the first version in /sys/fs/cgroup/memory")
     if not os.environ.get("MSQ_ENDURANCE_INSIDE"):
         os.environ["MSQ_ENDURANCE_INSIDE"] = "1"
         mapped = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -362,7 +379,7 @@ def main() -> int:
     subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
     from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
 
-    lines = read_jsonl(arguments.log) if arguments.log else []
+    lines, clock = read_jsonl(arguments.log) if arguments.log else [], None
     missing = Counter({kind: getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS})
     missing -= Counter(line["kind"] for line in lines)
     draw, begun = random.Random(f"{arguments.seed} {len(lines)}"), time.monotonic()
@@ -379,13 +396,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
         model = Path(folder) / "tiny"
         make_tiny_model(model, Recipe(steps=0, train_problems=64, test_problems=16))
-        place = Place(Path(folder) / "unbroken", model)
-        unbroken = measure(place)
+        if arguments.clock_jumps:
+            clock = Path(folder) / "clock.so"
+            subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", clock, "-ldl"], input=CLOCK, text=True,
+                           check=True)
+        place = Place(Path(folder) / "unbroken", model, clock)
+        unbroken = measure(place, arguments.memory_limits > 0)
         place.close()
         print(f"unbroken: {unbroken.seconds:.0f} s, {unbroken.written / 2**20:.1f} MiB written, "
               f"{unbroken.memory / 2**30:.1f} GiB of memory, {len(unbroken.rows)} rows", flush=True)
         while kinds and time.monotonic() - begun < arguments.minutes * 60:
-            place = Place(Path(folder) / f"run{len(kinds)}", model)
+            place = Place(Path(folder) / f"run{len(kinds)}", model, clock)
             run_through(kinds, place, draw, unbroken, keep)
             place.close()
     return report(lines)

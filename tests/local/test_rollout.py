@@ -169,6 +169,9 @@ def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(eng
                 logprobs = reference_model(model_dir, weights)(tokens).logits[:, 39:-1].log_softmax(-1)
             np.testing.assert_allclose([answer.logprobs for group in completions for answer in group],
                                        logprobs.gather(-1, tokens[:, 40:, None])[..., 0], atol=1e-5)
+    computed.clear()
+    engine.generate(prompts, 4, seed=1, sampling=sampling, hardware_error=dict(kinds=["reordered"]))
+    assert sum(computed) == 3 * 4 * (40 + 6 - 1), "on other hardware each answer has errors of its own"
     hook.remove()
 
 

@@ -1,7 +1,9 @@
 """Resuming a run that stopped: same config, same data, nothing lost, nothing counted twice."""
 
+import errno
 import hashlib
 import json
+import os
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -284,3 +286,25 @@ def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeyp
     assert "interrupted after step 1, before the first checkpoint" in said
     assert "warning: status.json cannot be written" in said and "warning: the report cannot be written" in said
     assert read_jsonl(run.metrics_file) == [{"step": 1, "reward/mean": 0.5}] and run.status()["step"] == 1
+
+
+def test_a_full_disk_hides_no_other_error(new_run, monkeypatch, capsys):
+    def fail(recipe, directory, metrics, progress):
+        (directory.path / "status.json.tmp").symlink_to("/dev/full")
+        raise ZeroDivisionError("a bug")
+
+    recipe = read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
+    monkeypatch.setattr(train, "trainer_of", lambda _: SimpleNamespace(train=fail))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        train._train(recipe, Found(), "tiny", new_run(**CONFIG), None, None)
+    assert "warning: status.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_before_the_first_step_is_said(new_run, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    recipe = read(compose("grpo_tiny_moe_cpu", []))[0]
+    monkeypatch.setattr(train, "MetricsWriter", full)
+    assert train._train(recipe, Found(), "tiny", run := new_run(**CONFIG), None, None) == 1
+    assert "Make room there" in capsys.readouterr().err and "Make room there" in run.status()["reason"]
