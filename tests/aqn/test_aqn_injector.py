@@ -172,6 +172,13 @@ def test_multipliers_scale_the_noise_of_their_norms():
     assert all(torch.equal(module.weight, clean) for module, clean in zip(model, before))
 
 
+def test_norms_that_are_excluded_stay_as_they_are():
+    model, plain = norms(), norms()
+    report = NoiseInjector(model, always(0.05), "*", exclude="[13]", seed=3).apply(ON)
+    assert report.names == ("0", "2")
+    assert [torch.equal(module.weight, clean.weight) for module, clean in zip(model, plain)] == [False, True] * 2
+
+
 def test_multipliers_of_nothing_are_refused():
     with pytest.raises(ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"):
         NoiseInjector(norms(), always(0.05), "*", multipliers=[("7", 2.0)], seed=0)

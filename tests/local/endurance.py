@@ -93,8 +93,8 @@ def command(model: Path, runs: Path) -> list[str]:
             f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}", "run.resume=auto",
             "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
             "rl_config.n_samples_per_prompt=16", "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01",
-            "actor_config.lr=1e-3", "megatron_training.train_iters=24", "megatron_training.save_interval=3",
-            "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3"]
+            "actor_config.lr=1e-3", "actor_config.lr_decay_style=linear", "megatron_training.train_iters=24",
+            "megatron_training.save_interval=3", "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3"]
 
 
 def drive() -> None:
