@@ -194,3 +194,6 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, ex
     plain, (once, again, other) = engine.generate(sequences, 2, 0, sampling), (
         engine.generate(sequences, 2, seed, sampling, hardware_error=dict(kinds=["gaussian"])) for seed in (0, 0, 1))
     assert once[0] == again[0] != plain[0] and other[0] != once[0]
+    greedy = [engine.generate(sequences, 1, seed, dict(max_tokens=6, temperature=0.0), hardware_error=dict(
+        kinds=["gaussian"]))[0] for seed in (0, 1)]
+    assert greedy[0] != greedy[1], "errors are drawn anew, where nothing else is"
