@@ -208,7 +208,10 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     from vllm.platforms import current_platform
 
     npu = current_platform.device_name == "npu"  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
-    more = {"additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}} if npu else {}
+    if npu:
+        more = {"additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}}
+    else:  # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
+        more = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, sizes[2])}
     llm = start_vllm(*sizes, share_prompts=not npu, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed,
                      **more)
     return lambda prompts, n, temperature, seed: complete(llm, prompts, use_tqdm=True, n=n, seed=seed,
