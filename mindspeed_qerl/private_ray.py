@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +24,9 @@ parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_
 node.Node.start_api_server = lambda *_, **__: None
 # Under `uv run` Ray would start every worker by uv, in a copy of this folder (ray-project/ray issues 56697 and 59639).
 ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-_ours: dict[Path, tuple[IO, list]] = {}  # temporary directory of this process's Ray: its lock, and earlier children
+GUARD = Path(__file__).with_name("private_ray_guard.py")
+# temporary directory of this process's Ray: its lock, its guard, and earlier children
+_ours: dict[Path, tuple[IO, subprocess.Popen, list]] = {}
 
 
 def start(**options: Any) -> Path:
@@ -32,7 +36,8 @@ def start(**options: Any) -> Path:
     cluster, which it asks when it is imported (ray/_private/services.py:resolve_ip_for_localhost,
     ray_constants.py:ENABLE_RAY_CLUSTER).
 
-    Returns its temporary directory, which `stop` removes, or, if this process is killed, the next `start` here.
+    Returns its temporary directory, which `stop` removes; if this process is killed, the guard that is started here
+    does, and if that is killed, too, the next `start`.
     """
     # Its agents outlive a killed process by the last one's seconds, not by 60.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0",
@@ -47,7 +52,10 @@ def start(**options: Any) -> Path:
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
-    _ours[directory] = lock, psutil.Process().children(recursive=True)
+    # in a session of its own: Ctrl-C ends all the others
+    guard = subprocess.Popen([sys.executable, "-I", "-S", GUARD, directory], start_new_session=True,
+                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _ours[directory] = lock, guard, psutil.Process().children(recursive=True)
     with _stderr_into(directory / "start.log"):  # it says there which log level it was given
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
                  _temp_dir=str(directory), **options)
@@ -59,12 +67,14 @@ def stop() -> None:
     children = psutil.Process().children(recursive=True) if _ours else []
     ray.shutdown()
     while _ours:
-        directory, (lock, others) = _ours.popitem()
+        directory, (lock, guard, others) = _ours.popitem()
         _, alive = psutil.wait_procs([child for child in children if child not in others], timeout=10)
         for child in alive:  # one that is stopped does not hear of it
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         shutil.rmtree(directory, ignore_errors=True)
+        guard.kill()
+        guard.wait()
         lock.close()
 
 

@@ -1,6 +1,5 @@
 """A Ray of ours listens where nobody else can reach it, and leaves nothing behind."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,19 +45,47 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
     assert done.stderr == "stderr is back"
 
 
-@pytest.mark.full  # Ray's processes take half a minute to notice
-def test_what_a_killed_process_left_goes_with_the_next_start(started):
+@pytest.fixture
+def child():
+    """(a process that started a Ray and waits, that Ray's temporary directory, the process's descendants)."""
     script = "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"
-    child = subprocess.Popen([sys.executable, "-c", script],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    left = started.parent / child.stdout.readline().strip().rpartition("/")[2]
-    processes = psutil.Process(child.pid).children(recursive=True)
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as process:
+        directory = Path(process.stdout.readline().strip())
+        yield process, directory, psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+
+
+def guard_of(directory: Path, processes: list[psutil.Process]) -> psutil.Process:
+    [guard] = (process for process in processes if process.cmdline()[-2:] == [str(private_ray.GUARD), str(directory)])
+    return guard
+
+
+def test_a_killed_process_leaves_nothing(child):
+    process, directory, others = child
+    guard = guard_of(directory, others)
+    assert any(directory.glob("session_*/logs"))
+    process.kill()
+    assert not psutil.wait_procs([guard], timeout=100)[1]
+    assert not directory.exists()
+    assert not psutil.wait_procs(others, timeout=1)[1], "the guard is the last one"
+
+
+def test_a_process_that_ends_takes_its_guard_along(child):
+    process, directory, others = child
+    process.communicate("\n")
+    assert not psutil.wait_procs(others, timeout=60)[1] and not directory.exists()
+
+
+@pytest.mark.full  # Ray's processes take half a minute to notice
+def test_what_was_left_because_the_guard_was_killed_goes_with_the_next_start(started, child):
+    process, directory, others = child
+    guard_of(directory, others).kill()
     private_ray.stop()
     private_ray.start(num_cpus=1)
-    assert left.exists(), "it is in use"
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    assert not psutil.wait_procs(processes, timeout=60)[1]
+    assert directory.exists(), "it is in use"
+    process.kill()
+    assert not psutil.wait_procs(others, timeout=60)[1] and directory.exists()
     private_ray.stop()
     private_ray.start(num_cpus=1)
-    assert not left.exists()
+    assert not directory.exists()

@@ -109,6 +109,16 @@ def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
     assert not any(key.startswith(("rule/", "maj@")) for key in numbers["once"])
 
 
+def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
+    """vLLM would cut one, which it cannot do with a seed for each answer where the generator is a CPU's."""
+    # of fewer than 32 tokens, which no prompt has from another
+    rows = [json.dumps({"prompt": f"{number} + 1 = ? " * 2, "answer": "1"}) for number in range(100, 400)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="gsm8k", samples=2,
+                      max_tokens=2, dtype="float32", kv_cache_gib=1, max_num_seqs=600)
+    assert evaluate(what, tmp_path / "out", print)["sampled"]["n_problems"] == 300
+
+
 @pytest.fixture
 def run_without_checkpoint(tiny_model, data_dir, tmp_path):
     return RunDirectory.create(tmp_path / "runs", "a_run", config=raw_config(tiny_model, data_dir), command=["cli"],
