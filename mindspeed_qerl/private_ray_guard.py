@@ -1,5 +1,5 @@
-"""`python -I -S private_ray_guard.py DIRECTORY`: removes a Ray's temporary directory when the process that holds it was
-killed and could not. It imports nothing that takes time or memory: one runs beside every run."""
+"""`python -I -S private_ray_guard.py DIRECTORY` removes a Ray's temporary directory when the process that holds it was
+killed. It imports nothing that takes time or memory: one runs beside every run."""
 
 import fcntl
 import os

@@ -1,8 +1,7 @@
 """vLLM samples the answers: weights pushed in place, noise on for rollouts and off for everything else.
 
-vLLM's CPU backend packs linear weights at load time and empties `weight`; a later update would change nothing and say
-nothing. `keep_linear_weights` stops that before the engine is built, and expert weights are unpacked and packed again
-around each sync. What the engine then really holds is read back by `movement`.
+Around each sync the weights are packed anew for vLLM's kernels (packing.py). What the engine then really computes with
+is read back by `movement`.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
+from mindspeed_qerl.local.packing import ExpertPacking, PackedLinear, keep_linear_weights, packed_linears
 from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.lora.proof import join, movement
 from mindspeed_qerl.recipe.types import Quantization
@@ -40,16 +40,6 @@ class Completion:
     truncated: bool
     # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to; arrays are not compared with ==
     routes: np.ndarray | None = field(default=None, compare=False)
-
-
-def keep_linear_weights() -> None:
-    """Make vLLM's CPU linear layers read `layer.weight` at each call. Call before the engine is built."""
-    from vllm.model_executor.layers import utils
-
-    def dispatch(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: int,
@@ -130,28 +120,6 @@ def _outputs(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
         seeds = (seed + i * params.n for i in range(len(prompts)))
         params = [SamplingParams(detokenize=False, seed=one, **sampling) for one in seeds]
     return llm.generate([TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], params, use_tqdm=use_tqdm)
-
-
-class ExpertPacking:
-    """How to undo vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert.
-
-    The permutation is found by packing element numbers, eight bits at a time: bfloat16 holds no more of an integer.
-    """
-
-    def __init__(self, weight: torch.Tensor, isa: str):
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
-
-        index = torch.arange(weight[0].numel())
-        self.source = torch.zeros_like(index)
-        for shift in (0, 8, 16, 24):
-            digit = ((index >> shift) & 255).to(weight.dtype).reshape(1, *weight.shape[1:])
-            self.source += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
-
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """A copy in memory order: row by row."""
-        unpacked = torch.empty_like(packed)
-        unpacked.flatten(1)[:, self.source] = packed.flatten(1)
-        return unpacked
 
 
 class RolloutEngine:
@@ -288,6 +256,9 @@ class RolloutEngine:
                                        self._expert(f"{name}.w2_weight", w2_packing.unpack(module.w2_weight)))
                 undo.callback(delattr, kernel, "apply")  # the class's own is there again
             if hardware_error:
+                for layer in packed_linears(self.model):
+                    layer.cpu_linear, packed = torch.nn.functional.linear, layer.cpu_linear
+                    undo.callback(setattr, layer, "cpu_linear", packed)
                 undo.enter_context(HardwareErrorMode(**hardware_error))
             yield report
 
@@ -316,7 +287,7 @@ class RolloutEngine:
 
     @torch.no_grad()
     def finish_sync(self) -> dict[str, float]:
-        """Pack the expert weights again; returns the relative error that quantisation made of the linear weights, of
+        """Pack the weights again; returns the relative error that quantisation made of the linear weights, of
         all and by layer (empty: nothing is quantised)."""
         if self.quantized:
             self.quantized.put(quantized=True)
@@ -330,6 +301,8 @@ class RolloutEngine:
         self._pack()
 
     def _pack(self) -> None:
+        for layer in packed_linears(self.model):
+            layer.cpu_linear.forget()
         for _, module, *_ in self._experts:
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
@@ -356,11 +329,13 @@ class RolloutEngine:
                             dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[self.tp_rank]
 
     def _kernel_weights(self) -> dict[str, torch.Tensor]:
-        """Every linear weight as vLLM holds it now, unpacked, by vLLM's parameter names."""
+        """Every linear weight as vLLM computes with it now, unpacked, by vLLM's parameter names."""
         from vllm.model_executor.layers.linear import LinearBase
 
-        weights = {f"{name}.weight": module.weight for name, module in self.model.named_modules()
-                   if isinstance(module, LinearBase)}
+        linears = {name: module for name, module in self.model.named_modules() if isinstance(module, LinearBase)}
+        weights = {f"{name}.weight": module.cpu_linear.held(module.weight)
+                   if isinstance(module.cpu_linear, PackedLinear) else module.weight
+                   for name, module in linears.items()}
         for name, module, w13_packing, w2_packing in self._experts:
             weights[f"{name}.w13_weight"] = w13_packing.unpack(module.w13_weight)
             weights[f"{name}.w2_weight"] = w2_packing.unpack(module.w2_weight)

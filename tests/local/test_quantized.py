@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_qerl.algorithm.checks import sync_faults
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.quantization.formats import FORMATS
@@ -51,7 +52,7 @@ def requantize(engine, *settings, **more):
     base = engine.quantized.weights.synced.keys()
     for module in engine.model.modules():
         if hasattr(module, "cpu_linear"):
-            module.cpu_linear = torch.nn.functional.linear
+            module.cpu_linear = PackedLinear()
     checkpoint = Checkpoint(engine.model_dir)
     names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
              for parameter, weight in engine._kernel_weights().items()}
@@ -147,8 +148,11 @@ def test_the_proof_of_a_sync_reads_what_the_kernels_have(engine, model_dir, name
     engine._put(quantized=True)
     assert sync_faults(engine.movement(update)) == []
     with torch.no_grad():
-        held = engine.quantized.adapters or {"": engine.model.model.layers[1].self_attn.o_proj.weight}
+        layer = engine.model.model.layers[1].self_attn.o_proj
+        held = engine.quantized.adapters or {"": layer.weight}
         list(held.values())[-1].view(-1)[:40] += 1e-3
+        if isinstance(layer.cpu_linear, PackedLinear):
+            layer.cpu_linear.forget()
     assert len(sync_faults(engine.movement(update))) == 1
     sync(engine, weights)
 

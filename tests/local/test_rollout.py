@@ -11,6 +11,7 @@ import torch
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.processes import free_port
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.lora.proof import join
@@ -236,6 +237,20 @@ def test_movement_shows_a_single_lost_tensor(engine, model_dir, lost, target):
     assert {t for t, entry in movement.items() if entry["max_error"] > 2 * entry["resolution"]} == {target}
     assert movement[target]["lost"] == pytest.approx(1, rel=1e-3)
     assert all(entry["lost"] < 1e-3 for t, entry in movement.items() if t != target)
+
+
+def test_movement_is_of_what_the_kernels_compute_with(engine, model_dir, monkeypatch):
+    """Packed copies that do not follow their weights are lost tensors."""
+    lora, weights = factors(model_dir, 2)
+    sync(engine, {name: Checkpoint(model_dir).read(name) for name in lora})
+    engine.movement(lora)
+    with monkeypatch.context() as broken:
+        broken.setattr(PackedLinear, "forget", lambda packed: None)
+        sync(engine, weights)
+        movement = engine.movement(lora)
+        assert [movement[target]["lost"] for target in ("linear_qkv", "linear_proj")] == pytest.approx([1, 1])
+    sync(engine, {})
+    assert all(entry["max_error"] <= 2 * entry["resolution"] for entry in engine.movement(lora).values())
 
 
 def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):

@@ -281,7 +281,8 @@ def test_each_token_but_the_last_is_replayed_once_in_every_layer(results, layout
 
 def start(model_dir, **more):
     """vLLM in this process, and a recorder of its routes."""
-    from mindspeed_qerl.local.rollout import keep_linear_weights, route_recorder, start_vllm
+    from mindspeed_qerl.local.packing import keep_linear_weights
+    from mindspeed_qerl.local.rollout import route_recorder, start_vllm
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="2")
     keep_linear_weights()

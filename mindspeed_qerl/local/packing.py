@@ -1,0 +1,69 @@
+"""Weights as vLLM's CPU kernels read them: packed copies, which have to follow when a weight changes.
+
+vLLM packs linear weights when they are loaded and empties `weight`; a later update would change nothing and say
+nothing. `keep_linear_weights` stops that before the engine is built. Expert weights are packed in place.
+"""
+
+from typing import Any
+
+import torch
+
+
+class PackedLinear:
+    """What vLLM's CPU backend calls for a linear layer: oneDNN on a packed copy of its weight, made at the first call
+    after `forget`."""
+
+    def __init__(self) -> None:
+        self.packed: Any = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        from vllm import _custom_ops
+
+        if self.packed is None:
+            self.packed = _custom_ops.create_onednn_mm(weight.t(), 32)  # as vLLM's own dispatch
+        return _custom_ops.onednn_mm(self.packed, x, bias)
+
+    def forget(self) -> None:
+        """The weight is another one now."""
+        self.packed = None
+
+    def held(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight [out, in] that it computes with, `weight` if nothing was missed: the identity's image."""
+        return self(torch.eye(weight.shape[1], dtype=weight.dtype), weight).t()
+
+
+def keep_linear_weights() -> None:
+    """Make vLLM's CPU linear layers a `PackedLinear` each, beside their weight. Call before the engine is built."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer, remove_weight):
+        layer.cpu_linear = PackedLinear()
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def packed_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of vLLM's model that have one."""
+    return [layer for layer in model.modules() if isinstance(getattr(layer, "cpu_linear", None), PackedLinear)]
+
+
+class ExpertPacking:
+    """How to undo vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert.
+
+    The permutation is found by packing element numbers, eight bits at a time: bfloat16 holds no more of an integer.
+    """
+
+    def __init__(self, weight: torch.Tensor, isa: str):
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
+        index = torch.arange(weight[0].numel())
+        self.source = torch.zeros_like(index)
+        for shift in (0, 8, 16, 24):
+            digit = ((index >> shift) & 255).to(weight.dtype).reshape(1, *weight.shape[1:])
+            self.source += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """A copy in memory order: row by row."""
+        unpacked = torch.empty_like(packed)
+        unpacked.flatten(1)[:, self.source] = packed.flatten(1)
+        return unpacked
