@@ -75,10 +75,19 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
     # a layer that is computed again passes a gradient on only to an input that asks for one
     if recompute_layers and first:
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    if last:
+        model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
     check_tensors(checkpoint, shape, [name for mapping in table for name in mapping.hf])
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return model, table, layers, experts
+
+
+def _gradient_in_memory_order(module: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
+    """The gradient of the logits [l, n, vocabulary] comes transposed (gpt_model.py:407), and torch's matmul would copy
+    the whole output weight for each of the l positions instead of making one product."""
+    if output[0].requires_grad:
+        output[0].register_hook(torch.Tensor.contiguous)
 
 
 def _transformer_config(shape: ModelShape, dtype: torch.dtype, layout: Layout, recompute_layers: int) -> Any:

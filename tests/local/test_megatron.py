@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
@@ -72,6 +73,19 @@ def train_step(trainer, shard, squares):
     return metrics
 
 
+class BatchedProducts(TorchDispatchMode):
+    """The shapes that go into torch's bmm, backward passes included."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.bmm.default:
+            self.shapes += [tuple(argument.shape) for argument in args]
+        return operator(*args, **(kwargs or {}))
+
+
 def train_rank(rank, configs, folder):
     """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of its own, family by
     family."""
@@ -95,7 +109,9 @@ def train_rank(rank, configs, folder):
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
             layer.lora_B.data.copy_(mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b)
-        result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
+        with BatchedProducts() as products:
+            result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
+        result["batched_products"] = products.shapes
         whole = {mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
                  for mapping, layer in trainer._owned()}
         result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair
@@ -302,6 +318,12 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
     # they are not the base model
     assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2
+
+
+@pytest.mark.parametrize("layout, family", PARAMETERS)
+def test_the_output_weight_is_not_copied_for_each_position(results, layout, family):
+    """A gradient of the logits that is not in memory order makes torch's matmul a product by position."""
+    assert not [shape for result in results(layout, family) for shape in result["batched_products"]]
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
