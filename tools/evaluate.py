@@ -14,6 +14,7 @@ compare_runs.py --evaluation NAME finds them.
 import argparse
 import os
 import sys
+import warnings
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,11 @@ def main() -> int:
         given["quantization"] = Quantization(format, lora or "merged") if format != "none" else None
     if kinds:
         given["hardware_error"] = {"kinds": kinds, "gaussian_std": 0.05, "block": 64} | sizes
+    # what torch and vLLM say of themselves while they start: no Triton, a deprecated operator, where memory is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_LOGS", "-all")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         evaluation = of_run(run, **given) if run else Evaluation(**given)
         if not Path(evaluation.model).is_dir():

@@ -59,7 +59,7 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start, the same numbers.
     torch.compiler.set_stance("force_eager")
     return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-               enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True,
+               enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False,
                enable_prefix_caching=share_prompts, **({"block_size": 32} if share_prompts else {}), **more)
 
 
