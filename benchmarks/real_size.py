@@ -167,7 +167,7 @@ def main() -> None:
 
 def measured(part, recipe, dtype: str, answers: int, rounds: int, threads: int) -> list[list[str]]:
     """Rows of the table."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.update(OMP_NUM_THREADS=str(threads), VLLM_LOGGING_LEVEL="ERROR")
     torch.set_num_threads(threads)
     rows = []
     for what, seconds, products in part(recipe, dtype, answers, rounds):
