@@ -40,17 +40,18 @@ class Products:
     def __init__(self):
         self.seconds, self.made = 0.0, Counter()
 
-    def timed(self, product, a, b, *arguments):
+    def timed(self, product, a, b):
         """product(...), which multiplies a [..., m, k] and b [..., k, n]."""
         started = time.perf_counter()
         result = product()
         self.seconds += time.perf_counter() - started
         batch = a.shape[:-2].numel() if b.dim() > 2 else 1
-        rows = a.shape[-2] if b.dim() > 2 else a.numel() // a.shape[-1]
+        rows = a.shape[-2] if b.dim() > 2 else a.shape[:-1].numel()  # an expert may have no tokens
         self.made[rows, a.shape[-1], b.shape[-1], a.dtype] += batch
         return result
 
     def linear(self, call, x, weight, bias=None):
+        """`call`, a linear layer, timed."""
         return self.timed(lambda: call(x, weight, bias), x, weight.t())
 
     @property
