@@ -1,5 +1,6 @@
 """A Ray of one run's own on this machine, that no one else can reach, and that leaves nothing behind."""
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -25,6 +26,7 @@ node.Node.start_api_server = lambda *_, **__: None
 # Under `uv run` Ray would start every worker by uv, in a copy of this folder (ray-project/ray issues 56697 and 59639).
 ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 GUARD = Path(__file__).with_name("private_ray_guard.py")
+STOPPED = 60  # seconds that a process may be stopped
 # temporary directory of this process's Ray: its lock, its guard, and earlier children
 _ours: dict[Path, tuple[IO, subprocess.Popen, list]] = {}
 
@@ -37,11 +39,14 @@ def start(**options: Any) -> Path:
     ray_constants.py:ENABLE_RAY_CLUSTER).
 
     Returns its temporary directory, which `stop` removes; if this process is killed, the guard that is started here
-    does, and if that is killed, too, the next `start`.
+    does, and if that is killed, too, the next `start`. The guard kills processes that were stopped STOPPED seconds ago
+    (`stopped`).
     """
-    # Its agents outlive a killed process by the last one's seconds, not by 60.
+    # Its agents outlive a killed process by the last one's seconds, not by 60. The raylet is not given up, without a
+    # word of why, after the fifth time that it did not answer for this long: what is stopped is the guard's to say.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0",
-                      RAY_BACKEND_LOG_LEVEL="fatal", RAY_gcs_rpc_server_reconnect_timeout_s="5")
+                      RAY_BACKEND_LOG_LEVEL="fatal", RAY_gcs_rpc_server_reconnect_timeout_s="5",
+                      RAY_health_check_timeout_ms=str(STOPPED * 1000 // 3))
     ray_constants.ENABLE_RAY_CLUSTER = False
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
@@ -53,13 +58,22 @@ def start(**options: Any) -> Path:
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
     # in a session of its own: Ctrl-C ends all the others
-    guard = subprocess.Popen([sys.executable, "-I", "-S", GUARD, directory], start_new_session=True,
-                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    guard = subprocess.Popen([sys.executable, "-I", "-S", GUARD, directory, str(os.getpid()), str(STOPPED)],
+                             start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     _ours[directory] = lock, guard, psutil.Process().children(recursive=True)
-    with _stderr_into(directory / "start.log"):  # it says there which log level it was given
+    start_log = directory / "start.log"
+    with _stderr_into(start_log):  # it says there which log level it was given
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
                  _temp_dir=str(directory), **options)
+    start_log.unlink()  # the guard's sign that Ray has started
     return directory
+
+
+def stopped() -> dict[int, tuple[str, str]]:
+    """What the guard has killed: pid -> (whose program it ran, what happened to it)."""
+    files = [directory / "stopped" for directory in _ours]
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    return {int(pid): (name, words) for pid, name, words in (line.split("\t") for line in lines)}
 
 
 def stop() -> None:
@@ -76,6 +90,9 @@ def stop() -> None:
         guard.kill()
         guard.wait()
         lock.close()
+
+
+atexit.register(stop)  # a process that ends without it was killed, the guard says
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A Ray of ours listens where nobody else can reach it, and leaves nothing behind."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import psutil
 import pytest
 import ray
 
-from mindspeed_qerl import private_ray
+from mindspeed_qerl import private_ray, private_ray_guard
 
 
 @pytest.fixture
@@ -50,18 +51,18 @@ def child():
     """(a process that started a Ray and waits, that Ray's temporary directory, the process's descendants)."""
     script = "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as process:
+                          stderr=subprocess.PIPE, text=True) as process:
         directory = Path(process.stdout.readline().strip())
         yield process, directory, psutil.Process(process.pid).children(recursive=True)
         process.kill()
 
 
 def guard_of(directory: Path, processes: list[psutil.Process]) -> psutil.Process:
-    [guard] = (process for process in processes if process.cmdline()[-2:] == [str(private_ray.GUARD), str(directory)])
+    [guard] = (process for process in processes if {str(private_ray.GUARD), str(directory)} <= {*process.cmdline()})
     return guard
 
 
-def test_a_killed_process_leaves_nothing(child):
+def test_a_killed_process_leaves_nothing_and_has_last_words(child):
     process, directory, others = child
     guard = guard_of(directory, others)
     assert any(directory.glob("session_*/logs"))
@@ -69,12 +70,50 @@ def test_a_killed_process_leaves_nothing(child):
     assert not psutil.wait_procs([guard], timeout=100)[1]
     assert not directory.exists()
     assert not psutil.wait_procs(others, timeout=1)[1], "the guard is the last one"
+    assert process.stderr.read().startswith(f"error: process {process.pid} was killed (SIGKILL")
 
 
 def test_a_process_that_ends_takes_its_guard_along(child):
     process, directory, others = child
     process.communicate("\n")
     assert not psutil.wait_procs(others, timeout=60)[1] and not directory.exists()
+
+
+@pytest.mark.parametrize("number, words", [
+    ("SIGSTOP", r"Ray's raylet \(pid \d+\) was stopped 1 s ago \(SIGSTOP"),
+    ("SIGKILL", r"process \d+ was killed while Ray started, or a process of Ray was")])
+def test_a_start_whose_raylet_does_not_answer_ends_with_a_reason(number, words):
+    """`ray.init` is in C++ then: it would wait for ever for a raylet that is stopped, deaf to Ctrl-C, and with one
+    that is dead it ends its process without a word."""
+    script = f"""if True:
+        import signal, psutil, ray
+        from mindspeed_qerl import private_ray
+        connect, private_ray.STOPPED = ray._private.worker.connect, 1
+        def meanwhile(*arguments, **options):
+            [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
+            raylet.send_signal(signal.{number})
+            connect(*arguments, **options)
+        ray._private.worker.connect = meanwhile
+        private_ray.start(num_cpus=1)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100,
+                          check=False)
+    assert done.returncode and re.match(rf"error: {words}", done.stderr)
+
+
+def test_a_run_that_is_stopped_as_a_whole_goes_on(child):
+    """Ctrl-Z, and fg: the guard, which is in a session of its own, leaves the others alone."""
+    process, directory, others = child
+    others = [other for other in others if other != guard_of(directory, others)]
+    assert private_ray_guard.stopped_below(process.pid) == {}
+    others[0].suspend()
+    assert set(private_ray_guard.stopped_below(process.pid)) == {others[0].pid}
+    for one in (*others, psutil.Process(process.pid)):
+        one.suspend()
+    assert private_ray_guard.stopped_below(process.pid) == {}
+    for one in (*others, psutil.Process(process.pid)):
+        one.resume()
+    assert process.communicate("\n") == ("", "") and process.returncode == 0
 
 
 @pytest.mark.full  # Ray's processes take half a minute to notice

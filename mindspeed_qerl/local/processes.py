@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,7 +25,8 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 
-LOOK, STOPPED = 5.0, 60  # seconds: how often processes are looked at, how long one may be stopped
+# of a log's line that may say why its process died: "Segmentation fault", "Fatal Python error", "RuntimeError: ..."
+ERROR = re.compile(r"(?i:\b(segmentation fault|fatal|abort(ed)?|terminate called)\b)|Error\b")
 
 
 class WorkerError(EngineError):
@@ -65,6 +67,7 @@ class Worker:
 
     def __init__(self, name: str, module: str, cls: str, log_file: Path, environment: dict[str, str], **arguments):
         self.name, self.log_file = name, log_file
+        self.log_begins = log_file.stat().st_size if log_file.exists() else 0  # bytes of runs that this one resumes
         self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
         self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
@@ -80,7 +83,6 @@ class Processes:
     def __init__(self, ranks: Sequence[Worker], rollouts: Sequence[Worker]):
         self.ranks, self.rollouts, self.started = ranks, rollouts, time.perf_counter()
         self.pids: dict[str, int] = {}
-        self._stopped: dict[int, float] = {}  # when a process was first seen to be
 
     def wait_until_ready(self) -> None:
         """Returns once every object is built."""
@@ -105,15 +107,14 @@ class Processes:
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=LOOK)
-            if not ready:
-                self._check_stopped()
-                continue
-            [done] = ready
+            [done], pending = ray.wait(pending, num_returns=1)
             caller = owner[done]
             try:
                 results[done] = ray.get(done)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                names = {pid: name for name, pid in self.pids.items()}
+                for pid, (name, words) in private_ray.stopped().items():
+                    raise WorkerError(f"{names.get(pid, name)} {words}") from error
                 for worker in (*self.ranks, *self.rollouts):  # the caller may only have waited for another's result
                     if worker.name in self.pids and not _is_running(self.pids[worker.name]):
                         raise self._dead(worker) from error
@@ -130,24 +131,12 @@ class Processes:
                                   f"says: {error}") from error
         return [results[reference] for reference in calls.values()]
 
-    def _check_stopped(self) -> None:
-        """WorkerError for a process that has been stopped for STOPPED seconds, for which the others would wait for
-        ever; it is killed."""
-        now, names = time.monotonic(), {pid: name for name, pid in self.pids.items()}
-        stopped = [child for child in psutil.Process().children(recursive=True)
-                   if _status(child) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)]
-        self._stopped = {child.pid: self._stopped.get(child.pid, now) for child in stopped}
-        for child in stopped:
-            if now - self._stopped[child.pid] >= STOPPED:
-                child.kill()
-                name = names.get(child.pid, "a process of Ray")
-                raise WorkerError(f"{name} (pid {child.pid}) was stopped {STOPPED} s ago (SIGSTOP, or a debugger), "
-                                  "and the run waited. It was killed; resume the run")
-
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
-        lines = worker.log_file.read_text(errors="replace").strip().splitlines() if worker.log_file.exists() else []
-        words = f". Its last words: {lines[-1][:300]}" if lines else ""
+        log = worker.log_file.read_bytes()[worker.log_begins:] if worker.log_file.exists() else b""
+        # not just its last line, which is often a library's warning
+        errors = [line for line in log.decode(errors="replace").splitlines() if ERROR.search(line)]
+        words = f". Its last error: {errors[-1][:300]}" if errors else ""
         return WorkerError(f"{worker.name}{pid} died: killed, or out of memory{words}\nIts log: {worker.log_file}")
 
 
@@ -156,11 +145,6 @@ def _is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _status(process: psutil.Process) -> str | None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status()
 
 
 def memory_in_use(pids: Iterable[int]) -> int:

@@ -42,7 +42,7 @@ import psutil
 
 from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local.checkpoint import read_state
-from mindspeed_qerl.local.processes import LOOK, STOPPED
+from mindspeed_qerl.private_ray import STOPPED
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -323,15 +323,15 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
         kind = kinds[-1] if kinds else None
         process, what = disturb(kind, place, draw, unbroken) if kind else (place.start(), None)
         faults = []
-        if not has_ended(process, unbroken.seconds + STOPPED + LOOK + HANGS):
+        if not has_ended(process, unbroken.seconds + STOPPED + HANGS):
             faults.append(f"hangs in {place.phase_file.read_text()}")
             for left in place.processes():
                 left.kill()
             process.wait()
-        said, code = place.said(), process.returncode
         place.undo()
         faults += place.amiss()
-        if code > 0 and (not said or said.startswith("TRACEBACK")):
+        said, code = place.said(), process.returncode  # a killed one's guard says it after its end
+        if code and (not said or said.startswith("TRACEBACK")):
             faults.append("no reason in words")
         if code and not what:
             faults.append("undisturbed, it failed")

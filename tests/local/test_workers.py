@@ -10,13 +10,12 @@ import pytest
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.local import processes as module
 from mindspeed_qerl.local.processes import Processes, Worker, WorkerError
 
 
 class Named:
     def __init__(self, name):
-        self.name, self.log_file = name, Path(f"{name}.log")
+        self.name, self.log_file, self.log_begins = name, Path(f"{name}.log"), 0
 
 
 @pytest.mark.parametrize("rank_lives, blamed", [(False, "rank 0"), (True, "rollout engine")])
@@ -30,7 +29,7 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     def fail(reference):
         raise ray.exceptions.RayActorError
 
-    monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: (pending[:1], pending[1:]))
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[:1], pending[1:]))
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(WorkerError, match=rf"^{blamed} \(pid \d+\) died"):
         processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
@@ -39,16 +38,15 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
 def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
     processes, fetched = Processes([], []), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
-    monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: (pending[-1:], pending[:-1]))
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[-1:], pending[:-1]))
     monkeypatch.setattr(ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}")
     assert processes.gather(calls) == ["result of a", "result of b", "result of c"]
     assert fetched == ["c", "b", "a"]
 
 
 def test_a_process_that_is_stopped_is_named_and_does_not_stay(monkeypatch, tmp_path):
-    """Rank 1 alone; rank 0 waits, which is no fault. The short times are those of the check, not of this test."""
-    monkeypatch.setattr(module, "LOOK", 0.1)
-    monkeypatch.setattr(module, "STOPPED", 0.5)
+    """Rank 1 alone; rank 0 waits, which is no fault. The short time is the guard's, not this test's."""
+    monkeypatch.setattr(private_ray, "STOPPED", 1)
     started = private_ray.start(num_cpus=2)
     try:
         ranks = [Worker(f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {}) for rank in range(2)]
@@ -57,7 +55,7 @@ def test_a_process_that_is_stopped_is_named_and_does_not_stay(monkeypatch, tmp_p
         assert processes.on_ranks("total") == [0, 0]
         stopped = psutil.Process(processes.pids["rank 1"])
         stopped.suspend()
-        with pytest.raises(WorkerError, match=rf"^rank 1 \(pid {stopped.pid}\) was stopped 0.5 s ago \(SIGSTOP"):
+        with pytest.raises(WorkerError, match=rf"^rank 1 \(pid {stopped.pid}\) was stopped 1 s ago \(SIGSTOP"):
             processes.on_ranks("total")
         stopped.wait(timeout=60)
         other = psutil.Process(processes.pids["rank 0"])
@@ -66,3 +64,15 @@ def test_a_process_that_is_stopped_is_named_and_does_not_stay(monkeypatch, tmp_p
         private_ray.stop()
     other.wait(timeout=60)
     assert not started.exists()
+
+
+def test_a_dead_process_is_quoted_where_its_log_names_an_error(tmp_path):
+    rank = Named("rank 0")
+    rank.log_file = tmp_path / "rank0.log"
+    died = Processes([rank], [])._dead
+    assert str(died(rank)).startswith("rank 0 died: killed, or out of memory\nIts log")
+    error = "Fatal Python error: Segmentation fault\n"
+    rank.log_file.write_text(f"{error}UserWarning: Apex is not installed. Falling back to the default\n  warn(x)\n")
+    assert f"Its last error: {error}" in str(died(rank))
+    rank.log_begins = len(error)  # it is of an earlier attempt
+    assert str(died(rank)).startswith("rank 0 died: killed, or out of memory\nIts log")
