@@ -1,0 +1,147 @@
+"""Do today's default tests see as many faults as those of an earlier commit? A sample of mutants of today's code.
+
+    python tests/mutation_sample.py --before 2977db8 --count 30     # an hour on 2 cores
+
+A mutant is one operator, comparison, number or truth value of mindspeed_qerl/ changed, in a line that both commits
+have. Each is put into a copy of both commits, where the default tests that import its module are run (all of its
+folder's when none does) until one fails. Printed are the mutants that one of the two, or neither, sees: the latter are
+often no faults (another number of decimals, a time-out), or are seen by tests that run the whole program.
+"""
+
+import argparse
+import ast
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SWAPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Add: "-",
+           ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "*", ast.And: "or", ast.Or: "and",
+           ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+UPSTREAM = ("upstream", "emulation")  # folders whose tests need its checkouts
+LONGEST = 600  # seconds of one mutant's tests; a mutant that makes them wait is seen
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str  # below the root
+    line: str
+    mutated: str
+
+    def is_seen(self, root: Path, tests: list[str]) -> bool:
+        """Whether one of `tests` fails with it."""
+        path = root / self.file
+        source = path.read_text()
+        path.write_text(source.replace(self.line, self.mutated, 1))
+        try:
+            return fail(root, tests)
+        finally:
+            path.write_text(source)
+
+    def tests(self, root: Path) -> list[str]:
+        """Files that import its module."""
+        package, module = Path(self.file).with_suffix("").as_posix().replace("/", ".").rsplit(".", 1)
+        package = re.escape(package)
+        names = re.compile(rf"from {package}\.{module} import|from {package} import .*\b{module}\b")
+        files = [file for file in sorted(root.glob("tests/**/test_*.py"))
+                 if file.parent.name not in UPSTREAM and names.search(file.read_text())]
+        folder = root / "tests" / Path(self.file).parent.name
+        return [str(file.relative_to(root)) for file in files or [folder if folder.is_dir() else root / "tests"]]
+
+
+def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
+    """A part of one line's code, and what is put in its place."""
+    def text(part: ast.AST) -> str:
+        return ast.get_source_segment(source, part)
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield node, f"{text(node.left)} {SWAPPED[type(node.ops[0])]} {text(node.comparators[0])}"
+    elif isinstance(node, ast.BinOp) and type(node.op) in SWAPPED:
+        yield node, f"{text(node.left)} {SWAPPED[type(node.op)]} {text(node.right)}"
+    elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+        yield node, f"{text(node.values[0])} {SWAPPED[type(node.op)]} {text(node.values[1])}"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node, text(node.operand)
+    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        yield node, str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
+
+
+def mutants(path: Path, root: Path, others: set[str]) -> Iterator[Mutant]:
+    """Those of a file in lines that it has once, and that are among `others`."""
+    source = path.read_text()
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        for part, replacement in changes(node, source):
+            line = lines[part.lineno - 1]
+            if part.lineno == part.end_lineno and lines.count(line) == 1 and line in others and line.isascii():
+                mutated = line[:part.col_offset] + replacement + line[part.end_col_offset:]
+                yield Mutant(str(path.relative_to(root)), f"{line}\n", f"{mutated}\n")
+
+
+def copy_of(commit: str, folder: Path) -> Path:
+    """A commit's files, with this checkout's environment and models."""
+    folder.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
+    for name in (".venv", "models", "data"):
+        if (ROOT / name).exists() and not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def fail(root: Path, tests: list[str]) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=root, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}, check=False,
+                              capture_output=True, timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True, metavar="COMMIT")
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
+        copies = {name: copy_of(commit, Path(temporary) / name)
+                  for name, commit in (("before", arguments.before), ("now", "HEAD"))}
+        found = []
+        for path in sorted(copies["now"].glob("mindspeed_qerl/**/*.py")):
+            old = copies["before"] / path.relative_to(copies["now"])
+            if old.exists() and path.parent.name not in UPSTREAM:
+                found += mutants(path, copies["now"], set(old.read_text().splitlines()))
+        sample = random.Random(arguments.seed).sample(sorted(found, key=repr), arguments.count)
+        print(f"{len(sample)} of {len(found):,} mutants", flush=True)
+
+        def seen(name: str) -> list[bool | None]:
+            """Of each mutant; None: its tests fail without it."""
+            root, results, whole = copies[name], [], {}
+            for number, mutant in enumerate(sample, 1):
+                tests = mutant.tests(root)
+                if whole.setdefault(tuple(tests), None) is None:
+                    whole[tuple(tests)] = not fail(root, tests)
+                results.append(mutant.is_seen(root, tests) if whole[tuple(tests)] else None)
+                print(f"{name} {number}: {results[-1]} {mutant.file}: {mutant.mutated.strip()}", flush=True)
+            return results
+
+        with ThreadPoolExecutor() as pool:
+            before, now = pool.map(seen, copies)
+    print("\n(seen before, seen now):", dict(Counter(zip(before, now))))
+    for mutant, *both in zip(sample, before, now):
+        if both != [True, True]:
+            print(f"before {both[0]}, now {both[1]}: {mutant.file}")
+            print(f"  - {mutant.line.strip()}\n  + {mutant.mutated.strip()}")
+
+
+if __name__ == "__main__":
+    main()
