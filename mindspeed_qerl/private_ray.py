@@ -51,9 +51,7 @@ def start(**options: Any) -> Path:
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > 20:  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
         parent = Path("/tmp")
-    for left in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), hold(left):  # held by a living process, or another user's
-            shutil.rmtree(left, ignore_errors=True)
+    remove_left(parent)
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # it gets its name when it is locked
     lock, directory = hold(making), parent / making.name.removeprefix(".")
     making.rename(directory)
@@ -62,11 +60,29 @@ def start(**options: Any) -> Path:
                              start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     _ours[directory] = lock, guard, psutil.Process().children(recursive=True)
     start_log = directory / "start.log"
-    with _stderr_into(start_log):  # it says there which log level it was given
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-                 _temp_dir=str(directory), **options)
+    try:
+        with _stderr_into(start_log):  # it says there which log level it was given
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+                     _temp_dir=str(directory), **options)
+    except SystemExit as error:  # Ray's own handler of SIGTERM
+        raise KeyboardInterrupt from error
+    directory.chmod(0o700)  # Ray opens it to everybody
     start_log.unlink()  # the guard's sign that Ray has started
     return directory
+
+
+def remove_left(parent: Path) -> None:
+    """Temporary directories in `parent` that this user's killed processes left there."""
+    for left in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # held by a living process, or gone
+            if left.lstat().st_uid == os.getuid():  # in another user's even `lock` could be a trap
+                with hold(left):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def is_whole() -> bool:
+    """Whether Ray's own processes are all alive, if `start` started some."""
+    return not _ours or ray._private.services.remaining_processes_alive()
 
 
 def stopped() -> dict[int, tuple[str, str]]:
@@ -80,8 +96,7 @@ def stop() -> None:
     """End this process's Ray, if there is one; returns when its processes and its temporary directory are gone."""
     children = psutil.Process().children(recursive=True) if _ours else []
     ray.shutdown()
-    while _ours:
-        directory, (lock, guard, others) = _ours.popitem()
+    for directory, (lock, guard, others) in list(_ours.items()):
         _, alive = psutil.wait_procs([child for child in children if child not in others], timeout=10)
         for child in alive:  # one that is stopped does not hear of it
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -90,6 +105,7 @@ def stop() -> None:
         guard.kill()
         guard.wait()
         lock.close()
+        del _ours[directory]  # not before: a second Ctrl-C may come in between
 
 
 atexit.register(stop)  # a process that ends without it was killed, the guard says

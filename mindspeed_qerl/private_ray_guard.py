@@ -2,8 +2,8 @@
 its Ray's temporary files.
 
 A process below PID that was stopped SECONDS ago, for which the others would wait for ever, is killed and named in
-DIRECTORY/stopped. When PID is gone and DIRECTORY is not, PID was killed: its last words are said here, and DIRECTORY
-is removed. A program of its own, since no thread of PID runs while Ray's C++ part starts, and small: one runs beside
+DIRECTORY/stopped. When PID is gone and has not ended this one, its last words are said here, and DIRECTORY is
+removed. A program of its own, since no thread of PID runs while Ray's C++ part starts, and small: one runs beside
 every run.
 """
 
@@ -14,10 +14,12 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 STAT = re.compile(r"(\d+) \((.*)\) (\S) (\d+) ", re.DOTALL)  # proc(5): pid, name, state, the parent's pid
+FRESH = 120  # seconds within which the end of a process may be that of the run
 
 
 def stopped_below(run: int) -> dict[int, str]:
@@ -62,40 +64,47 @@ def is_named(directory: Path) -> bool:
     return False
 
 
-def watch(directory: Path, run: int, seconds: float) -> None:
-    """Kills what is stopped, until `run` has ended."""
+def watch(directory: Path, run: int, seconds: float) -> str:
+    """Kills what is stopped, until `run` has ended. What to say of a process whose end may have been `run`'s, too."""
     since: dict[int, float] = {}
+    killed, words = -FRESH, ""
     with open(directory / "lock") as lock:
         while not has_ended(lock):
             time.sleep(seconds / 30)
             now, stopped = time.monotonic(), stopped_below(run)
             since = {pid: since.get(pid, now) for pid in stopped}
-            for pid, name in stopped.items():
+            for pid in stopped:
                 if now - since[pid] >= seconds:
+                    killed = now
                     words = (f"(pid {pid}) was stopped {seconds:.0f} s ago (SIGSTOP, or a debugger), and the run "
                              "waited. It was killed; resume the run")
-                    with open(directory / "stopped", "a") as file:
-                        file.write(f"{pid}\tRay's {name}\t{words}\n")
-                    os.kill(pid, signal.SIGKILL)
+                    with suppress(OSError), open(directory / "stopped", "a") as file:
+                        file.write(f"{pid}\tRay's {stopped[pid]}\t{words}\n")
+                    kill(pid)
+                    words = f"Ray's {stopped[pid]} {words}"
+    for pid in since:  # nobody else would
+        kill(pid)
+    return words if time.monotonic() - killed < FRESH else ""
+
+
+def kill(pid: int) -> None:
+    with suppress(OSError):  # it ended, or is another user's
+        os.kill(pid, signal.SIGKILL)
 
 
 def last_words(directory: Path, run: int) -> str:
-    """Why `run` ended, as far as can be known."""
-    if (directory / "stopped").exists():
-        return (directory / "stopped").read_text().splitlines()[-1].partition("\t")[2].replace("\t", " ")
+    """Of a run that has none of its own."""
     if (directory / "start.log").exists():
         return f"process {run} was killed while Ray started, or a process of Ray was, and it could not go on"
-    return f"process {run} was killed (SIGKILL: by a person, by a scheduler, or because no memory was left)"
+    return (f"process {run} ended without a word: it was killed (SIGKILL, no memory left, a closed terminal) or "
+            "crashed, or Ray's gcs_server did. Resume the run")
 
 
 if __name__ == "__main__":
     directory, run, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    watch(directory, run, seconds)
-    if directory.exists():
-        try:
-            print(f"error: {last_words(directory, run)}", file=sys.stderr, flush=True)
-        except OSError:  # the terminal was closed
-            pass
+    said = watch(directory, run, seconds) or last_words(directory, run)
+    with suppress(OSError):  # the terminal was closed
+        print(f"error: {said}", file=sys.stderr, flush=True)
     until = time.monotonic() + 120  # the next start removes what cannot be removed now
     while directory.exists() and time.monotonic() < until:
         time.sleep(0.1)

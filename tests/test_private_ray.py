@@ -1,6 +1,8 @@
 """A Ray of ours listens where nobody else can reach it, and leaves nothing behind."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import ray
 
 from mindspeed_qerl import private_ray, private_ray_guard
+from mindspeed_qerl.files import hold
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ def test_a_killed_process_leaves_nothing_and_has_last_words(child):
     assert not psutil.wait_procs([guard], timeout=100)[1]
     assert not directory.exists()
     assert not psutil.wait_procs(others, timeout=1)[1], "the guard is the last one"
-    assert process.stderr.read().startswith(f"error: process {process.pid} was killed (SIGKILL")
+    assert process.stderr.read().startswith(f"error: process {process.pid} ended without a word: it was killed")
 
 
 def test_a_process_that_ends_takes_its_guard_along(child):
@@ -114,6 +117,38 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on(child):
     for one in (*others, psutil.Process(process.pid)):
         one.resume()
     assert process.communicate("\n") == ("", "") and process.returncode == 0
+
+
+def test_what_killed_processes_left_is_removed_where_it_is_this_users(monkeypatch, tmp_path):
+    for name in ("qerl_ray_left", "qerl_ray_held", "another"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text("theirs")
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    private_ray.remove_left(tmp_path)
+    assert {path.read_text() for path in tmp_path.glob("*/lock")} == {"theirs"}
+    assert len([*tmp_path.iterdir()]) == 3, "another user's are not even opened"
+    monkeypatch.undo()
+    with hold(tmp_path / "qerl_ray_held"):
+        private_ray.remove_left(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"qerl_ray_held", "another"}
+
+
+def test_a_second_interrupt_while_it_stops_leaves_nothing(monkeypatch, capfd):
+    directory = private_ray.start(num_cpus=1)
+    assert directory.stat().st_mode & 0o077 == 0, "nobody else looks into it"
+    guard = guard_of(directory, psutil.Process().children())
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        private_ray.stop()
+    assert directory.exists()
+    monkeypatch.undo()
+    private_ray.stop()
+    assert not directory.exists() and not guard.is_running() and "error" not in capfd.readouterr().err
 
 
 @pytest.mark.full  # Ray's processes take half a minute to notice

@@ -95,9 +95,7 @@ def check_upstream() -> list[str]:
 
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
     """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
-    # Ray's agents outlive a killed driver by the second, not by 60 s.
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="5",
-                      RAY_BACKEND_LOG_LEVEL="fatal")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     runtime_env = {"env_vars": environment}
     if recipe.emulate_npu:
         private_ray.start(runtime_env=runtime_env, num_cpus=needed_cpus(recipe),
@@ -164,7 +162,8 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        why = imports.of_a_worker(str(error)) or error
+        stopped = [" ".join(words) for words in private_ray.stopped().values()]
+        why = stopped[-1] if stopped else imports.of_a_worker(str(error)) or error
         raise EngineError(f"a worker failed: {why}\nEach process's output is in {run.path / 'logs'}") from error
 
 

@@ -108,28 +108,37 @@ class Processes:
         pending, results = list(owner), {}
         while pending:
             [done], pending = ray.wait(pending, num_returns=1)
-            caller = owner[done]
             try:
                 results[done] = ray.get(done)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                names = {pid: name for name, pid in self.pids.items()}
-                for pid, (name, words) in private_ray.stopped().items():
-                    raise WorkerError(f"{names.get(pid, name)} {words}") from error
-                for worker in (*self.ranks, *self.rollouts):  # the caller may only have waited for another's result
-                    if worker.name in self.pids and not _is_running(self.pids[worker.name]):
-                        raise self._dead(worker) from error
-                if isinstance(error, ray.exceptions.RayActorError):
-                    raise self._dead(caller) from error
-                raise WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}") from error
+                raise self._failure(owner[done], error) from error
             except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
-                raise WorkerError(f"there is no room for what {caller.name} exchanges with the others: make room in "
-                                  f"/dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}"
+                raise WorkerError(f"there is no room for what {owner[done].name} exchanges with the others: make room "
+                                  f"in /dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}"
                                   ) from error
             except ray.exceptions.OutOfMemoryError as error:
-                raise WorkerError(f"this machine's memory is full, and Ray stopped {caller.name}. Ask for fewer "
+                raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done].name}. Ask for fewer "
                                   "ranks, a smaller actor_config.micro_batch_size, or recompute_granularity=full. Ray "
                                   f"says: {error}") from error
         return [results[reference] for reference in calls.values()]
+
+    def _failure(self, caller: Worker, error: Exception) -> WorkerError:
+        """What to say of a call that failed: `caller` may only have waited for another, which died."""
+        stopped = private_ray.stopped()
+        for name, pid in self.pids.items():
+            if pid in stopped:
+                return WorkerError(f"{name} {stopped[pid][1]}")
+        dead = [worker for worker in (*self.ranks, *self.rollouts)
+                if worker.name in self.pids and not _is_running(self.pids[worker.name])]
+        last = " ".join([*stopped.values()][-1]) if stopped else None
+        if not private_ray.is_whole():  # it takes all workers along
+            return WorkerError(last or "one of Ray's own processes (raylet, gcs_server, an agent) died: killed, or "
+                                       "out of memory")
+        if dead:
+            return self._dead(dead[0])
+        if isinstance(error, ray.exceptions.RayActorError):  # while it was built: its pid is not known yet
+            return WorkerError(last) if last else self._dead(caller)
+        return WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}")
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""

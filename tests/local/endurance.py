@@ -328,8 +328,8 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
             for left in place.processes():
                 left.kill()
             process.wait()
-        place.undo()
         faults += place.amiss()
+        place.undo()
         said, code = place.said(), process.returncode  # a killed one's guard says it after its end
         if code and (not said or said.startswith("TRACEBACK")):
             faults.append("no reason in words")

@@ -66,6 +66,20 @@ def test_a_process_that_is_stopped_is_named_and_does_not_stay(monkeypatch, tmp_p
     assert not started.exists()
 
 
+def test_a_dead_process_of_ray_is_not_taken_for_a_rank(tmp_path):
+    """Its workers go with it, and none of them is at fault."""
+    private_ray.start(num_cpus=1)
+    try:
+        processes = Processes([Worker("rank 0", "threading", "Event", tmp_path / "0.log", {})], [])
+        processes.wait_until_ready()
+        [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
+        raylet.kill()
+        with pytest.raises(WorkerError, match="^one of Ray's own processes"):
+            processes.on_ranks("wait")
+    finally:
+        private_ray.stop()
+
+
 def test_a_dead_process_is_quoted_where_its_log_names_an_error(tmp_path):
     rank = Named("rank 0")
     rank.log_file = tmp_path / "rank0.log"
