@@ -265,7 +265,7 @@ def plan(data: Data, most: int) -> int:
     needed = [seeds_planned(estimate(data.differences(*each)), alpha, EFFECT) for each in data.study.comparisons]
     for (cell, baseline, measure), count in zip(data.study.comparisons, needed):
         words = f"{count} seeds" if count else "more questions"
-        print(f"to see {EFFECT:.0%} in {measure} of {cell} against {baseline} with a power of 80 %: {words}",
+        print(f"to see {100 * EFFECT:.0f} points in {measure} of {cell} against {baseline} with a power of 80 %: {words}",
               flush=True)
     return min(most, max(count or most for count in needed))
 
@@ -291,7 +291,7 @@ def tables(data: Data) -> str:
         word, count = said or ("not finished", len(values))
         found = estimate(values[:count])
         seen = f"{effect_shown(found, count, limit_at[count]):.3f}" if said else ""
-        word = f"smaller than {EFFECT:.0%}" if word == "smaller" else word
+        word = f"smaller than {100 * EFFECT:.0f} points" if word == "smaller" else word
         rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{word}**"])
     text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
                                 "verdict"], rows)]
@@ -320,7 +320,7 @@ def draw(data: Data, image: Path) -> None:
                           capsize=4, color=color)
             axis.plot(values.mean(1), [at + 0.2] * len(values), ".", color=color, alpha=0.4)
         axis.set(title=data.study.question,
-                 xlabel=f"difference (small dots: seeds; bars: 95 %; grey: less than {EFFECT:.0%})")
+                 xlabel=f"difference (small dots: seeds; bars: 95 %; grey: less than {100 * EFFECT:.0f} points)")
         axis.set_yticks(range(len(data.study.comparisons)),
                         [f"{cell} - {baseline}\n{measure}" for cell, baseline, measure in data.study.comparisons],
                         fontsize=8)
