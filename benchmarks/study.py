@@ -265,8 +265,8 @@ def plan(data: Data, most: int) -> int:
     needed = [seeds_planned(estimate(data.differences(*each)), alpha, EFFECT) for each in data.study.comparisons]
     for (cell, baseline, measure), count in zip(data.study.comparisons, needed):
         words = f"{count} seeds" if count else "more questions"
-        print(f"to see {100 * EFFECT:.0f} points in {measure} of {cell} against {baseline} with a power of 80 %: {words}",
-              flush=True)
+        print(f"to see {100 * EFFECT:.0f} points in {measure} of {cell} against {baseline} with a power of 80 %: "
+              f"{words}", flush=True)
     return min(most, max(count or most for count in needed))
 
 
