@@ -160,6 +160,7 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
     """Also with other ports, and as long as anything that the first one started lives; a joined Ray is not another."""
     script = f"""
         export HANGS=train_grpo RUN={tmp_path}/run; mkdir $RUN
+        : > {tmp_path}/first
         bash {SEVEN} > {tmp_path}/first 2>&1 & first=$!
         tail --pid $first -f {tmp_path}/first | grep -q -m 1 'it hangs'
         unset HANGS
