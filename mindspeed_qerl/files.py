@@ -3,12 +3,14 @@ Standard library only."""
 
 import fcntl
 import glob
+import hashlib
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 POSITION = "data.json"  # of the NPU engine's run, beside a checkpoint's ranks
 TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
@@ -17,8 +19,36 @@ TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing
 def write_whole(file: Path, text: str) -> None:
     """Write a file that readers, and a kill at any moment, find either as it was or complete."""
     aside = file.with_name(file.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
+    with open(aside, "w", encoding="utf-8") as content:
+        content.write(text)
+        content.flush()
+        os.fsync(content.fileno())  # else a machine that loses power may keep the name, and no bytes
     os.replace(aside, file)
+
+
+def sha256(file: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Bytes and SHA-256 of each of `files`, by its path below `folder`."""
+    return {str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            for file in sorted(files)}
+
+
+def fault_of_files(folder: Path, described: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The first of the files that `describe_files` described that is not what it was, in words; None: all are."""
+    for name, was in described.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != was["bytes"]:
+            return f"{name} has {file.stat().st_size:,} bytes and had {was['bytes']:,}"
+        if sha256(file) != was["sha256"]:
+            return f"the content of {name} has changed since it was written (SHA-256)"
+    return None
 
 
 @contextmanager
@@ -32,7 +62,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise FileExistsError(f"{path} exists already: choose another output directory, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.making-*"):
-        if not Path("/proc", left.name.rpartition("-")[2]).exists():  # its process was killed
+        maker = left.name.rpartition("-")[2]
+        if maker == str(os.getpid()) or not Path("/proc", maker).exists():  # killed; in a new container by this number
             shutil.rmtree(left, ignore_errors=True)
     making = path.with_name(f".{path.name}.making-{os.getpid()}")
     making.mkdir()
@@ -56,10 +87,23 @@ def hold(directory: Path) -> IO:
 
 
 def checkpoint_iterations(checkpoints: Path) -> list[int]:
-    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; a folder that is still being
-    written has another name."""
+    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; one that the local engine still
+    writes has another name."""
     numbers = [folder.name.removeprefix("iter_") for folder in checkpoints.glob("iter_*")]
     return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def whole_checkpoints(checkpoints: Path) -> list[int]:
+    """The same without what the NPU engine had not finished when it was killed: Megatron writes in place, and then
+    the number into its tracker."""
+    try:
+        last = float((checkpoints / TRACKER).read_text())
+    except FileNotFoundError:
+        last = -math.inf
+    except ValueError:  # killed while that was written
+        last = math.inf
+    return [number for number in checkpoint_iterations(checkpoints)
+            if number <= last or not (checkpoints / f"iter_{number:07d}" / POSITION).exists()]
 
 
 def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) -> str:

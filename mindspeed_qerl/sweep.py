@@ -15,8 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe.reader import read
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -36,7 +38,7 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
     if recipe.rehearsal.enabled:
         raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
     parent, what = Path(recipe.run.root) / (recipe.run.name or name), " ".join(overrides)
-    if done := RunDirectory.finished(parent, config=raw):
+    if done := _finished(parent, raw, recipe):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
         return what, "finished before", done
     print(f"sweep: {what}", flush=True)
@@ -50,7 +52,7 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
         raise
     if code == 130:
         raise KeyboardInterrupt
-    return what, "failed" if code else "finished", RunDirectory.finished(parent, config=raw)
+    return what, "failed" if code else "finished", _finished(parent, raw, recipe)
 
 
 def report(outcomes: Sequence[Outcome]) -> int:
@@ -66,6 +68,14 @@ def report(outcomes: Sequence[Outcome]) -> int:
         print(f"error: {failed} of {len(outcomes)} runs failed; started again with the same command, the sweep "
               "tries them again", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _finished(parent: Path, raw: dict[str, Any], recipe: Recipe) -> RunDirectory | None:
+    """The newest run of this config, with the data and the model that are there now, that finished."""
+    try:
+        return RunDirectory.finished(parent, config=raw, data_files=engine_of(recipe).data_files(recipe))
+    except FileNotFoundError:  # the run itself says what is missing
+        return None
 
 
 def _end_with_parent() -> None:

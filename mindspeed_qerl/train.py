@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_qerl.engines import Engine, checked, engine_of, trainer_of
 from mindspeed_qerl.errors import ConfigError, EngineError
-from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.files import whole_checkpoints
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config
@@ -62,12 +62,13 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
 def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine,
                label: str) -> tuple[RunDirectory, int | None]:
     """The run's directory, and the step that it resumes after (None: a new run); ValueError or OSError if refused."""
-    section, what = recipe.run, dict(config=raw, command=sys.argv, data_files=engine.data_files(recipe))
+    section, what = recipe.run, dict(config=raw, command=sys.argv, data_files=engine.data_files(recipe),
+                                     versions=engine.versions())
     if section.resume:
+        run = RunDirectory.take(section.resume)
         after = trainer_of(recipe).last_checkpoint(recipe)
-        return RunDirectory.reopen(section.resume, may_change=engine.MAY_CHANGE, **what), after
-    return RunDirectory.create(section.root, section.name or name, seed=section.seed, label=label,
-                               versions=engine.versions(), **what), None
+        return run.resume(may_change=engine.MAY_CHANGE, **what), after
+    return RunDirectory.create(section.root, section.name or name, seed=section.seed, label=label, **what), None
 
 
 def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, after: int | None,
@@ -81,6 +82,9 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
     if metrics.missing_steps:
         warnings.insert(0, f"metrics.jsonl has lost the rows of steps {', '.join(map(str, metrics.missing_steps))}; "
                         "the training is whole, tables and pictures lack these steps")
+    if other := directory.other_versions:
+        warnings.append(f"the run was started with other versions: {'; '.join(other[:5])}"
+                        f"{f'; {len(other) - 5} more' if len(other) > 5 else ''} (versions.before.json)")
     if found.unused and not rehearsed:  # a rehearsal's report names them
         warnings.append(f"the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says why)")
     started = time.perf_counter()
@@ -125,7 +129,7 @@ def _find_run_to_resume(raw: dict[str, Any], recipe: Recipe, name: str, may_chan
 def how_to_resume(directory: RunDirectory) -> str:
     """What an interrupted run says: the step that it reached, the command that resumes it, and the step that it
     resumes after."""
-    step, checkpoints = directory.status()["step"], checkpoint_iterations(directory.checkpoints_dir)
+    step, checkpoints = directory.status()["step"], whole_checkpoints(directory.checkpoints_dir)
     if not checkpoints:
         return (f"interrupted after step {step}, before the first checkpoint (megatron_training.save_interval): the "
                 "same command starts anew")
@@ -139,8 +143,9 @@ def _report(directory: RunDirectory) -> None:
 
     try:
         write_report(directory)
-    except OSError as error:
-        print(f"\nwarning: the report cannot be written: {error}. Make room, then\n"
+    except (OSError, ValueError) as error:  # a damaged row of metrics.jsonl, which the message names
+        room = ". Make room, then" if _is_full(error) else ". Then"
+        print(f"\nwarning: the report cannot be written: {error}{room}\n"
               f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}", file=sys.stderr)
 
 

@@ -19,15 +19,19 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from mindspeed_qerl import train
+from mindspeed_qerl.local import settings
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
+
+data = {{"train": {folder!r} + "/rows"}}
+settings.data_files = lambda recipe: data
 
 def run(raw, name, overrides=()):
     seed, root = raw["megatron_training"]["seed"], Path(raw["run"]["root"])
     stopped = RunDirectory.unfinished(root / name, config=raw)
-    made = RunDirectory.reopen(
-        stopped.path, config=raw, command=sys.argv, data_files={{}}) if stopped else RunDirectory.create(
-        root, name, config=raw, command=sys.argv, seed=seed, data_files={{}})
+    made = RunDirectory.take(stopped.path).resume(
+        config=raw, command=sys.argv, data_files=data) if stopped else RunDirectory.create(
+        root, name, config=raw, command=sys.argv, seed=seed, data_files=data)
     (made.checkpoints_dir / "iter_0000001").mkdir(parents=True, exist_ok=True)
     with open({folder!r} + "/calls", "a") as calls:
         print(seed, raw["aqn"]["enabled"], "again" if stopped else "new", raw["run"]["resume"], file=calls)
@@ -53,6 +57,7 @@ exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main_
 def sweep(tmp_path):
     """A function that starts a sweep over two settings of AQN and two seeds; its runs take as long as a file called
     hangs<seed> is there."""
+    (tmp_path / "rows").write_text("first")
     stub = tmp_path / "stub.py"
     stub.write_text(STUB.format(root=str(ROOT), folder=str(tmp_path), cli=str(ROOT / "cli/train_grpo.py")))
     command = [sys.executable, stub, "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl", "seed=1,2",
@@ -84,9 +89,11 @@ def test_every_combination_is_run_once_and_not_again(sweep, tmp_path):
     again = sweep()
     out, _ = again.communicate()
     assert again.returncode == 0 and out.count("finished before, in") == 4 and len(calls(tmp_path)) == 4
-    more = sweep("actor_config.lr=1e-5")  # another experiment
-    more.communicate()
-    assert len(calls(tmp_path)) == 8 and states(tmp_path) == ["finished"] * 8
+    (tmp_path / "rows").write_text("others")  # another experiment
+    sweep().communicate()
+    assert len(calls(tmp_path)) == 8
+    sweep("actor_config.lr=1e-5").communicate()  # and another
+    assert len(calls(tmp_path)) == 12 and states(tmp_path) == ["finished"] * 12
 
 
 def test_a_failed_run_is_reported_and_not_in_the_way(sweep, tmp_path):
@@ -140,4 +147,4 @@ def test_rehearsals_are_no_sweep(sweep, tmp_path):
 
 
 def test_a_single_run_is_no_sweep():
-    assert RunDirectory.finished(ROOT / "nowhere", config={}) is None
+    assert RunDirectory.finished(ROOT / "nowhere", config={}, data_files={}) is None

@@ -27,7 +27,7 @@ from mindspeed_qerl.ascend.contract import PINS, check, installed, require
 from mindspeed_qerl.ascend.settings import epoch_steps, needed_cpus, upstream_sections, worker_environment
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.families import end_tokens, family_of, read_shape
-from mindspeed_qerl.files import POSITION, TRACKER, write_whole
+from mindspeed_qerl.files import POSITION, TRACKER, checkpoint_iterations, describe_files, fault_of_files, write_whole
 from mindspeed_qerl.lora.proof import Movement, in_words
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -191,19 +191,32 @@ def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
 
 def last_checkpoint(recipe: Recipe) -> int:
     """The step that the run in `recipe.run.resume` can resume after; ValueError if it saved none, or the last one is
-    another run's."""
+    another run's, or not what was saved."""
     run = RunDirectory.open(recipe.run.resume)
+    there, tracker = checkpoint_iterations(run.checkpoints_dir), run.checkpoints_dir / TRACKER
     try:
-        step = int((run.checkpoints_dir / TRACKER).read_text())
-    except (OSError, ValueError) as error:
+        step = int(tracker.read_text())
+    except OSError as error:
         raise ValueError(f"{recipe.run.resume} has no checkpoint to resume from ({error}). One is saved every "
                          "megatron_training.save_interval steps. Start a new run without run.resume") from error
-    run.check_owner(run.checkpoints_dir / f"iter_{step:07d}", position_of(run, step).get("run"))
+    except ValueError as error:
+        raise ValueError(f"{tracker} names no checkpoint ({error}): the run was killed while it was written. Write "
+                         f"the number of the last one into it; there are: {', '.join(map(str, there))}") from error
+    checkpoint, position = run.checkpoints_dir / f"iter_{step:07d}", position_of(run, step)
+    run.check_owner(checkpoint, position.get("run"))
+    fault = fault_of_files(checkpoint, position.get("files", {}))
+    if run.id and not position:
+        fault = f"{POSITION}, which has the position in the data, is missing"
+    if fault:
+        before = [number for number in there if number < step]
+        way_out = (f"write {before[-1]} into {tracker} to resume from that one" if before
+                   else "there is no other checkpoint: start a new run")
+        raise ValueError(f"the checkpoint {checkpoint} is damaged: {fault}. Bring the file back, or {way_out}")
     return step
 
 
 def position_of(run: RunDirectory, step: int) -> dict[str, Any]:
-    """What `RunObserver.saved` wrote beside a checkpoint; empty where an earlier version saved it."""
+    """What `RunObserver.saving` wrote beside a checkpoint; empty where an earlier version saved it."""
     file = run.checkpoints_dir / f"iter_{step:07d}" / POSITION
     return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -300,11 +313,18 @@ class RunObserver:
                 self.progress.message(f"LoRA reached the rollout engine: {in_words(movement)}")
             self.is_proved = True
 
-    def saved(self, step: int, batches: int) -> None:
-        """Checkpoint `step` is on disk; beside it the batches of prompts that were asked so far."""
+    def saving(self, step: int, batches: int) -> None:
+        """Before checkpoint `step` is written: beside it the batches of prompts that were asked so far, so that
+        whatever Megatron's tracker names has them."""
         folder = self.run.checkpoints_dir / f"iter_{step:07d}"
-        folder.mkdir(parents=True, exist_ok=True)  # the ranks' own may be on other machines
+        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / POSITION, json.dumps({"batches_asked": batches, **self.run.identity()}))
+
+    def saved(self, step: int) -> None:
+        """Checkpoint `step` is on disk; its files are described, those of other machines' disks aside."""
+        folder = self.run.checkpoints_dir / f"iter_{step:07d}"
+        files = describe_files(folder, folder.glob("mp_rank_*/*"))
+        write_whole(folder / POSITION, json.dumps({**position_of(self.run, step), "files": files}))
         self.progress.message(f"Checkpoint of step {step} saved")
 
     def evaluate(self, step: int, generate: Callable) -> None:

@@ -262,8 +262,9 @@ class QeRLTrainer(RayGRPOTrainer):
             self.observer.run.record(memory=self.actor_worker.execute_sync_command("measured"))
 
     def save_checkpoint(self, iteration: int) -> None:
+        self.observer.saving(iteration, self.batches_asked)
         super().save_checkpoint(iteration)
-        self.observer.saved(iteration, self.batches_asked)
+        self.observer.saved(iteration)
 
     def _evaluate(self, step: int) -> None:
         def generate(prompts: list[list[int]], n: int, temperature: float) -> list[list[list[int]]]:

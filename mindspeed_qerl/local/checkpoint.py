@@ -13,7 +13,6 @@ executes nothing, it is safetensors and JSON. There are no random states: each d
 made of the run's seed, its purpose and the step (seeds.py).
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.families.tensors import mappings
-from mindspeed_qerl.files import checkpoint_iterations, new_directory
+from mindspeed_qerl.files import checkpoint_iterations, describe_files, fault_of_files, new_directory
 from mindspeed_qerl.lora import checkpoint as megatron
 from mindspeed_qerl.lora.checkpoint import Adapters
 from mindspeed_qerl.recipe.types import LoRA
@@ -38,14 +37,15 @@ def folder(checkpoints: Path, iteration: int) -> Path:
 
 
 def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], Any], keep: int) -> Path:
-    """Make the checkpoint of `iteration`, then remove all but the last `keep`. After an OSError those that were there
-    still are, and nothing half made. state: JSON values that `read_state` will give back. write: writes the tensor
-    files into a folder."""
+    """Make the checkpoint of `iteration`, then remove all but the last `keep`, and what a killed process left half
+    made or half removed: who saves holds the run's lock. After an OSError those that were there still are, and nothing
+    half made. state: JSON values that `read_state` will give back. write: writes the tensor files into a folder."""
     final = folder(checkpoints, iteration)
+    for left in checkpoints.glob(".iter_*"):
+        shutil.rmtree(left, ignore_errors=True)
     with new_directory(final) as making:
         write(making)
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-                 for file in sorted(making.iterdir())}
+        files = describe_files(making, making.iterdir())
         with open(making / STATE, "w", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, **state, "files": files}, indent=2) + "\n")
             file.flush()
@@ -53,7 +53,8 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
         _force_directory(making)
     _force_directory(checkpoints)
     for old in checkpoint_iterations(checkpoints)[:-keep]:
-        shutil.rmtree(folder(checkpoints, old))
+        removing = folder(checkpoints, old).rename(checkpoints / f".{folder(checkpoints, old).name}.removing")
+        shutil.rmtree(removing, ignore_errors=True)  # what somebody still reads goes with the next
     return final
 
 
@@ -86,18 +87,15 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
     directory = folder(checkpoints, iteration)
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in state["files"].items()}
+        fault = fault_of_files(directory, state["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(_damaged(directory, there, f"its {STATE} cannot be read ({error})")) from error
-    for name, (size, digest) in files.items():
-        file = directory / name
-        if not file.is_file():
-            raise ValueError(_damaged(directory, there, f"{name} is missing"))
-        if file.stat().st_size != size:
-            raise ValueError(_damaged(directory, there, f"{name} has {file.stat().st_size:,} bytes and had {size:,}"))
-        if _sha256(file) != digest:
-            fault = f"the content of {name} has changed since it was written (SHA-256)"
-            raise ValueError(_damaged(directory, there, fault))
+    if state["iteration"] != iteration:
+        fault = f"its {STATE} is of iteration {state['iteration']}"
+    elif strange := {file.name for file in directory.glob("*.safetensors")} - state["files"].keys():
+        fault = f"{', '.join(sorted(strange))} was not written with it"
+    if fault:
+        raise ValueError(_damaged(directory, there, fault))
     return state
 
 
@@ -143,11 +141,6 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
         if f"{layer}.lora_A" in tensors:
             weights |= megatron.parts(mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
     return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"], state.get("base"))
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _force_directory(directory: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import checkpoint_iterations, new_directory
+from mindspeed_qerl.files import new_directory, whole_checkpoints
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -96,7 +96,7 @@ def of_run(path: str, **given: Any) -> Evaluation:
     what is `given`."""
     run = RunDirectory.open(path)
     if "step" not in given:
-        there = checkpoint_iterations(run.checkpoints_dir)
+        there = whole_checkpoints(run.checkpoints_dir)
         if not there:
             raise ConfigError(f"{path} has no checkpoint: give the step 0 for the model before training, or save some "
                               "(megatron_training.save_interval)")

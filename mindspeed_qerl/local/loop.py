@@ -4,6 +4,7 @@ sample (synced weights, noise on) -> score -> select and group advantages -> upd
 -> sync (merged weights to the rollout engine) -> evaluate (noise off)
 """
 
+import errno
 import math
 import os
 import time
@@ -275,10 +276,11 @@ class LocalEngine:
                             self.recipe.local.keep_checkpoints)
         except (OSError, WorkerError) as error:
             there = checkpoint_iterations(folder)
-            before = (f"The last one is of step {there[-1]}: make room and resume with run.resume={self.run.path}"
+            room = "make room and " if os.strerror(errno.ENOSPC) in str(error) else ""
+            before = (f"The last one is of step {there[-1]}: {room}resume with run.resume={self.run.path}"
                       if there else "There is none yet")
             raise WorkerError(
-                f"the checkpoint after step {step} in {folder} cannot be written: {error}\n{before}") from error
+                f"the checkpoint after step {step} in {folder} was not written: {error}\n{before}") from error
 
     def restore(self) -> int:
         """Give every rank its part of the last checkpoint, and the data its position; returns the iteration after

@@ -368,7 +368,9 @@ class TrainRank:
         tensors, state = {}, self.optimizer.state
         for mapping, layer in self._owned():
             for suffix in SUFFIXES:
-                pair = [state[factor][suffix[1:]] if suffix else factor for factor in (layer.lora_A, layer.lora_B)]
+                pair = [layer.lora_A, layer.lora_B]
+                if suffix:  # before the first update there is no state
+                    pair = [state[one][suffix[1:]] if one in state else torch.zeros_like(one) for one in pair]
                 for side, tensor in zip("AB", self._whole_factors(mapping, layer, *pair) or ()):
                     tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
         write_tensors(tensors, folder)

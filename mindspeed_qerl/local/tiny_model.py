@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_qerl.files import new_directory
+from mindspeed_qerl.files import new_directory, sha256
 from mindspeed_qerl.tasks.gsm8k import step_problems, word_problems
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Pair
@@ -99,7 +99,7 @@ def _read_made(output_dir: Path, recipe: Recipe) -> dict:
         raise FileExistsError(f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}")
     for name, expected in files.items():
         path = output_dir / name
-        if not path.is_file() or _sha256(path) != expected:
+        if not path.is_file() or sha256(path) != expected:
             raise FileExistsError(
                 f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. {way_out}")
     return report
@@ -217,7 +217,7 @@ def _make(directory: Path, recipe: Recipe) -> dict:
         "accuracy": accuracy,
         "seconds": {"training": trained - started, "total": time.monotonic() - started},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in files},
+        "files": {path.relative_to(directory).as_posix(): sha256(path) for path in files},
     }
     (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
@@ -229,7 +229,3 @@ def _batch(tokenizer, problems: list, answers: list[str]):
 
     prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
     return padded(prompts, tokenizer([answer + EOS for answer in answers])["input_ids"], tokenizer.pad_token_id)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -14,7 +14,6 @@
         summary.md, plots/                                          written by report.py
 """
 
-import hashlib
 import json
 import re
 import shlex
@@ -32,7 +31,7 @@ from uuid import uuid4
 
 import yaml
 
-from mindspeed_qerl.files import checkpoint_iterations, hold, write_whole
+from mindspeed_qerl.files import hold, sha256, whole_checkpoints, write_whole
 from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.runs.versions import own_versions
 
@@ -41,11 +40,12 @@ ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes n
 
 
 class RunDirectory:
-    """The files of one run. `create` makes a new one, `reopen` resumes one, `open` reads one. The process that writes
-    the run holds its `lock`."""
+    """The files of one run. `create` makes a new one, `take` and `resume` resume one, `open` reads one. The process
+    that writes the run holds its `lock`."""
 
     def __init__(self, path: Path | str, lock: IO | None = None) -> None:
         self.path, self.lock = Path(path), lock
+        self.other_versions: list[str] = []  # a line for each that a resumed run was not started with
         self.config_file = self.path / "config.yaml"
         self.status_file = self.path / "status.json"
         self.facts_file = self.path / "facts.json"
@@ -91,54 +91,73 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(cls, path: Path | str, *, config: dict, command: list[str], data_files: Mapping[str, Path],
-               may_change: Iterable[str] = ()) -> Self:
-        """Resume an existing run: the same data, and the same config but for `run.resume`, the checks that were
-        accepted, and the keys of `may_change`, such as the layout. config.yaml becomes the config that is resumed
-        with, the earlier one is kept as config.before.yaml. The command is added to command.txt.
-
-        Raises FileNotFoundError when `path` is no run directory or a data file is missing, ValueError when the run is
-        finished, its config or data differ, or another process is writing it.
-        """
+    def take(cls, path: Path | str) -> Self:
+        """An existing run, which this process alone may write from now on; nothing is written yet. Raises
+        FileNotFoundError when `path` is no run directory, ValueError when another process is writing it."""
         run = cls.open(path)
         try:
             run.lock = hold(run.path)
         except BlockingIOError as error:
             raise ValueError(f"{path} is being written by another process: stop that one first, or wait for it"
                              ) from error
-        status, before = run.status(), run.config()
+        return run
+
+    def resume(self, *, config: dict, command: list[str], data_files: Mapping[str, Path],
+               may_change: Iterable[str] = (), versions: Mapping[str, Any] = {}) -> Self:
+        """Go on with a run that was taken: the same data, and the same config but for `run.resume`, the checks that
+        were accepted, and the keys of `may_change`, such as the layout. config.yaml and versions.json become those of
+        now, the earlier ones are kept as config.before.yaml and versions.before.json (`other_versions` has the
+        differences). The command is added to command.txt.
+
+        Raises FileNotFoundError when a data file is missing, ValueError when the run is finished, or its config or
+        data differ.
+        """
+        status, before = self.status(), self.config()
         if status["state"] == "finished":
-            raise ValueError(f"{path} is finished after {status['step']} steps: there is nothing to resume")
+            raise ValueError(f"{self.path} is finished after {status['step']} steps: there is nothing to resume")
         changed = _differences(before, config)
         if other := [line for key, line in changed.items() if key not in {*may_change, ACCEPTED}]:
-            raise ValueError(f"{path} was started with another config. A run resumes as it was; to try other values, "
-                             "start a new one.\n" + "\n".join(other))
-        recorded = json.loads((run.path / "data.json").read_text(encoding="utf-8"))
-        if other := _other_data(recorded, describe_data(data_files)):
-            raise ValueError(f"{path} was started with other data, or another model. Put the files back that it was "
-                             "started with, or start a new run.\n" + "\n".join(other))
+            raise ValueError(f"{self.path} was started with another config. A run resumes as it was; to try other "
+                             "values, start a new one.\n" + "\n".join(other))
+        if other := self.other_data(data_files):
+            raise ValueError(f"{self.path} was started with other data, or another model. Put the files back that it "
+                             "was started with, or start a new run.\n" + "\n".join(other))
         if changed:
-            write_whole(run.path / "config.before.yaml", _to_yaml(before))
-            write_whole(run.config_file, _to_yaml(config))
-        with open(run.path / "command.txt", "a", encoding="utf-8") as file:
+            write_whole(self.path / "config.before.yaml", _to_yaml(before))
+            write_whole(self.config_file, _to_yaml(config))
+        started_with = json.loads((self.path / "versions.json").read_text(encoding="utf-8"))
+        resumed_with = {**own_versions(), **versions}
+        self.other_versions = [*_differences(started_with, resumed_with).values()]
+        if self.other_versions:
+            write_whole(self.path / "versions.before.json", _to_json(started_with))
+            write_whole(self.path / "versions.json", _to_json(resumed_with))
+        with open(self.path / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join(command) + "\n")
-        run._note(state="running", reason=None, ended=None)
-        return run
+        self._note(state="running", reason=None, ended=None)
+        return self
+
+    def other_data(self, data_files: Mapping[str, Path]) -> list[str]:
+        """A line for each of the files that is not what the run was started with. FileNotFoundError for one that is
+        missing."""
+        recorded = json.loads((self.path / "data.json").read_text(encoding="utf-8"))
+        return _other_data(recorded, describe_data(data_files))
 
     @classmethod
     def unfinished(cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()) -> Self | None:
-        """The newest run below `parent` that did not finish, has a checkpoint, and can be reopened with `config`."""
+        """The newest run below `parent` that did not finish, has a checkpoint, and can be resumed with `config`."""
         for run, state, started_with in _runs_below(parent):
             other = _differences(started_with, config).keys() - {*may_change, ACCEPTED}
-            if state != "finished" and not other and checkpoint_iterations(run.checkpoints_dir):
+            if state != "finished" and not other and whole_checkpoints(run.checkpoints_dir):
                 return run
         return None
 
     @classmethod
-    def finished(cls, parent: Path, *, config: dict) -> Self | None:
-        """The newest run below `parent` that finished with `config`."""
+    def finished(cls, parent: Path, *, config: dict, data_files: Mapping[str, Path]) -> Self | None:
+        """The newest run below `parent` that finished with `config` and these data. FileNotFoundError for a file that
+        is missing."""
         return next((run for run, state, started_with in _runs_below(parent)
-                     if state == "finished" and not _differences(started_with, config).keys() - {ACCEPTED}), None)
+                     if state == "finished" and not _differences(started_with, config).keys() - {ACCEPTED}
+                     and not run.other_data(data_files)), None)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -238,9 +257,7 @@ def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, A
             continue
         if not path.is_file():
             raise FileNotFoundError(f"data file {path} does not exist or is not a file")
-        with open(path, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        described[label] = {"path": str(path.absolute()), "sha256": sha256, "bytes": path.stat().st_size,
+        described[label] = {"path": str(path.absolute()), "sha256": sha256(path), "bytes": path.stat().st_size,
                             "rows": _count_rows(path)}
     return described
 

@@ -45,7 +45,8 @@ def resumed_config(run, **changes):
 
 def test_later_rows_are_set_aside_and_written_again(stopped):
     before = read_jsonl(stopped.metrics_file)
-    run = RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=["train", "again"], data_files={})
+    run = RunDirectory.take(stopped.path).resume(config=resumed_config(stopped), command=["train", "again"],
+                                                 data_files={})
     assert run.status()["state"] == "running" and run.status()["reason"] is None
     assert (run.path / "command.txt").read_text() == "train\ntrain again\n"
     with MetricsWriter(run, tensorboard=False, after=3) as writer:
@@ -69,7 +70,7 @@ def test_a_second_resumption_keeps_what_the_first_set_aside(stopped):
 
 def test_another_config_is_refused_by_name(stopped):
     with pytest.raises(ValueError, match=r"another config.*\naqn\.sigma_start was 0\.05 and is 0\.1$"):
-        RunDirectory.reopen(stopped.path, config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[],
+        RunDirectory.take(stopped.path).resume(config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[],
                             data_files={})
     assert stopped.status()["state"] == "failed"
 
@@ -77,7 +78,7 @@ def test_another_config_is_refused_by_name(stopped):
 def test_a_finished_run_is_refused(stopped):
     stopped.finish()
     with pytest.raises(ValueError, match="is finished after 5 steps: there is nothing to resume"):
-        RunDirectory.reopen(stopped.path, config=resumed_config(stopped), command=[], data_files={})
+        RunDirectory.take(stopped.path).resume(config=resumed_config(stopped), command=[], data_files={})
 
 
 def test_a_run_is_resumed_with_other_accepted_checks(stopped):
@@ -86,13 +87,14 @@ def test_a_run_is_resumed_with_other_accepted_checks(stopped):
     changed["run"]["accepted_checks"] = ["driver"]
     (stopped.checkpoints_dir / "iter_0000003").mkdir(parents=True)
     assert RunDirectory.unfinished(stopped.path.parent, config=changed).path == stopped.path
-    run = RunDirectory.reopen(stopped.path, config=changed, command=[], data_files={})
+    run = RunDirectory.take(stopped.path).resume(config=changed, command=[], data_files={})
     assert run.config()["run"]["accepted_checks"] == ["driver"]
 
 
 def test_keys_that_may_change(stopped):
     changed = resumed_config(stopped, aqn={"sigma_start": 0.1})
-    run = RunDirectory.reopen(stopped.path, config=changed, command=[], data_files={}, may_change=["aqn.sigma_start"])
+    run = RunDirectory.take(stopped.path).resume(config=changed, command=[], data_files={},
+                                                 may_change=["aqn.sigma_start"])
     assert run.config()["aqn"] == {"sigma_start": 0.1}
     assert "sigma_start: 0.05" in (run.path / "config.before.yaml").read_text()
 
@@ -100,7 +102,7 @@ def test_keys_that_may_change(stopped):
 def test_a_run_that_is_being_written_is_left_alone(new_run):
     running = new_run(**CONFIG)
     with pytest.raises(ValueError, match="is being written by another process"):
-        RunDirectory.reopen(running.path, config=resumed_config(running), command=[], data_files={})
+        RunDirectory.take(running.path).resume(config=resumed_config(running), command=[], data_files={})
 
 
 def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
@@ -143,7 +145,7 @@ def test_a_damaged_sibling_is_skipped_and_named_once(new_run, capsys, name, cont
     parent = whole.path.parent
     for _ in range(2):
         assert RunDirectory.unfinished(parent, config=CONFIG).path == whole.path
-        assert RunDirectory.finished(parent, config=CONFIG) is None
+        assert RunDirectory.finished(parent, config=CONFIG, data_files={}) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {damaged.path} is damaged and is skipped (")
 
@@ -159,11 +161,11 @@ def test_other_data_than_at_the_start_are_refused(tmp_path):
     status = run.status()
     files["train"].write_bytes(files["test"].read_bytes())
     with pytest.raises(ValueError, match=rf"other data.*\ntrain data .*train.jsonl: sha256 was {old} and is {new}$"):
-        RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=files)
+        RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=files)
     assert run.status() == status
     files["train"].write_text(json.dumps({"question": "train"}) + "\n")
-    assert RunDirectory.reopen(run.path, config=resumed_config(run), command=[],
-                               data_files=files).status()["state"] == "running"
+    resumed = RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=files)
+    assert resumed.status()["state"] == "running"
 
 
 def replace_weights(model):
@@ -200,7 +202,7 @@ def test_another_model_than_at_the_start_is_refused(tmp_path, change, message):
     assert run.identity() == {"run": run.id, "base": weights} and len(weights) == 64
     change(model)
     with pytest.raises(ValueError, match=rf"another model.*\n{message}"):
-        RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=model_files(model))
+        RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=model_files(model))
 
 
 def test_a_run_of_an_earlier_version_resumes_without_its_model_looked_at(tmp_path):
@@ -210,7 +212,7 @@ def test_a_run_of_an_earlier_version_resumes_without_its_model_looked_at(tmp_pat
     model = tmp_path / "model"
     model.mkdir()
     save_file({"w": torch.zeros(2)}, model / "model.safetensors")
-    RunDirectory.reopen(run.path, config=resumed_config(run), command=[], data_files=model_files(model))
+    RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=model_files(model))
     assert run.identity()["base"] is None
 
 
