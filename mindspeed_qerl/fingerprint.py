@@ -13,13 +13,13 @@ TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 
 
 def weights_digest(directory: Path) -> str:
-    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of safetensors in `directory` and below: the same
-    however they are divided among files. Of other files with weights, if there are no safetensors: their names and
-    sizes, and 64 samples of 4 KiB. ValueError: a file is cut short.
+    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of the safetensors in `directory`: the same
+    however they are divided among files. Of other files with weights, also in folders below, if there are no
+    safetensors: their names and sizes, and 64 samples of 4 KiB. ValueError: a file is cut short.
 
     What changes a tensor only behind its first 4 KiB is not seen; training changes all of it.
     """
-    files = sorted(directory.rglob("*.safetensors")) or sorted(
+    files = sorted(directory.glob("*.safetensors")) or sorted(
         file for file in directory.rglob("*") if file.suffix in WEIGHTS)
     digest = hashlib.sha256()
     for sample in sorted(sample for file in files for sample in _samples(file, str(file.relative_to(directory)))):
@@ -53,4 +53,4 @@ def model_files(directory: str | Path) -> dict[str, Path]:
     folder."""
     directory = Path(directory)
     texts = {f"model/{name}": directory / name for name in TEXTS if (directory / name).is_file()}
-    return texts | ({"model/weights": directory} if any(directory.rglob("*.safetensors")) else {})
+    return texts | ({"model/weights": directory} if any(directory.glob("*.safetensors")) else {})

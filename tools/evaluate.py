@@ -47,7 +47,8 @@ def main() -> int:
             group.add_argument(f"--{option.name.replace('_', '-')}", **arguments)
     quantized.add_argument("--quantization", choices=ROLLOUT_FORMATS,
                            help="default: that of the run, if rollout_quantization.evaluation is set")
-    quantized.add_argument("--quantization-lora", choices=("merged", "beside"), help="default: merged")
+    quantized.add_argument("--quantization-lora", choices=("merged", "beside"),
+                           help="default: that of the run, or merged")
     hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND",
                           help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
     hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")
@@ -68,7 +69,8 @@ def main() -> int:
     if lora and not format:
         parser.error("--quantization-lora goes with --quantization")
     if format:
-        given["quantization"] = Quantization(format, lora or "merged") if format != "none" else None
+        chosen = {"format": format} | ({"lora": lora} if lora else {})
+        given["quantization"] = None if format == "none" else chosen if run else Quantization(**chosen)
     if kinds:
         given["hardware_error"] = {"kinds": kinds, "gaussian_std": 0.05, "block": 64} | sizes
     # what torch and vLLM say of themselves while they start: no Triton, a deprecated operator, where memory is

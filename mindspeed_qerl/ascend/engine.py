@@ -256,6 +256,8 @@ class RunObserver:
         if missing := [target for target in self.recipe.lora.targets if not totals.get(target, {}).get("modules")]:
             raise EngineError(f"LoRA target {', '.join(missing)} trains nothing in this model; it trains {totals}")
         self.run.record(lora=totals, aqn_layers=ranks[0]["aqn"])
+        if self.recipe.quantization.enabled and not self.recipe.lora.targets:
+            self.progress.message("Warning: without LoRA no sync is proved, nor that vLLM's weights are quantised")
         if self.task.dropped:
             self.progress.message(self.task.left_out("evaluation"))
         for target, total in totals.items():

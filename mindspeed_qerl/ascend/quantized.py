@@ -10,6 +10,7 @@ import torch.distributed as dist
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
+from vllm_ascend.utils import matmul_allreduce_enable
 
 from mindspeed_qerl.ascend.proof import SHARED_BY_INPUT, held_layers
 from mindspeed_qerl.errors import ConfigError
@@ -52,7 +53,7 @@ class QuantizedModel:
             `weights.squares`. Over all ranks a part that several hold has one key.
 
     Raises:
-        ConfigError: what `ignore_fault` says.
+        ConfigError: what `ignore_fault` says, or vllm-ascend would multiply with other weights.
     """
 
     def __init__(self, model: torch.nn.Module, quantization: Quantization):
@@ -62,6 +63,10 @@ class QuantizedModel:
         self._methods: dict[torch.nn.Module, Any] = {}  # layer -> its own, where Int8Linear is in its place
         if fault := ignore_fault(dict(_fused(model)), self.ignore, self.name):
             raise ConfigError(fault)
+        if matmul_allreduce_enable() and self.group.world_size > 1:  # ops/linear_op.py:286
+            raise ConfigError(f"rollout_quantization.format = {self.name!r} with VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE: "
+                              "vllm-ascend would multiply o_proj and down_proj by weights that are not quantised. "
+                              "Unset it")
 
     @torch.no_grad()
     def quantize(self) -> None:

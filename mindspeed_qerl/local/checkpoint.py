@@ -140,7 +140,8 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
             weights |= megatron.parts(mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
-    return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"], state.get("base"))
+    return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"], state.get("base"),
+                    state.get("run"))
 
 
 def _force_directory(directory: Path) -> None:

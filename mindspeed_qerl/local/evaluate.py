@@ -13,13 +13,15 @@ import os
 import tempfile
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.files import new_directory, whole_checkpoints
+from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.local.settings import BESIDE_ROUNDED
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -77,6 +79,9 @@ class Evaluation:
         load_reward(self.verifier)
         if self.modelled and self.tensor_parallel_size > 1:
             raise ConfigError(f"{self.modelled} are modelled in one process only: give --tensor-parallel-size 1")
+        if self.quantization and self.quantization.lora == "beside" and self.dtype != "float32":
+            raise ConfigError(f"quantization.lora = 'beside' with dtype = {self.dtype}: {BESIDE_ROUNDED} Give --dtype "
+                              "float32, or --quantization-lora merged")
         if self.modelled and self.emulate_npu:
             raise ConfigError(f"{self.modelled} are modelled on vLLM for CPUs: add --no-emulate-npu")
         sizes = self.hardware_error or {}
@@ -93,7 +98,7 @@ class Evaluation:
 
 def of_run(path: str, **given: Any) -> Evaluation:
     """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself evaluates, but for
-    what is `given`."""
+    what is `given`; of a quantization what is not given is the run's."""
     run = RunDirectory.open(path)
     if "step" not in given:
         there = whole_checkpoints(run.checkpoints_dir)
@@ -109,6 +114,14 @@ def of_run(path: str, **given: Any) -> Evaluation:
     if upstream and not recipe.model.load:
         raise ConfigError(f"{path}/config.yaml has no actor_config.load: the base weights were random and are not "
                           "kept, so its adapters fit no model")
+    now = {} if "data" in given else {"test": recipe.task.test_file}
+    if "model" not in given and Path(recipe.model.path).is_dir():
+        now |= model_files(recipe.model.path)
+    if other := run.other_data(now):
+        raise ConfigError(f"{path} has seen other files than are there now. Put them back, or give --model and --data "
+                          "to evaluate with others\n" + "\n".join(other))
+    if given.get("quantization"):
+        given["quantization"] = replace(recipe.quantization, **given["quantization"])
     asked, samples = recipe.evaluation, {"samples": 0}
     if asked.temperature:
         samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature}
@@ -171,17 +184,23 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
 
 def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tuple[str, int | None]:
     """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into `folder`."""
+    import torch
+
     from mindspeed_qerl.local.checkpoint import load_adapters
     from mindspeed_qerl.lora.export import load_peft, save_merged
 
     if what.run and what.step != 0:
-        adapters = load_adapters(RunDirectory.open(what.run).checkpoints_dir, what.step)
+        run = RunDirectory.open(what.run)
+        adapters = load_adapters(run.checkpoints_dir, what.step)
+        run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
     elif what.adapter:
         adapters = load_peft(what.adapter)
     else:
         return what.model, what.step
     tell(f"merging {len(adapters.weights):,} adapters into {what.model}")
-    save_merged(adapters, what.model, folder, all_layers=not what.adapter)
+    # a run in float32 samples by weights in float32, whatever the files of its model have
+    save_merged(adapters, what.model, folder, all_layers=not what.adapter,
+                dtype=torch.float32 if what.dtype == "float32" else None)
     return str(folder), adapters.iteration if what.run else what.step
 
 

@@ -208,7 +208,8 @@ class RolloutEngine:
         """Metrics: k3 and effective sample size, between the synced policy and what the format makes of it, alone and
         with the noise of a step, and the noise without the format; at temperature 1, on tokens that were sampled with
         both. With noise the sigma that alone would have the format's k3, by k3 ~ sigma^2 (docs/quantization.md)."""
-        sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers)]
+        most = self.llm.llm_engine.model_config.max_model_len - 1  # vLLM wants room for one token more
+        sequences = [[*prompt, *answer][:most] for prompt, answer in zip(prompts, answers)]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         place = torch.arange(lengths.max().item() - 1)
         starts = torch.tensor([len(prompt) for prompt in prompts]) - 1
@@ -218,7 +219,8 @@ class RolloutEngine:
             rows = [torch.tensor(row) for row in self.logprobs(sequences, noise_step, quantized=quantized)]
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-        sigma = self.injector.schedule.sigma(noise_step) if noise_step is not None else 0.0
+        with self._policy(noise_step, None, quantized=True) as noise:
+            sigma = noise.measured_std if noise else 0.0
         policies = {"": (True, None)}  # by name of the metric: quantised, noise
         if sigma:
             policies |= {"noise_": (False, noise_step), "together_": (True, noise_step)}

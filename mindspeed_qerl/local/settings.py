@@ -29,6 +29,8 @@ LAYOUT_RULES = [rule for rule in RULES if rule.name in {
 LAYOUT_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
                "num_layer_list", "sequence_parallel", "micro_batch_size", "recompute_granularity", "recompute_method",
                "recompute_num_layers")
+BESIDE_ROUNDED = ("the engine gets base and adapter as one weight of that dtype, and an adapter of a thousandth of "
+                  "the weight is 80 % off when it is taken out again.")
 MAY_CHANGE = frozenset([
     *(f"{section}.{key}" for section in ("megatron_training", "actor_config") for key in LAYOUT_KEYS),
     "rl_config.actor_resource.num_npus", "rl_config.ref_forward_micro_batch_size",
@@ -56,6 +58,10 @@ def validate(recipe: Recipe) -> Iterator[str]:
         yield (f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold "
                "copies of some adapters, which would drift apart; use another kind, or expert, pipeline and data "
                "parallel ranks")
+    quantization = recipe.quantization
+    if quantization.enabled and quantization.lora == "beside" and recipe.model.dtype != "float32":
+        yield (f"rollout_quantization.lora = 'beside' with a model in {recipe.model.dtype}: {BESIDE_ROUNDED} Take "
+               "generate_config.dtype=float32, or rollout_quantization.lora=merged")
     available = psutil.virtual_memory().available / 2**30
     if recipe.local.kv_cache_gib >= available:
         yield (f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are "
@@ -92,9 +98,9 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                "there are no routes to replay; set it to none")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     yield from (f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES))
-    format = recipe.quantization.format  # mxfp8 rounds the activations of each engine's part
-    yield from unfilled(format, shape, recipe.layout.infer_tp, SHARED_INPUTS if format == "mxfp8" else ())
-    size = recipe.layout.infer_tp
+    size, format = recipe.layout.infer_tp, recipe.quantization.format
+    # which round the activations of each engine's part
+    yield from unfilled(format, shape, size, SHARED_INPUTS if format in ("fp8", "mxfp8") else ())
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
                  "shared_expert_intermediate_size"):  # which vLLM's tensor parallel engines share equally
         width, step = getattr(shape, name), EXPERT_WIDTH_STEP if name == "moe_intermediate_size" else 1

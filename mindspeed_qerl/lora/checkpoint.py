@@ -37,7 +37,7 @@ class Adapters:
 
     weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in
     the checkpoint's dtype. Modules that Megatron fuses share one A. base: the digest of the weights that were trained
-    (fingerprint.py); None: not known.
+    (fingerprint.py); run: the id of the run; None: not known.
     """
 
     weights: dict[str, Pair]
@@ -45,6 +45,7 @@ class Adapters:
     alpha: float
     iteration: int
     base: str | None = None
+    run: str | None = None
 
     def delta(self, module: str) -> torch.Tensor:
         """(alpha / rank) B A of one module, float32 [out, in]."""
@@ -80,8 +81,8 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
         raise ValueError(f"{directory} holds adapters of {layers_before} layers, and the model has {args.num_layers}: "
                          "every layer must have some")
     position = directory / POSITION
-    base = json.loads(position.read_text()).get("base") if position.is_file() else None
-    return Adapters(weights, args.lora_r, args.lora_alpha, iteration, base)
+    owner = json.loads(position.read_text()) if position.is_file() else {}
+    return Adapters(weights, args.lora_r, args.lora_alpha, iteration, owner.get("base"), owner.get("run"))
 
 
 def table_of_layer(shape: ModelShape) -> dict[str, Mapping]:

@@ -16,7 +16,7 @@ from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-BASE = "base_weights"  # in an adapter's metadata, the digest of what it was trained on (fingerprint.py)
+BASE = "base_weights"  # in the metadata of what is exported, the digest of what was trained on (fingerprint.py)
 MERGE = "merge it with PEFT (merge_and_unload), and give the merged model"
 
 
@@ -54,7 +54,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
                for module, pair in adapters.weights.items() for side, tensor in zip("AB", pair, strict=True)}
     with new_directory(Path(out_dir)) as directory:
         save_file(tensors, directory / "adapter_model.safetensors",
-                  metadata={"format": "pt", BASE: weights_digest(Path(base_model_dir))})
+                  metadata={"format": "pt", **_origin(adapters, base_model_dir)})
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -109,8 +109,8 @@ def load_peft(directory: str | Path) -> Adapters:
 
 
 def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path, *,
-                all_layers: bool = True) -> None:
-    """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to W's dtype.
+                all_layers: bool = True, dtype: torch.dtype | None = None) -> None:
+    """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to `dtype` (None: W's).
 
     Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters and three times the
     largest file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where
@@ -122,14 +122,21 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
         for file in sorted(base.directory.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
+        origin = _origin(adapters, base.directory)
         for file in sorted(set(base.files.values())):
             content = base.open(file)
             tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
             for name, weight in tensors.items():
                 if (module := name.removesuffix(".weight")) in adapters.weights:
-                    tensors[name] = (weight.float() + adapters.delta(module)).to(weight.dtype)
-            save_file(tensors, directory / file, metadata=content.metadata())
+                    tensors[name] = (weight.float() + adapters.delta(module)).to(dtype or weight.dtype)
+            save_file(tensors, directory / file, metadata={**(content.metadata() or {"format": "pt"}), **origin})
             del tensors  # before the next file is read
+
+
+def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:
+    """For the metadata of what is exported: what was trained, by which run, for how long."""
+    return {BASE: weights_digest(Path(base_model_dir)), "iteration": str(adapters.iteration),
+            **({"run": adapters.run} if adapters.run else {})}
 
 
 def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:

@@ -18,7 +18,8 @@ from mindspeed_qerl.runs.directory import RunDirectory, dotted
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 BOOKKEEPING = (  # what changes no number of a run
-    "run", "local", "megatron_training.save_interval", "eval.every", "seed", "megatron_training.seed")
+    "run", "local", "megatron_training.save_interval", "eval.every", "seed", "megatron_training.seed",
+    "rollout_quantization.probe_answers")
 # section -> the key that switches it off
 SWITCHES = {"aqn": "aqn.enabled", "rollout_correction": "rollout_correction.method",
             "rollout_quantization": "rollout_quantization.format"}
@@ -106,6 +107,9 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[dict[int, d
         folder = run.path / "evaluations" / evaluation
         answers = read_jsonl(folder / "answers.jsonl")
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8")) if answers else {}
+        if summary:  # of the format what an evaluation depends on
+            format = summary.get("quantization") or {}
+            summary["quantization"] = {key: format[key] for key in ("format", "lora", "ignore") if key in format}
     scores: dict[int, dict[str, float]] = {}
     for row in answers:
         by_question = scores.setdefault(row["step"], {})

@@ -263,9 +263,9 @@ def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, A
 
 
 def _other_data(before: Mapping[str, dict], after: Mapping[str, dict]) -> list[str]:
-    """A line for each file that is not what it was, and for each of the model's that came or went; what a run of an
-    earlier version did not look at is left out."""
-    lines, saw_model = [], any(label.startswith("model/") for label in before)
+    """A line for each file that is not what it was, and for each of the model's that came or went, unless one
+    of both (a run of an earlier version) did not look at the model."""
+    lines, saw_model = [], all(any(label.startswith("model/") for label in each) for each in (before, after))
     for label in dict.fromkeys([*before, *after]):
         old, new = (each.get(label) for each in (before, after))
         if old and new and old["sha256"] != new["sha256"]:

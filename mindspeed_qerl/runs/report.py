@@ -122,10 +122,10 @@ def _stage_cells(stage: Rows) -> tuple[str, ...]:
 def _wall_seconds(run: RunDirectory, status: dict[str, Any]) -> float:
     """From the start to the end, or to the last sign of life of a run that did not write an end."""
     started = datetime.fromisoformat(status["started"]).timestamp()
-    if status["ended"]:
-        return datetime.fromisoformat(status["ended"]).timestamp() - started
     files = [file for file in (run.status_file, run.metrics_file, run.eval_file) if file.exists()]
-    return max(0.0, max(file.stat().st_mtime for file in files) - started)
+    ended = (datetime.fromisoformat(status["ended"]).timestamp() if status["ended"]
+             else max(file.stat().st_mtime for file in files))
+    return max(0.0, ended - started)  # a clock may be set back meanwhile
 
 
 def _warnings(rows: Rows, stages: Sequence[Rows]) -> list[str]:

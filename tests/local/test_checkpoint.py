@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_qerl.families import NAMED_SHAPES
-from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.files import checkpoint_iterations, new_directory
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.recipe.types import LoRA
 
@@ -57,6 +57,10 @@ def flip_a_byte(file):
 @pytest.mark.parametrize("name, damage, message", [
     ("two.safetensors", os.unlink, r"two\.safetensors is missing"),
     ("one.safetensors", truncate, r"one\.safetensors has 100 bytes and had \d+"),
+    ("state.json", lambda file: file.write_text(file.read_text().replace("10", "9", 1)),
+     r"its state\.json is of iteration 9"),
+    ("three.safetensors", lambda file: save_file({"x": torch.zeros(1)}, file),
+     r"three\.safetensors was not written with it"),
     ("two.safetensors", flip_a_byte, r"the content of two\.safetensors has changed since it was written"),
     ("state.json", truncate, r"its state\.json cannot be read"),
     ("state.json", os.unlink, r"its state\.json cannot be read .*No such file"),
@@ -132,6 +136,18 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
               f"checkpoint.save(Path({str(tmp_path)!r}), 10, {{}}, lambda folder: (write(folder), "
               "os.kill(os.getpid(), signal.SIGKILL)), 2)")
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    assert len(list(tmp_path.iterdir())) == 1 and checkpoint_iterations(tmp_path) == []
+    [left] = tmp_path.iterdir()
+    assert checkpoint_iterations(tmp_path) == []
+    left.rename(tmp_path / f".iter_0000010.making-{os.getpid()}")  # in a new container a process has its number again
+    (tmp_path / ".iter_0000005.removing").mkdir()
     save(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]
+
+
+def test_a_folder_that_the_same_process_number_left_is_made_anew(tmp_path):
+    left = tmp_path / f".out.making-{os.getpid()}"
+    left.mkdir()
+    (left / "half").touch()
+    with new_directory(tmp_path / "out") as making:
+        (making / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]

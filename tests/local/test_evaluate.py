@@ -6,6 +6,7 @@ That a run's checkpoint gives the answers that the run gave is in test_run.py.
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,8 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.types import Quantization
+from mindspeed_qerl.recipe.types import LoRA, Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
@@ -145,6 +149,8 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
     rounded = RunDirectory.create(tmp_path / "runs", "as_sampled", config=raw, command=["cli"], seed=7, data_files={})
     assert of_run(rounded.path, step=0) == replace(found, run=str(rounded.path), samples=0,
                                                    quantization=Quantization("nvfp4", "beside", evaluation=True))
+    assert of_run(rounded.path, step=0, quantization={"format": "mxfp4"}).quantization == Quantization(
+        "mxfp4", "beside", evaluation=True)
     del raw["task"]
     unsaid = RunDirectory.create(tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={})
     with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
@@ -154,7 +160,31 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
         of_run(run_without_checkpoint.path)
 
 
+def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp_path):
+    raw, test = raw_config(tiny_model, data_dir), tmp_path / "test.parquet"
+    shutil.copy(raw["task"]["test_file"], test)
+    raw["task"]["test_file"] = str(test)
+    run = RunDirectory.create(tmp_path / "runs", "a_run", config=raw, command=["cli"], seed=7,
+                              data_files={"test": test, **model_files(tiny_model)})
+    assert of_run(run.path, step=0).data == str(test)
+    shutil.copy(raw["task"]["train_file"], test)
+    with pytest.raises(ConfigError, match="seen other files than are there now.*--data.*\n.*test data .*: sha256 was"):
+        of_run(run.path, step=0)
+    assert of_run(run.path, step=0, data=str(test)).data == str(test)  # as it was asked for
+
+
+def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_path):
+    run, other = (RunDirectory.create(tmp_path, name, config=raw_config(tiny_model, data_dir), command=["cli"], seed=7,
+                                      data_files={}) for name in ("a_run", "another"))
+    checkpoint.save(run.checkpoints_dir, 3, {"run": other.id, **checkpoint.describe(
+        read_shape(tiny_model), LoRA(4, 8.0, ("linear_qkv",)))}, lambda folder: None, 1)
+    with pytest.raises(ValueError, match=f"iter_0000003 is of another run .id {other.id}; "):
+        evaluate(of_run(run.path), tmp_path / "out", print)
+
+
 @pytest.mark.parametrize(("given", "error", "message"), [
+    ({"quantization": Quantization("nvfp4", "beside"), "dtype": "bfloat16"}, ConfigError,
+     "'beside' with dtype = bfloat16: .* Give --dtype float32, or --quantization-lora merged"),
     ({"verifier": "exact"}, ConfigError,
      "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
     ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),

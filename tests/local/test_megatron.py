@@ -3,6 +3,7 @@
 import json
 import shutil
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +103,7 @@ def train_rank(rank, configs, folder):
         shard = batch.rows(rows)
         result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "report": trainer.describe()[0],
                   "logprobs": trainer.logprobs(shard), "exported": exported(trainer), "adapter_squares": []}
+        trainer.save(f"{folder}/{family}_untrained")
         # B away from zero, so that A has a gradient as well; the same in each layout
         for name, layer in lora_layers(trainer.model):
             mapping = trainer.table[name + ".weight"]
@@ -318,6 +320,17 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
     # they are not the base model
     assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2
+
+
+def test_a_checkpoint_before_the_first_update(results):
+    """As of iterations in which no answer told anything: AdamW has no moments yet, and they are as good as zero."""
+    from safetensors.torch import load_file
+
+    folder = Path(results("TP 2, PP 2, EP 2", "qwen3_moe")[0]["saved"]).with_name("qwen3_moe_untrained")
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    moments = {name: tensor for name, tensor in tensors.items() if "exp_avg" in name}
+    assert len(moments) == 2 / 3 * len(tensors) > 10 and not any(tensor.any() for tensor in moments.values())
+    assert all(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_A"))
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)

@@ -195,9 +195,14 @@ def test_the_probe_tells_format_and_noise_apart(engine, model_dir):
     for name, (k3, size) in (("", of_format), ("noise_", of_noise), ("together_", of_both)):
         assert found[f"quantization/{name}k3"] == pytest.approx(k3, rel=1e-6) and k3 > 1e-4
         assert found[f"quantization/{name}effective_sample_size"] == pytest.approx(size, rel=1e-6)
-    assert found["quantization/equivalent_sigma"] == pytest.approx(
-        SCHEDULE.sigma(STEP) * math.sqrt(of_format[0] / of_noise[0]))
+    noise = engine.injector.apply(STEP).measured_std
+    engine.injector.remove()
+    assert noise == pytest.approx(SCHEDULE.sigma(STEP), rel=0.2)
+    assert found["quantization/equivalent_sigma"] == pytest.approx(noise * math.sqrt(of_format[0] / of_noise[0]))
     assert engine.probe(prompts, answers, None).keys() == {"quantization/k3", "quantization/effective_sample_size"}
+    longest = engine.llm.llm_engine.model_config.max_model_len
+    full = engine.probe([prompts[0]], [(answers[0] * longest)[: longest - 8]], None)
+    assert full["quantization/k3"] > 0
 
 
 def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):

@@ -248,6 +248,9 @@ def test_a_stray_run_does_not_change_what_the_others_say(make_run, change, reaso
     assert re.fullmatch(reason, comparison.left_out[0].faults[0])
 
 
+NVFP4 = {"format": "nvfp4", "lora": "merged", "ignore": []}
+
+
 def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run):
     paths = [make_run(False, seed) for seed in (1, 2, 3)]
     for path, samples in zip(paths, (4, 2, 4)):
@@ -257,6 +260,15 @@ def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run):
         (folder / "summary.json").write_text(json.dumps({"samples": samples, "seed": samples, "hardware_error": None}))
     (left,) = compare([read_run(path, "other") for path in paths]).left_out
     assert left.path == paths[1] and left.faults == ("it was evaluated otherwise: samples 2 where most have 4",)
+    for path, quantization in zip(paths, ({"quantization": None}, {"quantization": NVFP4}, {})):
+        summary = {"samples": 4, **quantization}
+        (path / "evaluations" / "other" / "summary.json").write_text(json.dumps(summary))
+    (left,) = compare([read_run(path, "other") for path in paths]).left_out
+    assert left.path == paths[1] and "quantization" in left.faults[0]
+    for path, flag in zip(paths, (True, False, True)):  # what changes no evaluation
+        summary = {"samples": 4, "quantization": {**NVFP4, "evaluation": flag, "probe_answers": 16 * flag}}
+        (path / "evaluations" / "other" / "summary.json").write_text(json.dumps(summary))
+    assert not compare([read_run(path, "other") for path in paths]).left_out
 
 
 def test_several_verdicts_share_the_limit_and_say_so(make_run):

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_qerl import train
-from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.files import TRACKER, describe_files, whole_checkpoints
 from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import Found, read
+from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.report import write_report
@@ -237,6 +238,81 @@ def test_each_engine_asks_whose_its_checkpoint_is(new_run, engine, state):
     recipe = SimpleNamespace(run=SimpleNamespace(resume=str(run.path)))
     with pytest.raises(ValueError, match="iter_0000003 is of another run .id another; "):
         import_module(f"mindspeed_qerl.{engine}.engine").last_checkpoint(recipe)
+
+
+def save(run, step, **position):
+    """As the NPU engine leaves it; without a position as upstream does."""
+    rank = run.checkpoints_dir / f"iter_{step:07d}" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    (rank / "model_optim_rng.pt").write_bytes(b"weights")
+    if position:
+        (rank.parent / "data.json").write_text(json.dumps({**run.identity(), **position}))
+
+
+def test_the_npu_engine_trusts_no_checkpoint(new_run):
+    run, last = new_run(**CONFIG), import_module("mindspeed_qerl.ascend.engine").last_checkpoint
+    recipe = SimpleNamespace(run=SimpleNamespace(resume=str(run.path)))
+    for step in (5, 10):
+        save(run, step, batches_asked=step)
+        folder = run.checkpoints_dir / f"iter_{step:07d}"
+        files = describe_files(folder, folder.glob("mp_rank_*/*"))
+        (folder / "data.json").write_text(json.dumps({**run.identity(), "batches_asked": step, "files": files}))
+    tracker = run.checkpoints_dir / TRACKER
+    tracker.write_text("10")
+    assert last(recipe) == 10
+    (folder / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"Weights")
+    with pytest.raises(ValueError, match=r"iter_0000010 is damaged: the content of mp_rank_00/model_optim_rng.pt has "
+                                         r"changed .* or write 5 into .*latest_checkpointed_iteration.txt to resume"):
+        last(recipe)
+    (folder / "data.json").unlink()
+    with pytest.raises(ValueError, match="iter_0000010 is damaged: data.json, which has the position in the data, is"):
+        last(recipe)
+    tracker.write_text("5")
+    assert last(recipe) == 5
+    tracker.write_text("")  # Megatron opens it to write
+    with pytest.raises(ValueError, match="names no checkpoint .*: the run was killed .* there are: 5, 10"):
+        last(recipe)
+
+
+def test_what_megatron_had_not_finished_is_no_checkpoint(new_run):
+    run = new_run(**CONFIG)
+    save(run, 5, batches_asked=5)
+    run.fail("killed")
+    assert whole_checkpoints(run.checkpoints_dir) == []
+    assert RunDirectory.unfinished(run.path.parent, config=CONFIG) is None
+    (run.checkpoints_dir / TRACKER).write_text("5")
+    save(run, 10, batches_asked=10)
+    assert whole_checkpoints(run.checkpoints_dir) == [5]
+    assert train.how_to_resume(run).endswith("It continues after step 5, the last checkpoint")
+    (run.checkpoints_dir / TRACKER).write_text("")
+    assert whole_checkpoints(run.checkpoints_dir) == [5, 10]
+
+
+def test_a_run_that_is_resumed_with_other_versions_says_so(stopped, capsys, monkeypatch):
+    before = json.loads((stopped.path / "versions.json").read_text())
+    other = {**before, "packages": {**before["packages"], "torch": "9"}}
+    monkeypatch.setattr(directory, "own_versions", lambda: other)
+    monkeypatch.setattr(train, "trainer_of", lambda _: SimpleNamespace(train=lambda *_: None))
+    run = RunDirectory.take(stopped.path).resume(config=resumed_config(stopped), command=[], data_files={},
+                                                 versions={"upstream": {"MindSpeed": "abc"}})
+    torch_was = before["packages"]["torch"]
+    assert run.other_versions == [f"packages.torch was '{torch_was}' and is '9'",
+                                  "upstream.MindSpeed was None and is 'abc'"]
+    assert json.loads((run.path / "versions.before.json").read_text()) == before
+    assert json.loads((run.path / "versions.json").read_text())["packages"]["torch"] == "9"
+    recipe = read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
+    train._train(recipe, Found(), "tiny", run, 3, None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the run was started with other versions: packages.torch was '{torch_was}' and is '9'; upstream" in said
+
+
+def test_a_damaged_row_is_named_and_no_traceback(stopped, capsys):
+    whole = stopped.metrics_file.read_text()
+    stopped.metrics_file.write_text(whole.replace('{"step": 2', "step 2", 1))
+    assert train._stop(stopped, "for a reason") == 1
+    said = capsys.readouterr().err
+    assert "warning: the report cannot be written" in said and "metrics.jsonl:2: damaged line" in said
+    assert "error: for a reason" in said
 
 
 def test_rows_that_a_cut_lost_are_named(stopped):

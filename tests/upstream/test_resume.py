@@ -9,6 +9,7 @@ import torch
 from checkpoints import write_base_checkpoint
 from rehearsal import make_config, run_engine, start_engine
 
+from mindspeed_qerl.files import fault_of_files
 from mindspeed_qerl.lora.checkpoint import load_adapters
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -84,7 +85,11 @@ def check_selection(run: RunDirectory) -> None:
         assert asked == 3 or with_signal >= 4
         assert row["loss/kl"] == 0 and "reward/kl" in row
     left = json.loads((run.checkpoints_dir / "iter_0000002" / "data.json").read_text())
+    files = left.pop("files")
     assert left == {"batches_asked": sum(batches[:2]), **run.identity()}
+    folder = run.checkpoints_dir / "iter_0000002"
+    assert files.keys() == {str(file.relative_to(folder)) for file in folder.glob("mp_rank_*/*")} != set()
+    assert fault_of_files(folder, files) is None
 
 
 def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny, tmp_path):
