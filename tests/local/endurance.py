@@ -12,11 +12,12 @@ A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way 
     clock jump    the wall clock of all its processes jumps by up to three days, either way, and stays there
     memory limit  a cgroup with less memory than the run takes (needs root, and cgroups of the first version)
 
-Each time a run that ends must say why in words, leave its checkpoints whole, and no process and nothing in the
-temporary directory and in /dev/shm, which are this script's own (unshare(1): as root, or with user namespaces; a clock
-is made to jump by a library that cc builds). Exit status 0 if nothing was found amiss and every run ended with the
-unbroken one's metrics, evaluations and answers. With --log FILE each disturbance is a line of JSON there, and those
-that it has are not made again.
+Each time a run that ends must say why, in words that fit what was done to it, leave its checkpoints whole, and no
+process and nothing in the temporary directory and in /dev/shm, which are this script's own (unshare(1): as root, or
+with user namespaces; a clock is made to jump by a library that cc builds). What had no effect, a limit that was not
+reached, is not counted. Exit status 0 if all was made, nothing was found amiss, and every run ended with the unbroken
+one's metrics, evaluations, answers and last checkpoint. With --log FILE each disturbance is a line of JSON there, and
+those that it has are not made again.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,9 @@ PHASES = ("rollout", "update", "sync", "checkpoint", "evaluation")
 MARK = "MSQ_ENDURANCE"  # in the environment of every process of a run
 HANGS = 60  # seconds without an end after which a run hangs, beyond those that it may take
 ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
+SAYS = {  # what the reason of a run that ended must have
+    "kill": "killed|died|ended without a word", "stop": f"was stopped {STOPPED:.0f} s ago",
+    "full disk": "No space left on device", "clock jump": "", "memory limit": "killed|died|memory|ended without a word"}
 MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups' first version
 CLOCK = r"""
 #define _GNU_SOURCE
@@ -113,10 +118,11 @@ def drive() -> None:
 
 
 def recorded(run: RunDirectory) -> list[dict]:
-    """Everything that a run writes step by step, times aside."""
+    """Everything that a run writes step by step, times aside, and what its checkpoints hold."""
     files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
-    return [{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
-            for file in files for row in read_jsonl(file)]
+    states = [read_state(run.checkpoints_dir, each) for each in checkpoint_iterations(run.checkpoints_dir)]
+    return [{name: value for name, value in row.items() if "time/" not in name and name not in ("seconds", "run")}
+            for row in (*chain.from_iterable(map(read_jsonl, files)), *states)]
 
 
 def has_cgroups() -> bool:
@@ -182,6 +188,9 @@ class Place:
         """The file system of the runs has `size` bytes."""
         subprocess.run(["mount", "-o", f"remount,size={size}", self.runs], check=True)
 
+    def room_left(self) -> int:
+        return os.statvfs(self.runs).f_bfree
+
     def used(self) -> int:
         disk = os.statvfs(self.runs)
         return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
@@ -215,6 +224,8 @@ class Place:
         for folder in (self.temporary, Path("/dev/shm")):
             faults += [f"left: {file}" for file in folder.rglob("*") if file.is_file()]
         for run in self.all_runs():
+            if run.status()["state"] == "finished":
+                faults += [f"left: {path}" for path in (*run.checkpoints_dir.glob(".*"), *run.path.rglob("*.tmp"))]
             for iteration in checkpoint_iterations(run.checkpoints_dir):
                 try:
                     read_state(run.checkpoints_dir, iteration)
@@ -223,12 +234,11 @@ class Place:
         return faults
 
     def said(self) -> str:
-        """The run's reason, as a person reads it; all paths, numbers and ids left out."""
+        """The run's reason."""
         lines = (self.folder / "output").read_text().splitlines()
-        reason = next((line for line in reversed(lines) if line.startswith("error: ")), "")
         if any(line.startswith("Traceback") for line in lines):
-            reason = f"TRACEBACK, {next(line for line in reversed(lines) if line.strip())}"
-        return re.sub(r"/\S+", "PATH", re.sub(r"\d+", "N", reason))[:200]
+            return f"TRACEBACK, {next(line for line in reversed(lines) if line.strip())}"
+        return next((line for line in reversed(lines) if line.startswith("error: ")), "")
 
 
 @dataclass
@@ -285,8 +295,10 @@ def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
     return victim, next((name for mark, name in names.items() if mark in words), "another of Ray's")
 
 
-def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken) -> tuple[psutil.Popen, str | None]:
-    """Start the run, and disturb it; what was done, None if it ended before."""
+def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken
+            ) -> tuple[psutil.Popen, str | None, int | None]:
+    """Start the run, and disturb it; what was done (None if it ended before), and the process that was stopped for
+    ever."""
     memory = int(draw.uniform(0.2, 1.1) * unbroken.memory) if kind == "memory limit" else None
     # most bytes are checkpoints': half of the disks are full before one
     size = 4096 * draw.randint(1, draw.choice([64, unbroken.written // 4096])) if kind == "full disk" else None
@@ -294,26 +306,35 @@ def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken) ->
         place.room(place.used() + size)
     process = place.start(memory)
     if memory or size:
-        return process, f"{memory / 2**20:,.0f} MiB" if memory else f"{size / 2**10:,.0f} KiB more"
+        return process, f"{memory / 2**20:,.0f} MiB" if memory else f"{size / 2**10:,.0f} KiB more", None
     if not (phase := moment(process, place, draw, unbroken.seconds)):
-        return process, None
+        return process, None, None
     if kind == "clock jump":
         seconds = draw.randint(-3 * 86400, 3 * 86400)
         place.offset(seconds)
-        return process, f"{seconds / 3600:+.0f} h in {phase}"
+        return process, f"{seconds / 3600:+.0f} h in {phase}", None
     try:
         victim, name = victim_of(place, draw)
         victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     except (psutil.NoSuchProcess, IndexError):  # it, or the run, ended in that moment
-        return process, None
+        return process, None, None
     if kind == "kill":
-        return process, f"{name} in {phase}"
+        return process, f"{name} in {phase}", None
     if name != "driver" and draw.random() < 0.5:
-        return process, f"{name} in {phase}"
+        return process, f"{name} in {phase}", victim.pid
     has_ended(process, draw.uniform(1, 10))
     with contextlib.suppress(psutil.NoSuchProcess):
         victim.resume()
-    return process, f"{name} in {phase}, woken"
+    return process, f"{name} in {phase}, woken", None
+
+
+def wrong_words(said: str, kind: str | None, stopped: int | None) -> str | None:
+    """What is wrong with the reason of a run that ended."""
+    if not said or said.startswith("TRACEBACK"):
+        return "no reason in words"
+    if kind and not re.search(SAYS[kind], said):
+        return "words that do not fit"
+    return f"process {stopped} is not named" if stopped and f"pid {stopped}" not in said else None
 
 
 def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: Unbroken,
@@ -321,7 +342,7 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
     """One run to its end, disturbed as `kinds` says, from which is taken what was done."""
     while not place.finished():
         kind = kinds[-1] if kinds else None
-        process, what = disturb(kind, place, draw, unbroken) if kind else (place.start(), None)
+        process, what, stopped = disturb(kind, place, draw, unbroken) if kind else (place.start(), None, None)
         faults = []
         if not has_ended(process, unbroken.seconds + STOPPED + HANGS):
             faults.append(f"hangs in {place.phase_file.read_text()}")
@@ -329,10 +350,12 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
                 left.kill()
             process.wait()
         faults += place.amiss()
-        place.undo()
         said, code = place.said(), process.returncode  # a killed one's guard says it after its end
-        if code and (not said or said.startswith("TRACEBACK")):
-            faults.append("no reason in words")
+        if not code and (kind == "memory limit" or kind == "full disk" and place.room_left()):
+            what = None  # the limit was not reached
+        place.undo()
+        if code and (wrong := wrong_words(said, kind, stopped)):
+            faults.append(wrong)
         if code and not what:
             faults.append("undisturbed, it failed")
         if place.finished() and recorded(place.finished()) != unbroken.rows:
@@ -340,14 +363,15 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
         if what:
             kinds.pop()
         if what or faults:
-            keep({"kind": kind, "what": what, "step": place.step(), "code": code, "said": said, "faults": faults})
+            words = re.sub(r"/\S+", "PATH", re.sub(r"\d+", "N", said))[:200]
+            keep({"kind": kind, "what": what, "step": place.step(), "code": code, "said": words, "faults": faults})
         if faults or (code and not what):
             print((place.folder / "output").read_text(), flush=True)
         if code and not what:
             raise SystemExit("an undisturbed run failed")
 
 
-def report(lines: list[dict]) -> int:
+def report(lines: list[dict], missing: Counter) -> int:
     """The counts; exit status."""
     for kind in dict.fromkeys(line["kind"] for line in lines):
         of_kind = [line for line in lines if line["kind"] == kind]
@@ -359,7 +383,9 @@ def report(lines: list[dict]) -> int:
         for line in of_kind:
             if line["faults"]:
                 print(f"  !!!! {line['what']}: {'; '.join(line['faults'])[:300]} ({line['said']})")
-    return int(any(line["faults"] for line in lines))
+    for kind, count in missing.items():
+        print(f"\n{kind}: {count} not made; the same command makes them")
+    return int(bool(missing) or any(line["faults"] for line in lines))
 
 
 def main() -> int:
@@ -370,6 +396,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="no run begins later")
     arguments = parser.parse_args()
+    if not any(getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS):
+        parser.error("say how many disturbances: --kills 20")
     if arguments.memory_limits and not has_cgroups():
         parser.error("--memory-limits needs root, and cgroups of the first version in /sys/fs/cgroup/memory")
     if not os.environ.get("MSQ_ENDURANCE_INSIDE"):
@@ -409,7 +437,7 @@ def main() -> int:
             place = Place(Path(folder) / f"run{len(kinds)}", model, clock)
             run_through(kinds, place, draw, unbroken, keep)
             place.close()
-    return report(lines)
+    return report(lines, Counter(kinds))
 
 
 if __name__ == "__main__":
