@@ -110,10 +110,9 @@ def test_the_exported_model_is_the_trained_one(family, npus, tp, pp, ep, upstrea
     run = finished_run(config, upstream, tmp_path)
     adapters = load_adapters(run.checkpoints_dir)
     assert (adapters.rank, adapters.alpha, adapters.iteration) == (R, ALPHA, 2)
-    load_hf(model).save_pretrained(tmp_path / "float32")
-    save_merged(adapters, tmp_path / "float32", tmp_path / "merged")
+    save_merged(adapters, model, tmp_path / "merged", dtype=torch.float32)
     merged = load_hf(tmp_path / "merged")
-    before, after = full_weights(load_hf(tmp_path / "float32")), full_weights(merged)
+    before, after = full_weights(load_hf(model)), full_weights(merged)
     change = {name: after[name] - before[name] for name in before}
     for file, stage, place in rank_files(run.checkpoints_dir / "iter_0000002", tp, pp, ep, LAYERS):
         weights = load_rank(file)
@@ -128,8 +127,8 @@ def test_the_exported_model_is_the_trained_one(family, npus, tp, pp, ep, upstrea
     if family == "qwen3_moe":  # peft 0.7.1 refuses the adapter of a Qwen2-MoE (save_peft says so)
         from peft import PeftModel
 
-        save_peft(adapters, tmp_path / "float32", tmp_path / "adapter")
+        save_peft(adapters, model, tmp_path / "adapter")
         tokens = torch.arange(96).view(4, 24)
         with torch.no_grad():
-            adapted = PeftModel.from_pretrained(load_hf(tmp_path / "float32"), tmp_path / "adapter")(tokens).logits
+            adapted = PeftModel.from_pretrained(load_hf(model), tmp_path / "adapter")(tokens).logits
             torch.testing.assert_close(adapted, merged(tokens).logits, rtol=1e-3, atol=1e-3)
