@@ -4,8 +4,9 @@
     python benchmarks/long_run.py --steps 200 --images /tmp
 
 The quickstart's model, AQN on, a checkpoint every 50 steps, an evaluation every 100, TensorBoard on. Looked at every
-second: how much memory the processes hold (PSS, shared pages counted once), how many files they have open, and how
-many bytes lie in the run's directory, in its temporary directory and in /dev/shm.
+second: how many processes there are, how much memory they hold (PSS, shared pages counted once), how many files they
+have open, and how many bytes lie in the run's directory, in its temporary directory and in /dev/shm. Exit status 1 if
+anything but the run's directory grew by more than 5 % (and by more than 1) from the first tenth to the last.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from mindspeed_qerl.runs.report import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = ("driver", "rank 0", "rank 1", "rollout engine", "Ray")
+COUNTS = ("open files", "processes")
 PLACES = ("run directory", "temporary files", "/dev/shm")
 
 
@@ -48,13 +50,14 @@ def bytes_in(folder: Path) -> int:
 
 def look(driver: psutil.Process, run: RunDirectory, temporary: Path) -> dict[str, float]:
     """MiB by role and place, and open files, at this moment."""
-    found = dict.fromkeys((*ROLES, "open files"), 0.0)
+    found = dict.fromkeys((*ROLES, *COUNTS), 0.0)
     pids = {pid: name for name, pid in run.facts().get("processes", {}).items()}
     for process in (driver, *driver.children(recursive=True)):
         role = "driver" if process == driver else pids.get(process.pid, "Ray")
         try:
             found[role] += process.memory_full_info().pss / 2**20
             found["open files"] += process.num_fds()
+            found["processes"] += 1
         except psutil.Error:
             pass
     places = zip(PLACES, (run.path, temporary, Path("/dev/shm")))
@@ -85,7 +88,7 @@ def carry_out(steps: int, work: Path) -> tuple[RunDirectory, list[dict[str, floa
     return run, [each for each in seen if each["step"] < steps]  # not while it ends
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
@@ -94,16 +97,23 @@ def main() -> None:
         run, seen = carry_out(arguments.steps, Path(folder))
         seconds = np.array(read_columns(run.metrics_file)["time/step"])
     at = np.array([each["step"] for each in seen])
-    columns = {name: np.array([each[name] for each in seen]) for name in (*ROLES, *PLACES, "open files")}
+    columns = {name: np.array([each[name] for each in seen]) for name in (*ROLES, *PLACES, *COUNTS)}
     edges = [(0.05, 0.15), (0.45, 0.55), (0.9, 1.0)]
     parts = [(at >= low * arguments.steps) & (at <= high * arguments.steps) for low, high in edges]
-    rows = [[name if name == "open files" else f"{name}, MiB", *(f"{np.median(values[part]):,.1f}" for part in parts)]
-            for name, values in columns.items()]
+    if not all(part.any() for part in parts):
+        raise SystemExit("too few steps to look at their beginning, middle and end")
+    medians = {name: [np.median(values[part]) for part in parts] for name, values in columns.items()}
+    rows = [[name if name in COUNTS else f"{name}, MiB", *(f"{value:,.1f}" for value in values)]
+            for name, values in medians.items()]
     rows.append(["a step, ms", *(f"{1000 * np.median(seconds[int(low * len(seconds)):int(high * len(seconds))]):.0f}"
                                  for low, high in edges)])
     titles = [f"steps {low * arguments.steps:.0f} to {high * arguments.steps:.0f}" for low, high in edges]
     print("\n".join(markdown_table(["median of", *titles], rows)))
     draw(at, columns, seconds, arguments.images / "long_run.png")
+    grown = [name for name, (first, _, last) in medians.items()
+             if name != "run directory" and last > max(1.05 * first, first + 1)]
+    print(f"grown: {', '.join(grown) or 'nothing'}")
+    return int(bool(grown))
 
 
 def draw(at: np.ndarray, columns: dict[str, np.ndarray], seconds: np.ndarray, image: Path) -> None:
@@ -113,12 +123,11 @@ def draw(at: np.ndarray, columns: dict[str, np.ndarray], seconds: np.ndarray, im
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 6), layout="constrained")
         for axis, (title, names) in zip(figure.subplots(2, 2).flat, {
-                "memory of processes, MiB": ROLES, "files, MiB": PLACES, "open files": ("open files",)}.items()):
+                "memory of processes, MiB": ROLES, "files, MiB": PLACES, "number": COUNTS}.items()):
             for name in names:
                 axis.plot(at, columns[name], label=name)
             axis.set(title=title, xlabel="step", ylim=(0, None))
-            if len(names) > 1:
-                axis.legend()
+            axis.legend()
         axis = figure.axes[-1]
         axis.plot(np.arange(len(seconds)) + 1, seconds, ".", markersize=2)
         axis.set(title="seconds a step", xlabel="step", ylim=(0, 4 * np.median(seconds)))
@@ -127,4 +136,4 @@ def draw(at: np.ndarray, columns: dict[str, np.ndarray], seconds: np.ndarray, im
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -56,7 +56,8 @@ HANGS = 60  # seconds without an end after which a run hangs, beyond those that 
 ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
 SAYS = {  # what the reason of a run that ended must have
     "kill": "killed|died|ended without a word", "stop": f"was stopped {STOPPED:.0f} s ago",
-    "full disk": "No space left on device", "clock jump": "", "memory limit": "killed|died|memory|ended without a word"}
+    "full disk": "No space left on device", "clock jump": "",
+    "memory limit": "killed|died|memory|ended without a word"}
 MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups' first version
 CLOCK = r"""
 #define _GNU_SOURCE
