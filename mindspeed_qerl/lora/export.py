@@ -135,7 +135,7 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
 
 def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:
     """For the metadata of what is exported: what was trained, by which run, for how long."""
-    return {BASE: weights_digest(Path(base_model_dir)), "iteration": str(adapters.iteration),
+    return {BASE: adapters.base or weights_digest(Path(base_model_dir)), "iteration": str(adapters.iteration),
             **({"run": adapters.run} if adapters.run else {})}
 
 
