@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator
 
 from mindspeed_qerl.families import ModelShape
 
-BLOCKS = {"fp8": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}  # inputs that share a scale (quantization/formats.py)
-PADDED = {"fp8"}  # the last block of a whole tensor may be shorter
+BLOCKS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}  # inputs that share a scale (quantization/formats.py)
+PADDED = {"fp8": 128}  # the same; the last block of a whole tensor may be shorter
 # Of layers whose inputs tensor parallel ranks share: o_proj, and each down_proj.
 SHARED_INPUTS = ("num_attention_heads x head_dim", "intermediate_size", "moe_intermediate_size",
                  "shared_expert_intermediate_size")
@@ -17,11 +17,11 @@ def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -
     Args:
         tp: the engine's tensor parallel size. shared: the inputs of which each rank rounds its own part.
     """
-    if (block := BLOCKS.get(format)) is None:
+    if (block := (BLOCKS | PADDED).get(format)) is None:
         return
     for name in ("hidden_size", *SHARED_INPUTS):
         width = (shape.num_attention_heads * shape.head_dim if name == SHARED_INPUTS[0] else getattr(shape, name))
-        if width % block and format not in PADDED:
+        if width % block and format in BLOCKS:
             yield (f"rollout_quantization.format = {format!r}: the model's {name} = {width} is no multiple of its "
                    f"blocks of {block} inputs; int8_w8a8 and fp8 take any width")
         elif name in shared and tp > 1 and width % (block * tp):
