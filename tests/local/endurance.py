@@ -37,12 +37,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
 import psutil
+from safetensors.torch import load_file
 
 from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.local.checkpoint import folder as checkpoint_folder
 from mindspeed_qerl.local.checkpoint import read_state
 from mindspeed_qerl.private_ray import STOPPED
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -118,10 +121,17 @@ def drive() -> None:
     runpy.run_path("cli/train_grpo.py", run_name="__main__")
 
 
+def held(run: RunDirectory, iteration: int) -> dict:
+    """What a checkpoint says, with a hash of each tensor in the place of its files, whose bytes differ between runs."""
+    state, folder = read_state(run.checkpoints_dir, iteration), checkpoint_folder(run.checkpoints_dir, iteration)
+    tensors = chain.from_iterable(load_file(folder / name).items() for name in state["files"])
+    return {**state, "files": {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors}}
+
+
 def recorded(run: RunDirectory) -> list[dict]:
     """Everything that a run writes step by step, times aside, and what its checkpoints hold."""
     files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
-    states = [read_state(run.checkpoints_dir, each) for each in checkpoint_iterations(run.checkpoints_dir)]
+    states = [held(run, each) for each in checkpoint_iterations(run.checkpoints_dir)]
     return [{name: value for name, value in row.items() if "time/" not in name and name not in ("seconds", "run")}
             for row in (*chain.from_iterable(map(read_jsonl, files)), *states)]
 
