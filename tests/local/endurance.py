@@ -122,7 +122,8 @@ def drive() -> None:
 
 
 def held(run: RunDirectory, iteration: int) -> dict:
-    """What a checkpoint says, with a hash of each tensor in the place of its files, whose bytes differ between runs."""
+    """What a checkpoint says, with a hash of each tensor in the place of its files (whose bytes differ from run to
+    run)."""
     state, folder = read_state(run.checkpoints_dir, iteration), checkpoint_folder(run.checkpoints_dir, iteration)
     tensors = chain.from_iterable(load_file(folder / name).items() for name in state["files"])
     return {**state, "files": {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors}}
