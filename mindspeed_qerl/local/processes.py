@@ -25,8 +25,10 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 
-# of a log's line that may say why its process died: "Segmentation fault", "Fatal Python error", "RuntimeError: ..."
+# of a log's line that may say why its process died: "Segmentation fault", "Fatal Python error", "RuntimeError: ...";
+# and of one that does not: vLLM's log quotes in its warnings errors that it has caught
 ERROR = re.compile(r"(?i:\b(segmentation fault|fatal|abort(ed)?|terminate called)\b)|Error\b")
+NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 
 
 class WorkerError(EngineError):
@@ -143,10 +145,19 @@ class Processes:
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
         log = worker.log_file.read_bytes()[worker.log_begins:] if worker.log_file.exists() else b""
-        # not just its last line, which is often a library's warning
-        errors = [line for line in log.decode(errors="replace").splitlines() if ERROR.search(line)]
-        words = f". Its last error: {errors[-1][:300]}" if errors else ""
+        error = last_error(log.decode(errors="replace"))
+        words = f". Its last error: {error[:300]}" if error else ""
         return WorkerError(f"{worker.name}{pid} died: killed, or out of memory{words}\nIts log: {worker.log_file}")
+
+
+def last_error(log: str) -> str | None:
+    """Of a dead process's log the last line that says why; its last line is often a library's warning.
+
+    >>> last_error("RuntimeError: no room\\nWARNING [base.py:380] ValueError: Tokenizer not available\\nbye")
+    'RuntimeError: no room'
+    """
+    errors = [line for line in log.splitlines() if ERROR.search(line) and not NO_ERROR.search(line)]
+    return errors[-1] if errors else None
 
 
 def _is_running(pid: int) -> bool:
