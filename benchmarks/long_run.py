@@ -5,8 +5,9 @@
 
 The quickstart's model, AQN on, a checkpoint every 50 steps, an evaluation every 100, TensorBoard on. Looked at every
 second: how many processes there are, how much memory they hold (PSS, shared pages counted once), how many files they
-have open, and how many bytes lie in the run's directory, in its temporary directory and in /dev/shm. Exit status 1 if
-anything but the run's directory grew by more than 5 % (and by more than 1) from the first tenth to the last.
+have open, and how many bytes lie in the run's directory, in its temporary directory and in /dev/shm (the machine's:
+run nothing beside it). Exit status 1 if anything but the run's directory grew by more than 5 % (and by more than 1)
+from steps 5-15 % to the last tenth, or a step's time by more than 10 %.
 """
 
 import argparse
@@ -105,13 +106,14 @@ def main() -> int:
     medians = {name: [np.median(values[part]) for part in parts] for name, values in columns.items()}
     rows = [[name if name in COUNTS else f"{name}, MiB", *(f"{value:,.1f}" for value in values)]
             for name, values in medians.items()]
-    rows.append(["a step, ms", *(f"{1000 * np.median(seconds[int(low * len(seconds)):int(high * len(seconds))]):.0f}"
-                                 for low, high in edges)])
+    milliseconds = [1000 * np.median(seconds[int(low * len(seconds)):int(high * len(seconds))]) for low, high in edges]
+    rows.append(["a step, ms", *(f"{value:.0f}" for value in milliseconds)])
     titles = [f"steps {low * arguments.steps:.0f} to {high * arguments.steps:.0f}" for low, high in edges]
     print("\n".join(markdown_table(["median of", *titles], rows)))
     draw(at, columns, seconds, arguments.images / "long_run.png")
     grown = [name for name, (first, _, last) in medians.items()
              if name != "run directory" and last > max(1.05 * first, first + 1)]
+    grown += ["a step's time"] if milliseconds[-1] > 1.1 * milliseconds[0] else []
     print(f"grown: {', '.join(grown) or 'nothing'}")
     return int(bool(grown))
 

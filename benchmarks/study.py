@@ -6,21 +6,26 @@
 The studies (STUDIES) are tables of cells, each some overrides of a config, and of comparisons between two cells. Seed
 after seed, each cell gets a run of cli/train_grpo.py, in runs/studies, where studies with a cell in common share it.
 As many run side by side as there are cores, each on one core, with one rank: on two cores 1.4 times as many an hour as
-one after the other with two ranks each. After PILOT seeds the spread of the differences says how many seeds an effect
-of EFFECT would take; so many, or --seeds at most, are run, and at fixed numbers of seeds every comparison is judged
-(mindspeed_qerl/runs/sequential.py), with 5 % shared by all comparisons of the study. A comparison that is decided
-needs no more runs. Differences are paired by seed and question, of runs that begin with the same weights.
+one after the other with two ranks each. After PILOT seeds the spread of the differences says how many seeds the
+effect that is asked about would take; so many, or --seeds at most, are run, and at fixed numbers of seeds every
+comparison is judged (mindspeed_qerl/runs/sequential.py), with 5 % shared by all comparisons of the study. A comparison
+that is decided needs no more runs. Differences are paired by seed and question, of runs with the same weights and
+data; questions on the same numbers vary together, as one group (mindspeed_qerl/runs/statistics.py).
 
 What was found is kept in docs/studies/NAME.json: of each run and question how many of its answers were right. Tables
-and pictures are made of that alone.
+and pictures are made of that alone. Further overrides make another study: it is kept apart, by --data and --root.
 """
 
 import argparse
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,30 +41,44 @@ import numpy as np
 
 from mindspeed_qerl.files import write_whole
 from mindspeed_qerl.fingerprint import weights_digest
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.compare import SIGNIFICANCE
 from mindspeed_qerl.runs.compare_report import interval
-from mindspeed_qerl.runs.compared_run import find_runs, read_run
-from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.compared_run import read_run
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
 from mindspeed_qerl.runs.sequential import judge, limits, looks, seeds_planned
-from mindspeed_qerl.runs.statistics import effect_shown, estimate
+from mindspeed_qerl.runs.statistics import effect_shown, estimate, grouped, pass_at
+from mindspeed_qerl.sweep import finished
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_RANK = ("rl_config.actor_resource.num_npus=1",)
-PILOT, EFFECT = 4, 0.02  # seeds; points of accuracy
+PILOT = 4  # seeds
+COMPOSING = threading.Lock()  # Hydra has one config at a time
+
+
+def first_pair(question: str) -> tuple[int, ...]:
+    """Of a word problem the pair of numbers that was held out, or not.
+
+    >>> first_pair("Ella has 12 marbles. Ella sells 9. Lily gives Ella 11. How many marbles does Ella have now?")
+    (9, 12)
+    """
+    return tuple(sorted(int(number) for number in re.findall(r"[0-9]+", question)[:2]))
 
 
 @dataclass(frozen=True)
 class Study:
     """Cells by name with their overrides; comparisons (cell, baseline cell, measure); by name of a measure other than
-    "accuracy", the run's own after its last step, arguments of tools/evaluate.py; what all cells are runs of."""
+    "accuracy", the run's own after its last step, arguments of tools/evaluate.py; the effect it asks about, in
+    accuracy; what questions that depend on each other have in common; what all cells are runs of."""
 
     question: str
     cells: dict[str, tuple[str, ...]]
     comparisons: tuple[tuple[str, str, str], ...]
     evaluations: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    effect: float = 0.02
+    group: Callable[[str], Hashable] = first_pair
     config: str = "grpo_steps_moe_cpu"
     model: str = "models/steps_qwen3_moe"
     overrides: tuple[str, ...] = ()
@@ -102,6 +121,7 @@ STUDIES = {
     "real": Study(
         "Does AQN help a real model, SmolLM2-135M after a warm-up?",
         {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)}, (("AQN on", "AQN off", "accuracy"),),
+        effect=0.01, group=str,  # it is right in a few of a hundred; every question stands for itself
         config="grpo_smollm2_135m_gsm8k_cpu", model="models/smollm2_135m_gsm8k",  # tools/warm_up.py makes it
         overrides=("generate_config.dtype=bfloat16", "megatron_training.train_iters=20",
                    "megatron_training.save_interval=20", "rl_config.verifier_function=[gsm8k]",
@@ -111,23 +131,17 @@ STUDIES = {
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # right answers of one question
 
 
-def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
-    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv 2107.03374).
-
-    >>> pass_at(2, np.array([0, 1, 4]), 4)
-    array([0. , 0.5, 1. ])
-    """
-    wrong = samples - right[..., None] - np.arange(k)
-    return 1 - np.prod(np.maximum(wrong, 0) / (samples - np.arange(k)), axis=-1)
-
-
 class Data:
     """What a study found so far: docs/studies/NAME.json."""
 
     def __init__(self, name: str, folder: Path):
         self.study, self.file = STUDIES[name], folder / f"{name}.json"
         kept = json.loads(self.file.read_text()) if self.file.exists() else {}
+        if unknown := kept.get("cells", {}).keys() - self.study.cells.keys():
+            raise SystemExit(f"{self.file} has cells that the study {name} has not: {', '.join(sorted(unknown))}. "
+                             "Rename them there, or move it away")
         self.most: int | None = kept.get("most")  # seeds; None: the pilot is not done
+        self.groups: list[int] | None = kept.get("groups")  # of each question
         self.cells: dict[str, dict[str, dict]] = {cell: kept.get("cells", {}).get(cell, {})
                                                   for cell in self.study.cells}
 
@@ -136,20 +150,32 @@ class Data:
         lines = ",\n".join(f"  {json.dumps(cell)}: {{\n" + ",\n".join(
             f"    {json.dumps(seed)}: {json.dumps(run)}" for seed, run in runs.items()) + "}"
             for cell, runs in self.cells.items())
-        write_whole(self.file, f'{{"most": {json.dumps(self.most)}, "cells": {{\n{lines}}}}}\n')
+        write_whole(self.file, f'{{"most": {json.dumps(self.most)}, "groups": {json.dumps(self.groups)}, '
+                               f'"cells": {{\n{lines}}}}}\n')
+
+    def add(self, cell: str, seed: int, run: dict, questions: Iterable[str]) -> None:
+        """What `run_cell` found. SystemExit if it was asked other questions than the runs before."""
+        numbers: dict[Hashable, int] = {}
+        groups = [numbers.setdefault(self.study.group(question), len(numbers)) for question in questions]
+        if self.groups not in (None, groups):
+            raise SystemExit(f"seed {seed} of {cell} was asked other questions than {self.file} has: give --data and "
+                             "--root of its own")
+        self.groups, self.cells[cell][str(seed)] = groups, run
+        self.save()
 
     def values(self, cell: str, measure: str, seeds: list[str]) -> np.ndarray:
-        """[seeds, questions]."""
+        """[seeds, groups of questions]."""
         evaluation, k = ("sixteen", int(measure[5:])) if measure.startswith("pass@") else (measure, 1)
         runs = [self.cells[cell][seed][evaluation] for seed in seeds]
-        right = np.array([[DIGITS.index(digit) for digit in run["right"]] for run in runs])
-        return pass_at(k, right, runs[0]["samples"])
+        chances = [pass_at(k, np.array([DIGITS.index(digit) for digit in run["right"]]), run["samples"])
+                   for run in runs]
+        return grouped(np.array(chances), self.groups)
 
     def differences(self, cell: str, baseline: str, measure: str) -> np.ndarray:
-        """[seeds, questions], of the seeds that both have, begun with the same weights, in their order."""
+        """[seeds, groups of questions], of the seeds that both have with the same weights and data, in order."""
         runs, others = self.cells[cell], self.cells[baseline]
         seeds = sorted((seed for seed in runs.keys() & others.keys()
-                        if runs[seed].get("model") == others[seed].get("model")), key=int)
+                        if all(runs[seed].get(of) == others[seed].get(of) for of in ("model", "data"))), key=int)
         if not seeds:
             return np.zeros((0, 1))
         return self.values(cell, measure, seeds) - self.values(baseline, measure, seeds)
@@ -170,40 +196,49 @@ class Data:
     def words(self) -> dict[tuple[str, str, str], tuple[str, int] | None]:
         """What is said of each comparison, and after how many seeds; None: go on."""
         alpha = SIGNIFICANCE / len(self.study.comparisons)  # Bonferroni
-        return {each: judge(self.differences(*each), self.most, alpha, EFFECT) if self.most else None
+        return {each: judge(self.differences(*each), self.most, alpha, self.study.effect) if self.most else None
                 for each in self.study.comparisons}
 
 
-def right_answers(file: Path) -> dict:
-    """Of the last evaluation in a file of answers: how many of how many were right, question by question."""
-    rows = read_jsonl(file)
-    last = [row["scores"] for row in rows if row["step"] == rows[-1]["step"]]
-    return {"samples": len(last[0]), "right": "".join(DIGITS[round(sum(scores))] for scores in last)}
+def right_answers(rows: list[dict], step: int) -> dict:
+    """Of the evaluation after `step`: how many of how many answers were right, question by question."""
+    scores = [row["scores"] for row in rows if row["step"] == step]
+    return {"samples": len(scores[0]), "right": "".join(DIGITS[round(sum(each))] for each in scores)}
 
 
-def run_cell(study: str, cell: str, seed: int, core: int, root: Path, more: list[str]) -> dict:
-    """One run with its evaluations, or what there is of it; what the study keeps. Killed, it takes the run along."""
+def run_cell(study: str, cell: str, seed: int, core: int, root: Path, more: list[str]) -> tuple[dict, list[str]]:
+    """One run with its evaluations, or what there is of it: what the study keeps, and the questions. Killed, it takes
+    the run along. SystemExit for a run that is not what its config says."""
     of, weights = STUDIES[study], STUDIES[study].weights()
     folder, name = of.place(cell, root)
     on_core = ["setpriv", "--pdeathsig", "KILL", "taskset", "--cpu-list", str(core), sys.executable]
-    subprocess.run([*on_core, "cli/train_grpo.py", "--multirun", "--config-name", of.config, *ONE_RANK,
-                    f"megatron_training.tokenizer_name_or_path={of.model}", *of.overrides, f"seed={seed}",
-                    f"run.root={folder}", f"run.name={name}", *of.cells[cell], *more],
+    overrides = [*ONE_RANK, f"megatron_training.tokenizer_name_or_path={of.model}", *of.overrides, f"seed={seed}",
+                 f"run.root={folder}", f"run.name={name}", *of.cells[cell], *more]
+    subprocess.run([*on_core, "cli/train_grpo.py", "--multirun", "--config-name", of.config, *overrides],
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    run = next(run for path in find_runs([folder / name]) if (run := read_run(path)).seed == seed and not run.faults)
+    with COMPOSING:
+        directory = finished(compose(of.config, overrides), of.config)
+    run = read_run(directory.path)
+    if run.faults:
+        raise SystemExit(f"{run.path}: {'; '.join(run.faults)}")
+    answers, evaluated = read_jsonl(directory.eval_answers_file), {}
     for evaluation, arguments in of.evaluations.items():
-        if not (run.path / "evaluations" / evaluation).exists():
+        file = run.path / "evaluations" / evaluation / "answers.jsonl"
+        if not file.parent.exists():
             subprocess.run([*on_core, "tools/evaluate.py", "--run", run.path, "--name", evaluation, *arguments],
                            cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    directory = RunDirectory.open(run.path)
+        evaluated[evaluation] = right_answers(read_jsonl(file), max(run.scores))
     entropy = [round(row["entropy/mean"], 4) for row in read_jsonl(directory.metrics_file) if "entropy/mean" in row]
-    return {"model": weights, "accuracy": right_answers(directory.eval_answers_file),
-            "entropy": [entropy[0], entropy[-1]],
-            **{name: right_answers(run.path / "evaluations" / name / "answers.jsonl") for name in of.evaluations}}
+    data = hashlib.sha256(json.dumps(run.data, sort_keys=True).encode()).hexdigest()[:12]
+    found = {"model": weights, "data": data, "code": run.code["mindspeed_qerl"][:7],
+             "start": round(float(np.mean(list(run.scores[0].values()))), 4),
+             "accuracy": right_answers(answers, max(run.scores)), "entropy": [entropy[0], entropy[-1]], **evaluated}
+    return found, [row["question"] for row in answers if row["step"] == 0]
 
 
 class OneRunACore:
-    """Runs of a study side by side, none of which begins when it would end after `hours`."""
+    """Runs of a study side by side, none of which begins when one as long as the longest so far would end after
+    `hours`."""
 
     def __init__(self, hours: float, cores: list[int]):
         self.end, self.longest, self.count = time.monotonic() + hours * 3600, 0.0, len(cores)
@@ -211,7 +246,7 @@ class OneRunACore:
         for core in cores:
             self.free.put(core)
 
-    def run(self, study: str, cell: str, seed: int, **rest) -> tuple[dict | None, float]:
+    def run(self, study: str, cell: str, seed: int, **rest) -> tuple[tuple[dict, list[str]] | None, float]:
         """`run_cell`'s result and its seconds; None if there is no time for it."""
         core, begun = self.free.get(), time.monotonic()
         try:
@@ -234,8 +269,7 @@ class OneRunACore:
                     if found is None:
                         whole = False
                         continue
-                    data.cells[cell][str(seed)] = found
-                    data.save()
+                    data.add(cell, seed, *found)
                     accuracy = data.values(cell, "accuracy", [str(seed)]).mean()
                     print(f"seed {seed}, {cell}: accuracy {accuracy:.3f}, {seconds:.0f} s", flush=True)
             except BaseException:  # Ctrl-C, too: no further run begins
@@ -260,12 +294,13 @@ def carry_out(name: str, data: Data, runs: OneRunACore, most: int, **rest) -> No
 
 
 def plan(data: Data, most: int) -> int:
-    """How many seeds: what EFFECT takes in the comparison that varies most, by the pilot's variance, or `most`."""
+    """How many seeds: what the effect takes in the comparison that varies most, by the pilot's variance, or `most`."""
     alpha = SIGNIFICANCE / len(data.study.comparisons)
-    needed = [seeds_planned(estimate(data.differences(*each)), alpha, EFFECT) for each in data.study.comparisons]
+    effect = data.study.effect
+    needed = [seeds_planned(estimate(data.differences(*each)), alpha, effect) for each in data.study.comparisons]
     for (cell, baseline, measure), count in zip(data.study.comparisons, needed):
         words = f"{count} seeds" if count else "more questions"
-        print(f"to see {100 * EFFECT:.0f} points in {measure} of {cell} against {baseline} with a power of 80 %: "
+        print(f"to see {100 * effect:.0f} points in {measure} of {cell} against {baseline} with a power of 80 %: "
               f"{words}", flush=True)
     return min(most, max(count or most for count in needed))
 
@@ -291,7 +326,7 @@ def tables(data: Data) -> str:
         word, count = said or ("not finished", len(values))
         found = estimate(values[:count])
         seen = f"{effect_shown(found, count, limit_at[count]):.3f}" if said else ""
-        word = f"smaller than {100 * EFFECT:.0f} points" if word == "smaller" else word
+        word = f"smaller than {100 * data.study.effect:.0f} points" if word == "smaller" else word
         rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{word}**"])
     text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
                                 "verdict"], rows)]
@@ -309,7 +344,7 @@ def draw(data: Data, image: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 1 + 0.45 * len(data.study.comparisons)), layout="constrained")
         axis = figure.subplots()
-        axis.axvspan(-EFFECT, EFFECT, color="#eeeeee")
+        axis.axvspan(-data.study.effect, data.study.effect, color="#eeeeee")
         axis.axvline(0, color="black", linewidth=1)
         for at, (each, said) in enumerate(data.words().items()):
             word, count = said or ("", None)
@@ -319,8 +354,8 @@ def draw(data: Data, image: Path) -> None:
             axis.errorbar(found.mean, at, xerr=[[found.mean - found.low], [found.high - found.mean]], fmt="o",
                           capsize=4, color=color)
             axis.plot(values.mean(1), [at + 0.2] * len(values), ".", color=color, alpha=0.4)
-        axis.set(title=data.study.question,
-                 xlabel=f"difference (small dots: seeds; bars: 95 %; grey: less than {100 * EFFECT:.0f} points)")
+        grey = f"less than {100 * data.study.effect:.0f} points"
+        axis.set(title=data.study.question, xlabel=f"difference (small dots: seeds; bars: 95 %; grey: {grey})")
         axis.set_yticks(range(len(data.study.comparisons)),
                         [f"{cell} - {baseline}\n{measure}" for cell, baseline, measure in data.study.comparisons],
                         fontsize=8)
@@ -341,6 +376,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / "docs" / "studies", help="where what was found is kept")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments, more = parser.parse_known_args()
+    if more and (arguments.data == parser.get_default("data") or arguments.root == parser.get_default("root")):
+        parser.error(f"{' '.join(more)} makes another study: give --data and --root of its own")
     data = Data(arguments.study, arguments.data)
     if not arguments.tables:
         carry_out(arguments.study, data, OneRunACore(arguments.hours, arguments.cores), arguments.seeds,

@@ -18,7 +18,6 @@ from rich.table import Table
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe.reader import read
-from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -37,8 +36,8 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
     recipe, _ = read(raw)  # the run itself says what is wrong with it
     if recipe.rehearsal.enabled:
         raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
-    parent, what = Path(recipe.run.root) / (recipe.run.name or name), " ".join(overrides)
-    if done := _finished(parent, raw, recipe):
+    what = " ".join(overrides)
+    if done := finished(raw, name):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
         return what, "finished before", done
     print(f"sweep: {what}", flush=True)
@@ -52,7 +51,7 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
         raise
     if code == 130:
         raise KeyboardInterrupt
-    return what, "failed" if code else "finished", _finished(parent, raw, recipe)
+    return what, "failed" if code else "finished", finished(raw, name)
 
 
 def report(outcomes: Sequence[Outcome]) -> int:
@@ -70,8 +69,11 @@ def report(outcomes: Sequence[Outcome]) -> int:
     return 1 if failed else 0
 
 
-def _finished(parent: Path, raw: dict[str, Any], recipe: Recipe) -> RunDirectory | None:
-    """The newest run of this config, with the data and the model that are there now, that finished."""
+def finished(raw: dict[str, Any], name: str) -> RunDirectory | None:
+    """The newest run of the resolved config `raw`, named `name`, with the data and the model that are there now, that
+    finished."""
+    recipe, _ = read(raw)
+    parent = Path(recipe.run.root) / (recipe.run.name or name)
     try:
         return RunDirectory.finished(parent, config=raw, data_files=engine_of(recipe).data_files(recipe))
     except FileNotFoundError:  # the run itself says what is missing

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mindspeed_qerl.runs.directory import RunDirectory
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -36,7 +38,7 @@ def drawn(asked, effects, of_seed=0.01, questions=300, model="a model"):
         found = {measure: {"samples": samples, "right": "".join(
             "0123456789abcdefg"[right] for right in generator.binomial(samples, chance))}
             for measure, samples in (("accuracy", 4), ("sixteen", 16))}
-        return {**found, "model": model, "entropy": [0.5, 0.25]}
+        return {**found, "model": model, "entropy": [0.5, 0.25]}, [f"{number}?" for number in range(questions)]
     return run
 
 
@@ -68,7 +70,7 @@ def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_pat
     run = drawn([], dict.fromkeys(data.cells, 0.0))
     for seed, cells in (("1", ("one", "other", "third")), ("2", ("one", "other"))):
         for cell in cells:
-            data.cells[cell][seed] = run("two", cell, int(seed), 0, tmp_path)
+            data.add(cell, int(seed), *run("two", cell, int(seed), 0, tmp_path))
     assert data.missing(2) == [(2, "third")]
     monkeypatch.setattr(study.Study, "weights", lambda _: "another")
     assert data.missing(2) == [(2, "one"), (2, "other"), (2, "third")]
@@ -80,6 +82,28 @@ def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_pat
     assert asked == [(2, "one"), (2, "other"), (2, "third")] and data.missing(2) == []
     data.cells["one"]["1"]["model"] = "a third"
     assert data.missing(2) == [(1, "one"), (1, "other"), (1, "third")]
+
+
+def test_what_has_other_data_or_questions_or_cells_is_not_mixed_in(study, tmp_path):
+    data, run = study.Data("two", tmp_path), drawn([], {"one": 0.0, "other": 0.0})
+    for seed in (1, 2):
+        for cell in ("one", "other"):
+            data.add(cell, seed, *run("two", cell, seed, 0, tmp_path))
+    data.cells["one"]["2"]["data"] = "converted anew"
+    assert len(data.differences("one", "other", "accuracy")) == 1
+    with pytest.raises(SystemExit, match="seed 3 of one was asked other questions"):
+        data.add("one", 3, *drawn([], {"one": 0.0}, questions=299)("two", "one", 3, 0, tmp_path))
+    data.file.write_text(data.file.read_text().replace('"third"', '"renamed"'))
+    with pytest.raises(SystemExit, match="cells that the study two has not: renamed"):
+        study.Data("two", tmp_path)
+
+
+def test_further_overrides_are_kept_apart(study, monkeypatch, capsys, tmp_path):
+    for more in ([], ["--data", str(tmp_path)], ["--root", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["study.py", "--study", "two", "x=1", *more])
+        with pytest.raises(SystemExit):
+            study.main()
+        assert "x=1 makes another study" in capsys.readouterr().err
 
 
 def test_the_number_of_seeds_follows_from_the_pilots_variance(study, monkeypatch, tmp_path):
@@ -137,22 +161,30 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
     def call(command, **_):
         commands.append([str(part) for part in command])
 
-    run = SimpleNamespace(seed=3, faults=(), path=tmp_path / "run")
-    answers = [{"step": step, "question": "?", "scores": scores} for step, scores in ((0, [0, 0]), (9, [1, 1]))]
+    run = RunDirectory(tmp_path / "run")
+    answers = [{"step": step, "question": "?", "scores": scores} for step, scores in ((0, [0, 1]), (9, [1, 1]))]
     for file, rows in (("eval_answers.jsonl", answers), ("evaluations/sixteen/answers.jsonl", answers),
                        ("metrics.jsonl", [{"step": 1, "entropy/mean": 0.5}, {"step": 2, "entropy/mean": 0.25}])):
         (run.path / file).parent.mkdir(parents=True, exist_ok=True)
         (run.path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run.path / "status.json").write_text("{}")
+    read = SimpleNamespace(faults=(), path=run.path, data={"test": "a digest"}, code={"mindspeed_qerl": "0123456789"},
+                           scores={0: {"?": 0.5}, 9: {"?": 1.0}})
+    asked = []
     monkeypatch.setattr(study.subprocess, "run", call)
-    monkeypatch.setattr(study, "find_runs", lambda paths: paths)
-    monkeypatch.setattr(study, "read_run", lambda path: run)
-    found = study.run_cell("two", "other", 3, 1, tmp_path / "runs", ["local.kv_cache_gib=1"])
+    monkeypatch.setattr(study, "compose", lambda name, overrides: overrides)
+    monkeypatch.setattr(study, "finished", lambda raw, name: asked.append(raw) or run)
+    monkeypatch.setattr(study, "read_run", lambda path: read)
+    found, questions = study.run_cell("two", "other", 3, 1, tmp_path / "runs", ["local.kv_cache_gib=1"])
     (command,) = commands  # the evaluation was there
-    assert found == {"model": "a model", "accuracy": {"samples": 2, "right": "2"}, "entropy": [0.5, 0.25],
-                     "sixteen": {"samples": 2, "right": "2"}}
+    assert questions == ["?"] and found == {
+        "model": "a model", "data": "4e52d87761fa", "code": "0123456", "start": 0.5, "entropy": [0.5, 0.25],
+        "accuracy": {"samples": 2, "right": "2"}, "sixteen": {"samples": 2, "right": "2"}}
     assert {"x=2", "seed=3", "rl_config.actor_resource.num_npus=1", "local.kv_cache_gib=1", "run.name=2",
             f"run.root={tmp_path}/runs/grpo_steps_moe_cpu_a model"} <= set(command)
+    assert set(asked[0]) <= set(command), "the run that is read is the one that was asked for"
+    read.faults = ("the noise of step 3 reached no norm",)
+    with pytest.raises(SystemExit, match="run: the noise of step 3 reached no norm"):
+        study.run_cell("two", "other", 3, 1, tmp_path / "runs", [])
 
 
 def test_the_studies_compare_cells_that_they_have(study):

@@ -8,8 +8,9 @@ was not evaluated, runs whose noise did not fire as their config says, runs with
 repetitions of a seed.
 
 The difference to the baseline is paired by seed and question. The verdict says better, worse, or not distinguishable,
-and then about how many more seeds it would take; it is wrong in at most one of twenty cases where there is no
-difference (docs/compare.md has the measurement). Writes comparison.md, comparison.json and comparison.png to --output.
+and then about how many more seeds it would take; looked at once, it is wrong in at most one of twenty cases where
+there is no difference (docs/compare.md has the measurement). Writes comparison.md, comparison.json and comparison.png
+to --output.
 """
 
 import argparse

@@ -92,6 +92,9 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     notes = ["its code had changes that were not committed"] if git.get("dirty") else []
     if accepted := dotted(config).get("run.accepted_checks"):
         notes.append(f"failed checks of its preflight were accepted: {', '.join(map(str, np.atleast_1d(accepted)))}")
+    adapted = any(key.endswith(".lora_target_modules") and targets for key, targets in comparable.items())
+    if adapted and "lora_proved_after" not in run.facts():
+        notes.append("that its adapters reached the rollout engine was never proved")
     if len(finite) < len(rewards):
         notes.append(f"no number as its reward: {len(rewards) - len(finite)} of {len(rewards)} steps")
     return ComparedRun(path=run.path, seed=status["seed"], config=comparable, scores=scores, rewards=finite, data=data,

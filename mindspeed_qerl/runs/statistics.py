@@ -1,6 +1,7 @@
 """What a few seeds and a few hundred questions say about a difference, and how many seeds would say more."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,3 +75,29 @@ def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = Non
         return None
     return next((count for count in range(LEAST_SEEDS, MOST_SEEDS + 1)
                  if effect_shown(seen, count, limit) <= wanted), None)
+
+
+def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
+    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv 2107.03374).
+
+    >>> pass_at(2, np.array([0, 1, 4]), 4)
+    array([0. , 0.5, 1. ])
+    """
+    wrong = samples - right[..., None] - np.arange(k)
+    return 1 - np.prod(np.maximum(wrong, 0) / (samples - np.arange(k)), axis=-1)
+
+
+def grouped(values: np.ndarray, groups: Sequence[int]) -> np.ndarray:
+    """[seeds, groups] of `values` [seeds, questions], with the mean of every seed: questions of one group (`groups`:
+    the number of each question's, from 0) vary together, so other groups, not other questions, might have been asked.
+
+    A group of n questions has the overall mean plus what it is off, times n over the mean n (the linearised mean of
+    clusters of different sizes: Cochran, Sampling Techniques, 1977, chapter 9A).
+
+    >>> grouped(np.array([[0.0, 1.0, 1.0, 1.0]]), [0, 0, 0, 1])
+    array([[0.625, 0.875]])
+    """
+    sizes = np.bincount(groups)
+    means = np.stack([np.bincount(groups, weights=row) for row in values]) / sizes
+    overall = values.mean()
+    return overall + sizes / sizes.mean() * (means - overall)

@@ -213,6 +213,14 @@ def test_two_seeds_give_no_verdict(make_run):
         "no verdict, 2 seeds in common; it takes 3")
 
 
+def test_a_run_whose_adapters_were_never_seen_in_the_rollout_engine_has_a_note(make_run):
+    adapted, plain = make_run(actor_config={"lora_target_modules": ["linear_qkv"]}), make_run(seed=2)
+    note = "that its adapters reached the rollout engine was never proved"
+    assert note in read_run(adapted).notes and note not in read_run(plain).notes
+    RunDirectory.open(adapted).record(lora_proved_after=3)
+    assert note not in read_run(adapted).notes
+
+
 def test_only_seeds_that_both_have_are_compared(make_run):
     comparison = compare(read_all(*(make_run(False, seed) for seed in (1, 2)),
                                   *(make_run(True, seed) for seed in (2, 3))))
