@@ -54,6 +54,16 @@ class Batch:
         return Batch(**{name: part if part.ndim == 1 else part[:, : longest if name == "tokens" else longest - 1]
                         for name, part in parts.items()})
 
+    def routes_by_position(self, length: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """Padded to `length`, in Megatron's order, position by position: `routes` [length N, layers, top_k], if there
+        are some, and which of these tokens have some, bool [length N]."""
+        known = (np.arange(length)[:, None] < self.lengths - 1).flatten()
+        if self.routes is None:
+            return None, known
+        routes = np.zeros((length, *self.routes.swapaxes(0, 1).shape[1:]), dtype=self.routes.dtype)
+        routes[: self.routes.shape[1]] = self.routes.swapaxes(0, 1)
+        return routes.reshape(-1, *routes.shape[2:]), known
+
     def padded(self, count: int) -> "Batch":
         """With `count` more rows that have no token to train: copies of the first one, so that ranks share equally."""
         if not count:

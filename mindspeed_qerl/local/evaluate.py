@@ -211,7 +211,7 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
 
     sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    common = dict(max_tokens=what.max_tokens, stop_token_ids=stop)
+    common = dict(max_tokens=what.max_tokens, stop_token_ids=stop, logprobs=None)
     if what.modelled:
         beside = what.quantization and what.quantization.lora == "beside"
         engine = RolloutEngine(what.model if beside else model, *sizes[1:], quantization=what.quantization)

@@ -310,7 +310,8 @@ class LocalEngine:
         """`n` answers to each prompt, side by side, drawn with the seed of this purpose, step and batch."""
         recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
         sampling = {"max_tokens": recipe.sampling.max_tokens, "stop_token_ids": [] if eos is None else [eos],
-                    "temperature": recipe.sampling.temperature if temperature is None else temperature}
+                    "temperature": recipe.sampling.temperature if temperature is None else temperature,
+                    "logprobs": 0 if purpose == "rollout" else None}
         drawn = f"{purpose} {batch}" if batch else purpose
         seed, hardware_error = derived_seed(recipe.run.seed, drawn, step), recipe.hardware_error.arguments(purpose)
         record_routes = purpose == "rollout" and self.routers is not None

@@ -40,6 +40,20 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
 
+class SkipPrompts(nn.Module):
+    """After the last layer's attention keeps the positions from `first` on: those before it were keys and values for
+    them, and nobody reads what experts and vocabulary would make of them. It stands where megatron-core's layer has
+    the norm before attention to an encoder (transformer_layer.py:472)."""
+
+    def __init__(self, config, hidden_size: int, eps: float):
+        super().__init__()
+        self.first = 0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] -> [s - first, b, h]."""
+        return hidden_states[self.first :]
+
+
 def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
                 recompute_layers: int) -> tuple[nn.Module, list[Mapping], range, range]:
     """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be
@@ -67,8 +81,9 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
         experts = range(start, start + count)
     model = GPTModel(
         config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers),
-                                                          layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[_layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers],
+            layer_norm=RMSNorm),
         vocab_size=shape.vocab_size, max_sequence_length=shape.max_position_embeddings, pre_process=first,
         post_process=last, share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope", rotary_base=shape.rope_theta, parallel_output=True).to(dtype)
@@ -115,8 +130,9 @@ def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
-def _layer_spec(shape: ModelShape):
-    """megatron-core's own layer, with our attention core and norms in their places, and the shared expert's gate."""
+def _layer_spec(shape: ModelShape, is_last: bool):
+    """megatron-core's own layer, with our attention core and norms in their places, and the shared expert's gate; the
+    last layer with `SkipPrompts`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     qk_norm = family_of(shape).qk_norm
@@ -125,6 +141,8 @@ def _layer_spec(shape: ModelShape):
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
+    if is_last:
+        layer.pre_cross_attn_layernorm = SkipPrompts
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.shared_expert_intermediate_size:

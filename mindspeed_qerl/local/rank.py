@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss, token_entropy, token_logprobs
@@ -46,7 +47,7 @@ class TrainRank:
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        from mindspeed_qerl.local.model import build_model
+        from mindspeed_qerl.local.model import SkipPrompts, build_model
 
         layout, shape = recipe.layout, read_shape(recipe.model.path)
         backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu adds hccl
@@ -79,6 +80,9 @@ class TrainRank:
         self.routers, mode = shape.routers, recipe.algorithm.routing_replay
         self.replay = RouteReplay(self.model, shape.routers, self.tp_rank, self.tp_size) if mode != "none" else None
         self.parts = self._divide_sync()
+        # where tokens are shared in sequence, computed again, or counted by their routes, all layers have all of them
+        whole = self.tp_size > 1 or recompute or self.replay
+        self.skip_prompts = next((m for m in self.model.modules() if isinstance(m, SkipPrompts) and not whole), None)
         arithmetic = recipe.hardware_error.arguments("training")
         self.hardware_error = HardwareErrorMode(**arithmetic) if arithmetic else None
 
@@ -102,9 +106,10 @@ class TrainRank:
         """megatron-core's 1F1B schedule over micro-batches of `size` answers (one stage: forward, backward, ...).
 
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
-        float32 [n, l-1], and returns the result; without `forward_only` it is called with its entropy, too, and
-        returns (loss, result). Returns the results. The routes of the shard, if it has some, are replayed; `recorded`
-        is given those that each micro-batch took.
+        float32 [n, l-1], and returns the result; without `forward_only` it is called with its entropy, too, both 0
+        where no answer has begun, and returns (loss, result). Returns the results. The routes of the shard, if it has
+        some, are replayed; `recorded` is given those that each micro-batch took. RuntimeError names the answer where a
+        log probability of a token to train is none.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -112,25 +117,29 @@ class TrainRank:
         def forward_step(iterator, model):
             rows, micro = next(iterator)
             length = micro.tokens.shape[1]
+            first = self._first_read(micro, forward_only)
             tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # shared in sequence
             positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
             with contextlib.ExitStack() as replay:
                 if micro.routes is not None or recorded is not None:
-                    routes = self._routes_of(micro, tokens.shape[1])
+                    routes, known = micro.routes_by_position(tokens.shape[1])
+                    routes = MicroBatch(None if routes is None else self._tensor(routes), self._tensor(known))
                     replay.enter_context(self.replay.forward(routes))
                     if recorded is not None:
                         recorded.append(routes)
                 logits = model(tokens, positions, None)
 
             def finish(logits, non_loss_data=False):
-                logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1]
+                logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1 - first]
                 temperature = self.recipe.sampling.temperature
-                logprobs = token_logprobs(logits, tokens[:, 1:length], temperature)
-                self._check(micro, logprobs)
+                logprobs = pad(token_logprobs(logits, tokens[:, first + 1 : length], temperature), (first, 0))
+                if fault := logprobs_fault(logprobs.detach().cpu().numpy(), micro.mask, micro.tokens[:, 1:],
+                                           partial(text_of, self.recipe.model.path)):
+                    raise RuntimeError(fault)
                 if forward_only:
                     return outcome(rows, micro, logprobs)
                 with torch.set_grad_enabled(self.recipe.algorithm.entropy_coefficient > 0):
-                    entropy = token_entropy(logits, temperature)
+                    entropy = pad(token_entropy(logits, temperature), (first, 0))
                 loss, result = outcome(rows, micro, logprobs, entropy)
                 return loss, torch.zeros((), dtype=torch.int, device=self.device), result
             return logits, finish
@@ -141,20 +150,12 @@ class TrainRank:
             model=self.model, num_microbatches=len(parts), seq_length=shard.tokens.shape[1], micro_batch_size=size,
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
-    def _routes_of(self, micro: Batch, length: int) -> MicroBatch:
-        """The routes of a micro-batch that is padded to `length`, in Megatron's order: position by position."""
-        known = np.arange(length)[:, None] < micro.lengths - 1
-        if micro.routes is None:
-            return MicroBatch(None, self._tensor(known.flatten()))
-        routes = np.zeros((length, *micro.routes.swapaxes(0, 1).shape[1:]), dtype=micro.routes.dtype)
-        routes[: micro.routes.shape[1]] = micro.routes.swapaxes(0, 1)
-        return MicroBatch(self._tensor(routes.reshape(-1, *routes.shape[2:])), self._tensor(known.flatten()))
-
-    def _check(self, micro: Batch, logprobs: torch.Tensor) -> None:
-        """RuntimeError that names the answer where a log probability of a token to train is none."""
-        if fault := logprobs_fault(logprobs.detach().cpu().numpy(), micro.mask, micro.tokens[:, 1:],
-                                   partial(text_of, self.recipe.model.path)):
-            raise RuntimeError(fault)
+    def _first_read(self, micro: Batch, forward_only: bool) -> int:
+        """The position of a micro-batch from which on its last layer is computed whole: where an answer begins."""
+        if self.skip_prompts is None:
+            return 0
+        self.skip_prompts.first = 0 if forward_only else int(micro.mask.any(0).argmax())
+        return self.skip_prompts.first
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False,
@@ -293,8 +294,7 @@ class TrainRank:
         # An expert is on one rank of each tensor parallel group; rank 0 answers for the factors that all have whole.
         counted = [p for p in self.parameters
                    if self._owns(p) and (p.tensor_model_parallel or self.tp_rank == 0 or not p.allreduce)]
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        square = sum((p.grad.double().square().sum() for p in counted), zero)
+        square = sum((p.grad.double().square().sum() for p in counted), torch.zeros((), device=self.device).double())
         dist.all_reduce(square)
         norm = math.sqrt(square.item())
         if not math.isfinite(norm):

@@ -32,8 +32,8 @@ from mindspeed_qerl.routing.routes import Routers
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy that sampled; and
-    where it computed them, if that was recorded."""
+    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy that sampled, if
+    they were asked for; and where it computed them, if that was recorded."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -100,12 +100,13 @@ def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecor
 def complete(llm: Any, prompts: Sequence[Sequence[int]], use_tqdm: bool = False,
              recorder: RouteRecorder | None = None, **sampling: Any) -> list[list[Completion]]:
     """Per prompt (token ids) its sampled completions, with their routes if there is a recorder. sampling: keyword
-    arguments of vLLM's SamplingParams."""
+    arguments of vLLM's SamplingParams; by default with the logprobs of the sampled tokens, logprobs=None: without."""
+    sampling = {"logprobs": 0, "flat_logprobs": True, **sampling}  # one list of numbers, not a dictionary a token
     with recorder.recording() if recorder else contextlib.nullcontext():
-        outputs = _outputs(llm, prompts, use_tqdm, logprobs=0, **sampling)  # logprobs of the sampled token alone
+        outputs = _outputs(llm, prompts, use_tqdm, **sampling)
     routes = recorder.take(outputs) if recorder else [[None] * len(output.outputs) for output in outputs]
     return [[Completion(token_ids=list(answer.token_ids),
-                        logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
+                        logprobs=answer.logprobs.logprobs if answer.logprobs else [],
                         truncated=answer.finish_reason == "length", routes=of_answer)
              for answer, of_answer in zip(output.outputs, of_output)] for output, of_output in zip(outputs, routes)]
 
