@@ -20,8 +20,9 @@ is set: threads that spin for a core another program has taken slow TRL twentyfo
 
     rollout    sampling the answers; TRL also decodes them here
     reward     verifier, advantages and the batch
-    training   forward, backward and optimizer, on our side with the hop to the ranks and back
+    training   forward, backward and optimizer
     sync       merged weights into vLLM; TRL samples from the weights it trains
+    other      on our side the hop to the ranks and back
     once       everything outside the steps: imports, engines, the first evaluation of our side, shutdown
 """
 

@@ -37,6 +37,8 @@ from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import first_reward, score
 
+ASKED = 10  # batches of one step, after which it says that it is still asking
+
 
 def data_rank(rank: int, layout: Layout) -> int:
     """The data-parallel rank of a rank: tensor parallel ranks count first, stages last (Megatron parallel_state)."""
@@ -92,7 +94,7 @@ class LocalEngine:
         self.sync()
         if not done:
             self.evaluate(0)
-        peak_memory = 0  # bytes, of all processes together
+        peak_memory = self.run.facts().get("peak_memory_gib", 0.0) * 2**30  # bytes, of all processes together
         for step in range(done + 1, recipe.run.train_iters + 1):
             self.iteration(step)
             peak_memory = max(peak_memory, memory_in_use([os.getpid(), *self.processes.pids.values()]))
@@ -158,6 +160,10 @@ class LocalEngine:
                 return sampled, kept, noise
             sampled += self.sample(step, batches)[0]
             batches += 1
+            if batches % ASKED == 0:
+                self.progress.message(f"Warning: step {step} asked {batches} batches, and has {len(kept)} of "
+                                      f"{selection.filter_groups_train_batch_size} groups with different rewards; "
+                                      "rl_config.filter_groups_max_batches would limit that")
 
     def sample(self, step: int, batch: int = 0) -> tuple[Sampled, NoiseReport | None]:
         """Answers to the next prompts, by the synced weights with the noise of this step on, and their rewards;
@@ -216,13 +222,13 @@ class LocalEngine:
     def sync(self, step: int = 0) -> None:
         """Merged weights to the rollout engine, a part of each rank's at a time, two parts under way; with a proof of
         what arrived until every target is seen to have moved, every `run.prove_every` steps, and after the last."""
-        loading = self.processes.start_on_rollouts("start_sync")
+        loading, loaded = self.processes.start_on_rollouts("start_sync"), {}
         for part in range(self.sync_parts):
-            merged = [rank.call("merged_weights", part) for rank in self.processes.ranks]
-            self.processes.gather(loading)
-            loading = self.processes.start_on_rollouts("load", *merged)
+            merged = {rank: rank.call("merged_weights", part) for rank in self.processes.ranks}
+            self.processes.gather(loading, loaded)
+            loading, loaded = self.processes.start_on_rollouts("load", *merged.values()), merged
             del merged  # Ray keeps what somebody still names
-        self.processes.gather(loading)
+        self.processes.gather(loading, loaded)
         self.weight_errors = self.processes.on_rollouts("finish_sync")[0]
         run = self.recipe.run
         if not self.proved or (step and (step % run.prove_every == 0 or step == run.train_iters)):
@@ -230,8 +236,9 @@ class LocalEngine:
 
     def prove(self, step: int) -> None:
         """Compare what the rollout engine holds with base + (alpha / r) B A; WorkerError where they differ."""
-        factors = [rank.call("adapter_factors") for rank in self.processes.ranks]
-        movement = join(self.processes.on_rollouts("movement", *factors))
+        factors = {rank: rank.call("adapter_factors") for rank in self.processes.ranks}
+        moved = self.processes.start_on_rollouts("movement", *factors.values())
+        movement = join(self.processes.gather(moved, factors))
         if faults := sync_faults(movement):
             raise WorkerError(f"the sync after step {step}: " + "\n".join(faults))
         if is_sync_shown(movement):

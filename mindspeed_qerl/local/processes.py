@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import psutil
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.errors import ConfigError, EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -46,6 +47,16 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
+@contextlib.contextmanager
+def _errors_in_log() -> Iterator[None]:
+    """Of an error the driver's message has the words; where it came from is in the log of its process."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
 @ray.remote
 class _Host:
     """An object in a process of its own, and calls forwarded to it."""
@@ -55,12 +66,13 @@ class _Host:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
-        with without_collection():
+        with _errors_in_log(), without_collection():
             self.target = getattr(importlib.import_module(module), name)(**arguments)
         return os.getpid()
 
     def call(self, method: str, *arguments):
-        return getattr(self.target, method)(*arguments)
+        with _errors_in_log():
+            return getattr(self.target, method)(*arguments)
 
 
 class Worker:
@@ -104,8 +116,9 @@ class Processes:
         """Start `method` on all rollout engines, for `gather`."""
         return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
 
-    def gather(self, calls: dict[Worker, ray.ObjectRef]) -> list:
-        """Results in the order of `calls`; WorkerError as soon as one failed: the rest may hang without the dead."""
+    def gather(self, calls: dict[Worker, ray.ObjectRef], given: Mapping[Worker, ray.ObjectRef] | None = None) -> list:
+        """Results in the order of `calls`; WorkerError as soon as one failed: the rest may hang without the dead.
+        given: calls whose results these wait for; one that failed fails these, too, and is the one to name."""
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
         while pending:
@@ -113,7 +126,7 @@ class Processes:
             try:
                 results[done] = ray.get(done)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                raise self._failure(owner[done], error) from error
+                raise self._failure(_first_failed(given or {}) or owner[done], error) from error
             except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
                 raise WorkerError(f"there is no room for what {owner[done].name} exchanges with the others: make room "
                                   f"in /dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}"
@@ -140,7 +153,9 @@ class Processes:
             return self._dead(dead[0])
         if isinstance(error, ray.exceptions.RayActorError):  # while it was built: its pid is not known yet
             return WorkerError(last) if last else self._dead(caller)
-        return WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}")
+        said = isinstance(error.cause, (RuntimeError, ConfigError))  # in words; of a KeyError they are a key
+        words = error.cause if said else f"{type(error.cause).__name__}: {error.cause}"
+        return WorkerError(f"{caller.name} failed: {words}\nIts log: {caller.log_file}")
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
@@ -148,6 +163,17 @@ class Processes:
         error = last_error(log.decode(errors="replace"))
         words = f". Its last error: {error[:300]}" if error else ""
         return WorkerError(f"{worker.name}{pid} died: killed, or out of memory{words}\nIts log: {worker.log_file}")
+
+
+def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
+    """The first whose call has failed by now."""
+    for worker, reference in calls.items():
+        if ray.wait([reference], timeout=0)[0]:
+            try:
+                ray.get(reference)
+            except ray.exceptions.RayTaskError:
+                return worker
+    return None
 
 
 def last_error(log: str) -> str | None:
@@ -193,19 +219,16 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
-    rendezvous = logs.resolve() / "rendezvous"
-    rendezvous.unlink(missing_ok=True)  # of a run that was killed
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns of what its next version will do
     world, size = recipe.layout.world, recipe.layout.infer_tp
     with contextlib.ExitStack() as undo:
-        undo.callback(rendezvous.unlink, missing_ok=True)
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         undo.callback(private_ray.stop)  # before the start, which may fail when half of Ray is there
         scratch = private_ray.start(num_cpus=world + size)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         ranks = [Worker(f"rank {rank}", "mindspeed_qerl.local.rank", "TrainRank", logs / f"rank{rank}.log",
-                        _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{rendezvous}")
+                        _environment(scratch, world), recipe=recipe, rank=rank, rendezvous=f"file://{scratch}/rendezvous")
                  for rank in range(world)]
         routers = read_shape(recipe.model.path).routers if recipe.algorithm.routing_replay == "rollout" else None
         quantization = recipe.quantization if recipe.quantization.enabled else None

@@ -108,8 +108,7 @@ class TrainRank:
         On the last stage `outcome(rows, micro, logprobs)` is called with the log probability of each next token,
         float32 [n, l-1], and returns the result; without `forward_only` it is called with its entropy, too, both 0
         where no answer has begun, and returns (loss, result). Returns the results. The routes of the shard, if it has
-        some, are replayed; `recorded` is given those that each micro-batch took. RuntimeError names the answer where a
-        log probability of a token to train is none.
+        some, are replayed; `recorded` is given those that each micro-batch took.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -117,7 +116,9 @@ class TrainRank:
         def forward_step(iterator, model):
             rows, micro = next(iterator)
             length = micro.tokens.shape[1]
-            first = self._first_read(micro, forward_only)
+            first = 0
+            if self.skip_prompts:
+                self.skip_prompts.first = first = 0 if forward_only else int(micro.mask.any(0).argmax())
             tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, -length % self.tp_size))))  # shared in sequence
             positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
             with contextlib.ExitStack() as replay:
@@ -133,9 +134,7 @@ class TrainRank:
                 logits = gather_from_tensor_model_parallel_region(logits)[:, : length - 1 - first]
                 temperature = self.recipe.sampling.temperature
                 logprobs = pad(token_logprobs(logits, tokens[:, first + 1 : length], temperature), (first, 0))
-                if fault := logprobs_fault(logprobs.detach().cpu().numpy(), micro.mask, micro.tokens[:, 1:],
-                                           partial(text_of, self.recipe.model.path)):
-                    raise RuntimeError(fault)
+                self._check(micro, logprobs)
                 if forward_only:
                     return outcome(rows, micro, logprobs)
                 with torch.set_grad_enabled(self.recipe.algorithm.entropy_coefficient > 0):
@@ -150,12 +149,11 @@ class TrainRank:
             model=self.model, num_microbatches=len(parts), seq_length=shard.tokens.shape[1], micro_batch_size=size,
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
-    def _first_read(self, micro: Batch, forward_only: bool) -> int:
-        """The position of a micro-batch from which on its last layer is computed whole: where an answer begins."""
-        if self.skip_prompts is None:
-            return 0
-        self.skip_prompts.first = 0 if forward_only else int(micro.mask.any(0).argmax())
-        return self.skip_prompts.first
+    def _check(self, micro: Batch, logprobs: torch.Tensor) -> None:
+        """RuntimeError that names the answer where a log probability of a token to train is none."""
+        if fault := logprobs_fault(logprobs.detach().cpu().numpy(), micro.mask, micro.tokens[:, 1:],
+                                   partial(text_of, self.recipe.model.path)):
+            raise RuntimeError(fault)
 
     @torch.no_grad()
     def logprobs(self, shard: Batch, reference: bool = False,

@@ -259,6 +259,9 @@ def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
                f"sampling max_tokens = {max_tokens}, or left out")
     if not selection.filter_groups_enable:
         return
+    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
+        yield ("aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a step asks is not "
+               "known before, so neither is how many steps are a pass over the data. Give a number of steps")
     wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
     if 0 < batches * batch.global_batch_size < wanted:
         yield (f"rl_config.filter_groups_train_batch_size = {wanted} prompts cannot come from "

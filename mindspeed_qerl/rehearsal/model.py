@@ -41,8 +41,9 @@ def narrow(shape: ModelShape, layout: Layout, layers: int) -> ModelShape:
 
 def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
     """The directory of the model of `shape`, made below `root` unless it is there already; the tokenizer learns from
-    the messages of `rows`."""
-    recipe = json.dumps({"version": VERSION, **asdict(shape)}, sort_keys=True)
+    the messages of `rows`, and the numbers that it says are their commonest answers."""
+    task = hashlib.sha256(json.dumps([(row.messages, row.answer) for row in rows]).encode()).hexdigest()
+    recipe = json.dumps({"version": VERSION, "task": task, **asdict(shape)}, sort_keys=True)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory

@@ -140,6 +140,20 @@ def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, 
     assert noise == "noise of batch 0" and found.rewards.tolist() == np.concatenate(drawn[:batches]).tolist()
 
 
+def test_dynamic_sampling_without_a_limit_says_that_it_is_still_asking():
+    said, asked = [], []
+
+    def sample(step, batch=0):
+        asked.append(batch)
+        return sampled([1, 1, 1, 0 if batch > 20 else 1]), None
+
+    options = dict(filter_groups_enable=True, filter_groups_train_batch_size=1, filter_groups_max_batches=0)
+    engine = SimpleNamespace(recipe=recipe(**options), sample=sample, progress=SimpleNamespace(message=said.append))
+    LocalEngine.gather(engine, 7)
+    assert len(asked) == 22 and [words.partition(",")[0] for words in said] == [
+        f"Warning: step 7 asked {batches} batches" for batches in (10, 20)]
+
+
 @pytest.mark.parametrize("logprobs, given", [
     ([-0.1, math.nan], "nan as a log probability"), ([-math.inf, 0.0], "-inf as a log probability"),
     ([0.5, 0.0], "0.5 as a log probability"), ([-0.1], "1 log probabilities")])
@@ -206,8 +220,8 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
             proofs.append(step)
         return [{"linear_qkv": entry if step else entry | {"moved": 0.0, "expected": 0.0}}]
 
-    processes = SimpleNamespace(ranks=[], start_on_rollouts=lambda *call: {}, gather=lambda calls: [],
-                                on_rollouts=on_rollouts)
+    processes = SimpleNamespace(ranks=[], start_on_rollouts=lambda *call: call, on_rollouts=on_rollouts,
+                                gather=lambda calls, given: on_rollouts(*calls))
     data = SimpleNamespace(train=SimpleNamespace(rows=[ROW]))
     engine = LocalEngine(SimpleNamespace(run=Run(train_iters=8, prove_every=3)), SimpleNamespace(
         record=lambda **facts: recorded.append(facts["lora_proved_after"])), None,

@@ -87,7 +87,7 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
     asked = PromptOrder(4, seed=5).take(2)
     assert calls == [dict(method="generate", prompts=[[100 + i] for i in asked], n=2, noise_step=3,
                           seed=derived_seed(5, "rollout", 4), kinds=("gaussian",),
-                          sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7})]
+                          sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0})]
     assert noise is NOISE and sampled.rows == [ROWS[i] for i in asked for _ in range(2)]
     assert sampled.prompts == [[100 + i] for i in asked for _ in range(2)]
     # right, less half of the penalty for its length; wrong, and as long as it may be
@@ -103,7 +103,7 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
     engine.evaluate(4)
     assert calls == [dict(method="generate", prompts=PROMPTS.prompts, n=1, noise_step=None, kinds=("silu_table",),
                           seed=derived_seed(5, "evaluation", 4),
-                          sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3})]
+                          sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3, "logprobs": None})]
 
 
 def test_an_evaluation_with_noise_stops_the_run():

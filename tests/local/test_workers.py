@@ -80,6 +80,24 @@ def test_a_dead_process_of_ray_is_not_taken_for_a_rank(tmp_path):
         private_ray.stop()
 
 
+def test_what_fails_is_named_with_its_type_and_where_it_came_from_is_in_its_log(tmp_path):
+    """Rank 0 fails, and the call of the rollout engine that waits for its result with it."""
+    private_ray.start(num_cpus=2)
+    try:
+        rank, rollout = workers = [Worker(name, "collections", "Counter", tmp_path / f"{name}.log", {})
+                                   for name in ("rank 0", "rollout engine")]
+        processes = Processes([rank], [rollout])
+        processes.wait_until_ready()
+        merged = rank.call("popitem")
+        with pytest.raises(WorkerError, match=r"^rank 0 failed: KeyError: .*\nIts log: .*rank 0\.log"):
+            processes.gather(processes.start_on_rollouts("update", merged), {rank: merged})
+        assert ["Traceback" in worker.log_file.read_text() for worker in workers] == [True, False]
+        with pytest.raises(WorkerError, match="^rollout engine failed: TypeError: "):
+            processes.gather(processes.start_on_rollouts("update", 5), {rank: rank.call("total")})
+    finally:
+        private_ray.stop()
+
+
 def test_a_dead_process_is_quoted_where_its_log_names_an_error(tmp_path):
     rank = Named("rank 0")
     rank.log_file = tmp_path / "rank0.log"

@@ -205,6 +205,8 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 24},
      "filter_groups_train_batch_size = 24 prompts must be a multiple of rl_config.mini_batch_size = 32"),
     ({"rl_config.filter_groups_enable": True, "rl_config.n_samples_per_prompt": 1}, "must be at least 2"),
+    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 32, "aqn.enabled": True,
+      "aqn.restart_every": "epoch"}, "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many"),
     ({"rollout_quantization": {"format": "nvfp4", "lora": "beside"}, "generate_config.dtype": "bfloat16"},
      "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets base and adapter as one weight"),
     ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc"},

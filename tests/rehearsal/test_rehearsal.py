@@ -106,6 +106,7 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
                             prompts["input_ids"].shape[1]:]
     answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert sum(any(character.isdigit() for character in answer) for answer in answers) > len(answers) / 2, answers
+    assert make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path), "another task"
 
 
 def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
