@@ -109,3 +109,13 @@ def whole_checkpoints(checkpoints: Path) -> list[int]:
 def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) -> str:
     """The folder of one rank's file in Megatron's checkpoints (training/checkpointing.py:get_checkpoint_name)."""
     return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
+
+
+def forget_shared_memory() -> None:
+    """Take the names off the shared memory that vLLM made and this process has mapped, once all engines have it: of
+    engines that are killed nothing is left."""
+    mapped = {line[line.index("/dev/shm/"):]
+              for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    for path in mapped:
+        if "cpushm" in path or path.startswith("/dev/shm/psm_"):
+            Path(path).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """One NPU rank: upstream's integrated worker (actor, reference and rollout in one process) with adapters, noise and
 evaluation."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from mindspeed_qerl.ascend.quantized import QuantizedModel
 from mindspeed_qerl.ascend.recorder import AscendRecorder
 from mindspeed_qerl.ascend.settings import epoch_steps
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.files import forget_shared_memory
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.checkpoint import EXPERTS
 from mindspeed_qerl.lora.proof import Movement, join
@@ -126,7 +128,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def _build_rollout(self) -> Any:
         actor_hybrid_worker.VLLMInferEngine = QeRLInferEngine
+        # where vLLM puts sockets, which a worker that is killed leaves: in what goes with Ray
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", ray._private.worker.global_worker.node.get_temp_dir_path())
         rollout = super()._build_rollout()
+        forget_shared_memory()
         # the weight container sees a model without LoRA (weights.py)
         self.actor_model_config.lora_target_modules = None
         recipe = self.rl_config.qerl

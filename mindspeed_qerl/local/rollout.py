@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.files import forget_shared_memory
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
 from mindspeed_qerl.local.packing import ExpertPacking, PackedLinear, keep_linear_weights, packed_linears
 from mindspeed_qerl.local.quantized import QuantizedModel
@@ -69,16 +69,6 @@ def name_shared_memory(name: str) -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     Shared.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}-cpushm")
-
-
-def forget_shared_memory() -> None:
-    """Take the names off the shared memory that vLLM made and this process has mapped, once all engines have it: of
-    engines that are killed nothing is left."""
-    mapped = {line[line.index("/dev/shm/"):]
-              for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
-    for path in mapped:
-        if "cpushm" in path or path.startswith("/dev/shm/psm_"):
-            Path(path).unlink(missing_ok=True)
 
 
 def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,21 @@ def lora_parameters(family: str, r: int = 4) -> dict[str, int]:
     return {target: LAYERS * count for target, count in counts.items()}
 
 
+def left_by_vllm() -> set[Path]:
+    """Shared memory and sockets on this machine."""
+    sockets = (path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket())
+    return {*Path("/dev/shm").glob("psm_*"), *sockets}
+
+
 @pytest.mark.parametrize("family, layout", RUNS,
                          ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS])
 def test_three_iterations(family, layout, upstream, tiny, tmp_path):
+    before = left_by_vllm()
     # answers enough that some are right, so that adapters move
     result = run_engine(make_config(family, *tiny(family), tmp_path, **layout, samples=8), upstream, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
+    assert left_by_vllm() <= before
 
     assert run.status()["state"] == "finished" and run.status()["step"] == 3
     noisy = re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout)
