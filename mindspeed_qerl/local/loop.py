@@ -227,7 +227,6 @@ class LocalEngine:
             merged = {rank: rank.call("merged_weights", part) for rank in self.processes.ranks}
             self.processes.gather(loading, loaded)
             loading, loaded = self.processes.start_on_rollouts("load", *merged.values()), merged
-            del merged  # Ray keeps what somebody still names
         self.processes.gather(loading, loaded)
         self.weight_errors = self.processes.on_rollouts("finish_sync")[0]
         run = self.recipe.run

@@ -171,7 +171,7 @@ def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
         if ray.wait([reference], timeout=0)[0]:
             try:
                 ray.get(reference)
-            except ray.exceptions.RayTaskError:
+            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
                 return worker
     return None
 

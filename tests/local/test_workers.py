@@ -94,6 +94,10 @@ def test_what_fails_is_named_with_its_type_and_where_it_came_from_is_in_its_log(
         assert ["Traceback" in worker.log_file.read_text() for worker in workers] == [True, False]
         with pytest.raises(WorkerError, match="^rollout engine failed: TypeError: "):
             processes.gather(processes.start_on_rollouts("update", 5), {rank: rank.call("total")})
+        psutil.Process(processes.pids["rank 0"]).kill()
+        merged = rank.call("total")
+        with pytest.raises(WorkerError, match=r"^rank 0 \(pid \d+\) died"):
+            processes.gather(processes.start_on_rollouts("update", merged), {rank: merged})
     finally:
         private_ray.stop()
 
