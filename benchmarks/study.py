@@ -182,14 +182,15 @@ class Data:
 
     def missing(self, count: int) -> list[tuple[int, str]]:
         """The runs, (seed, cell), that comparisons without a word need for `count` seeds. What a seed is compared in
-        begins with one model: a seed that was begun with another, on another machine, is run anew."""
+        begins with one model and data: a seed that was begun with others, on another machine, is run anew."""
         undecided = {cell for each, word in self.words().items() if word is None for cell in each[:2]}
         cells, model = [cell for cell in self.study.cells if cell in undecided], self.study.weights()
         runs = []
         for seed in range(1, count + 1):
             found = {cell: self.cells[cell][str(seed)] for cell in cells if str(seed) in self.cells[cell]}
+            begun = {(run.get("model"), run.get("data")) for run in found.values()}
             models, whole = {run.get("model") for run in found.values()}, len(found) == len(cells)
-            kept = found if models == {model} or (whole and len(models) == 1) else {}
+            kept = found if len(begun) == 1 and (whole or models == {model}) else {}
             runs += [(seed, cell) for cell in cells if cell not in kept]
         return runs
 
@@ -282,9 +283,10 @@ def carry_out(name: str, data: Data, runs: OneRunACore, most: int, **rest) -> No
     """Runs what is missing, until every comparison is decided, or the time is over before another run would be."""
     count = min(PILOT, most)
     while True:
-        if not runs.all(name, data, data.missing(count), **rest):
-            print(f"stopped before {count} seeds: the hours are over", flush=True)
-            return
+        while wanted := data.missing(count):  # again, where a seed that was half there had other data
+            if not runs.all(name, data, wanted, **rest):
+                print(f"stopped before {count} seeds: the hours are over", flush=True)
+                return
         if data.most is None and count == PILOT:
             data.most = plan(data, most)
             data.save()

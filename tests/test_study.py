@@ -91,6 +91,7 @@ def test_what_has_other_data_or_questions_or_cells_is_not_mixed_in(study, tmp_pa
             data.add(cell, seed, *run("two", cell, seed, 0, tmp_path))
     data.cells["one"]["2"]["data"] = "converted anew"
     assert len(data.differences("one", "other", "accuracy")) == 1
+    assert data.missing(2) == [(1, "third"), (2, "one"), (2, "other"), (2, "third")]
     with pytest.raises(SystemExit, match="seed 3 of one was asked other questions"):
         data.add("one", 3, *drawn([], {"one": 0.0}, questions=299)("two", "one", 3, 0, tmp_path))
     data.file.write_text(data.file.read_text().replace('"third"', '"renamed"'))
