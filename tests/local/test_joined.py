@@ -70,8 +70,9 @@ def joined(model_dirs, data_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("joined")
     run_ranks(joined_rank, 1, config, str(folder))
     result = torch.load(folder / "joined.pt", weights_only=False)
-    arrays = {name: [[values.double().numpy() for values in pair] for pair in result[name]]
-              for name in ("token_logprobs", "token_entropy")}
+    width = random_batch().mask.shape[1]  # what precedes the first answer is not computed
+    arrays = {name: [[np.pad(values.double().numpy(), ((0, 0), (width - values.shape[1], 0))) for values in pair]
+                     for pair in result[name]] for name in ("token_logprobs", "token_entropy")}
     return result | arrays
 
 
