@@ -18,8 +18,7 @@ MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
 MOST_K3_ROUTED = 0.5  # bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model (docs/faults.md)
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
-LEAST_K3_PER_VARIANCE = 1e-4  # k3 / sigma^2; the lowest of 144 noisy steps of the quickstart is 6e-3
-LEAST_ENTROPY = 1e-3  # nats; a policy without choice has no k3
+LEAST_K3 = 3e-4  # k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3 (docs/faults.md)
 NOISY_STEPS = 4  # after so many chance is small: one norm of 128 weights gives 1 +- 0.06 in a single step
 MOST_NOISE_OF_A_STEP = 1.5  # rounding gives up to 1.15 of any sigma (docs/faults.md), the rest is for chance
 ROUNDINGS = 2  # resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
@@ -31,29 +30,28 @@ DIFFERENT = ("Usual causes: the temperature of sampling is missing in the traine
              "stayed on")
 
 
-def mismatch_fault(k3: float, noise: float, entropy: float, dtype: str, other_arithmetic: bool,
+def mismatch_fault(k3: float, noise: float, sensitivity: float, dtype: str, other_arithmetic: bool,
                    routed: bool = False) -> str | None:
     """Whether k3, from the policy that sampled to the one that is trained, before its update, can be true.
 
     Noise off: not above the bound of the dtype, if nothing computes as other hardware would. Noise on: not what
-    rounding alone gives, unless noise or entropy are next to nothing.
+    rounding alone gives, unless the noise is next to nothing or these tokens leave it nothing to move.
 
     Args:
         k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers, 0 for none.
-        entropy: `entropy/mean`, nats. dtype: "float32" or "bfloat16". other_arithmetic: one of the two sides is
+        sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16". other_arithmetic: one of the two sides is
             meant to compute otherwise (hardware_error, rollout_quantization), so that only the lower bound holds.
             routed: the model has experts.
 
-    >>> mismatch_fault(2e-13, noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
-    >>> mismatch_fault(7.7e-3, noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)[:66]
+    >>> mismatch_fault(2e-13, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
+    >>> mismatch_fault(7.7e-3, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)[:66]
     'k3 between the policy that sampled and the one that is trained is '
     """
     most = MOST_K3 if dtype == "float32" else MOST_K3_ROUTED if routed else MOST_K3_BF16
     if not noise and not other_arithmetic and not k3 <= most:  # NaN is not <= either
         return (f"{BETWEEN} is {k3:.3g} nats per token with the noise off, in {dtype} at most {most:g} is rounding. "
                 f"{DIFFERENT}")
-    is_noise_visible = noise**2 * LEAST_K3_PER_VARIANCE > ROUNDING_K3 and entropy > LEAST_ENTROPY
-    if is_noise_visible and k3 < ROUNDING_K3:
+    if k3 < ROUNDING_K3 < LEAST_K3 * noise**2 * sensitivity:
         return (f"{BETWEEN} is {k3:.3g} nats per token with noise of std {noise:.3g} on, which is impossible. Usual "
                 "causes: old log-probs that come from the sampler, or noise that did not reach the rollout")
     return None
@@ -266,7 +264,7 @@ class StepChecks:
         if tokens:
             k3, hardware = values["mismatch/k3"], recipe.hardware_error
             other = bool(hardware.rollout or hardware.training or recipe.quantization.enabled)
-            faults += [mismatch_fault(k3, noise, values["entropy/mean"], dtype, other, self.routed),
+            faults += [mismatch_fault(k3, noise, values["mismatch/sensitivity"], dtype, other, self.routed),
                        loss_fault(values, recipe.algorithm),
                        tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs),
                        replay_fault(values.get("routing/replayed_tokens", 0), routes, recipe.batch.epochs)]

@@ -115,7 +115,8 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     Returns:
         KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities,
         its mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective
-        sample size, of tokens and, by the product of its tokens' ratios, of answers.
+        sample size, of tokens and, by the product of its tokens' ratios, of answers; and how sensitive k3 is here: the
+        mean square of d log p / d logit = 1 - p of the sampled tokens, which nothing can move where p is 1.
 
     >>> sampled, trained = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     >>> mismatch(sampled, trained, torch.ones(1, 2).bool())["mismatch/max_abs_prob_diff"]
@@ -128,6 +129,7 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     return {
         "mismatch/k1": Mean((sampled - trained).sum().item(), count),
         "mismatch/k3": Mean(kl_estimate(sampled, trained).sum().item(), count),
+        "mismatch/sensitivity": Mean((1 - trained.exp()).square().sum().item(), count),
         "mismatch/mean_abs_prob_diff": Mean(difference.sum().item(), count),
         "mismatch/max_abs_prob_diff": Max(difference.max().item() if count else 0.0),
         "mismatch/ratio_mean": Mean(ratio.sum().item(), count),

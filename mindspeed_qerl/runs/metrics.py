@@ -14,6 +14,7 @@
     selection/trained_tokens                                in the loss, once in each epoch
     mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats per token, estimated
     mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled tokens
+    mismatch/sensitivity                                    of k3: mean of (1 - p_trained)^2
     mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2 / (N sum r^2)
     mismatch/effective_sample_size_of_answers               of the products of r over an answer
     rollout_correction/truncated_fraction                   of tokens or answers whose weight is the cap (absent: off)

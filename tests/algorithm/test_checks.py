@@ -16,7 +16,7 @@ from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Noise, Quantization, Run
 
-NORMAL = dict(noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
+NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
 
 
 @pytest.mark.parametrize("k3, given, said", [
@@ -27,7 +27,8 @@ NORMAL = dict(noise=0.0, entropy=0.2, dtype="float32", other_arithmetic=False)
     (0.0, {}, None), (0.0, {"noise": 0.05}, "impossible"), (2e-13, {"noise": 5e-4}, "come from the sampler"),
     (0.0, {"noise": 0.05, "other_arithmetic": True, "dtype": "bfloat16"}, "impossible"),
     (3e-9, {"noise": 5e-4}, None), (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
-    (0.0, {"noise": 0.05, "entropy": 1e-4}, None)])  # a policy that has no choice left
+    (0.0, {"noise": 0.05, "sensitivity": 1e-7}, None),  # a policy that has no choice left
+    (1.64e-13, {"noise": 5e-4, "sensitivity": 1.9e-6}, None)])  # as step 1,812 of benchmarks/long_run.py had
 def test_k3_is_judged_by_noise_and_dtype(k3, given, said):
     fault = checks.mismatch_fault(k3, **{**NORMAL, **given})
     assert said in fault if said else fault is None
@@ -38,7 +39,7 @@ def test_k3_is_judged_by_noise_and_dtype(k3, given, said):
     (6e-3, {"dtype": "bfloat16", "noise": 0.01}, False),
     (6e-3, {"dtype": "bfloat16", "other_arithmetic": True}, False)])
 def test_what_bfloat16_may_be_is_warned_of(k3, given, is_warned):
-    arguments = {name: value for name, value in {**NORMAL, **given}.items() if name != "entropy"}
+    arguments = {name: value for name, value in {**NORMAL, **given}.items() if name != "sensitivity"}
     assert (checks.mismatch_warning(k3, **arguments) is not None) == is_warned
 
 
@@ -50,6 +51,17 @@ def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
         trained = token_logprobs(logits + 1e-6 * torch.randn_like(logits), tokens, temperature)
         k3 = mismatch(sampled, trained, mask)["mismatch/k3"].value()
         assert (checks.mismatch_fault(k3, **NORMAL) is not None) == is_fault
+
+
+@pytest.mark.parametrize("certainty", [0, 4, 8])
+def test_k3_of_noisy_logits_is_foretold_by_the_sensitivity(certainty):
+    """E k3 = sigma^2 / 2 (1 - p)^2, and at most as much from the other tokens; the sure see nothing."""
+    torch.manual_seed(0)
+    logits, tokens, mask = torch.randn(400, 50, 40), torch.randint(0, 40, (400, 50)), torch.ones(400, 50).bool()
+    logits.scatter_add_(2, tokens[..., None], torch.full((400, 50, 1), float(certainty)))
+    noisy = token_logprobs(logits + 0.01 * torch.randn_like(logits), tokens, 1.0)
+    found = mismatch(noisy, token_logprobs(logits, tokens, 1.0), mask)
+    assert 0.5 < found["mismatch/k3"].value() / (0.01**2 * found["mismatch/sensitivity"].value()) < 1
 
 
 @pytest.mark.parametrize("changed", [{"loss/kl": -1}, {"loss/policy": -1}, {"loss/entropy": -1}, {"loss/total": -1},
@@ -135,7 +147,7 @@ def test_a_sync_is_judged_by_target(changed, is_fault, is_shown):
     assert not faults or faults[0].startswith("linear_fc1: the rollout engine's weights differ")
 
 
-VALUES = {"mismatch/k3": 2e-13, "entropy/mean": 0.2, "loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.52,
+VALUES = {"mismatch/k3": 2e-13, "mismatch/sensitivity": 0.02, "loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.52,
           "selection/trained_tokens": 40}
 NOISY = VALUES | {"mismatch/k3": 1e-4, "aqn/sigma": 0.05, "aqn/expected_std": 0.05, "aqn/measured_std": 0.049}
 
