@@ -149,6 +149,9 @@ class Processes:
         if not private_ray.is_whole():  # it takes all workers along
             return WorkerError(last or "one of Ray's own processes (raylet, gcs_server, an agent) died: killed, or "
                                        "out of memory")
+        if "its node has died" in str(error):  # by its health checks: the raylet may live, the workers do not
+            return WorkerError("Ray's node died, as Ray says, and all ranks and engines with it: "
+                               f"{str(error).splitlines()[-1].strip()}")
         if dead:
             return self._dead(dead[0])
         if isinstance(error, ray.exceptions.RayActorError):  # while it was built: its pid is not known yet

@@ -18,8 +18,16 @@ class Named:
         self.name, self.log_file, self.log_begins = name, Path(f"{name}.log"), 0
 
 
-@pytest.mark.parametrize("rank_lives, blamed", [(False, "rank 0"), (True, "rollout engine")])
-def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_lives, blamed):
+NODE_DIED = """The actor died unexpectedly before finishing this task.
+\tpid: 25610
+The actor died because its node has died. Node Id: 153c309eef47de66697f03787725ec1796aa5b2a1b845b8f772d6f3b
+\tthe actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats"""  # Ray 2.53
+
+
+@pytest.mark.parametrize("rank_lives, said, blamed", [
+    (False, "", r"rank 0 \(pid \d+\) died"), (True, "", r"rollout engine \(pid \d+\) died"),
+    (False, NODE_DIED, "Ray's node died, .* too many heartbeats")])  # it takes the rank along
+def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_lives, said, blamed):
     """In a sync the rollout engine's call fails because a rank, whose weights it waits for, is gone."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -27,11 +35,11 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     processes.pids = {"rank 0": os.getpid() if rank_lives else gone.pid, "rollout engine": os.getpid()}
 
     def fail(reference):
-        raise ray.exceptions.RayActorError
+        raise ray.exceptions.RayActorError(error_msg=said)
 
     monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[:1], pending[1:]))
     monkeypatch.setattr(ray, "get", fail)
-    with pytest.raises(WorkerError, match=rf"^{blamed} \(pid \d+\) died"):
+    with pytest.raises(WorkerError, match=f"^{blamed}"):
         processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
 
 
