@@ -49,6 +49,7 @@ JSON knows no NaN or infinity. Such a value is written as null and named, so tha
 import importlib.util
 import json
 import math
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -210,7 +211,14 @@ def _discard_after(file: Path, step: int) -> None:
 def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
+    threading.excepthook = _silent_of_tensorboard
     return SummaryWriter(log_dir=str(run.tensorboard_dir), purge_step=None if after is None else after + 1)
+
+
+def _silent_of_tensorboard(thread_failed: threading.ExceptHookArgs) -> None:
+    """What ends TensorBoard's writing thread, a full disk, is raised by the next flush, too, and said there in words."""
+    if not type(thread_failed.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(thread_failed)
 
 
 def _start_wandb(run: RunDirectory, project: str) -> Any:

@@ -55,7 +55,7 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("kill", "stop", "full disk", "clock jump", "memory limit")
 PHASES = ("rollout", "update", "sync", "checkpoint", "evaluation")
 MARK = "MSQ_ENDURANCE"  # in the environment of every process of a run
-HANGS = 60  # seconds without an end after which a run hangs, beyond those that it may take
+HANGS = 60  # seconds in one part of the loop after which a run hangs, beyond those that all of it may take
 ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
 SAYS = {  # what the reason of a run that ended must have
     "kill": "killed|died|ended without a word", "stop": f"was stopped {STOPPED:.0f} s ago",
@@ -199,6 +199,10 @@ class Place:
     def room(self, size: int) -> None:
         """The file system of the runs has `size` bytes."""
         subprocess.run(["mount", "-o", f"remount,size={size}", self.runs], check=True)
+
+    def seconds_in_phase(self) -> float:
+        """Since when the run is in this part of the loop."""
+        return time.time() - self.phase_file.stat().st_mtime
 
     def room_left(self) -> int:
         return os.statvfs(self.runs).f_bfree
@@ -356,7 +360,10 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
         kind = kinds[-1] if kinds else None
         process, what, stopped = disturb(kind, place, draw, unbroken) if kind else (place.start(), None, None)
         faults = []
-        if not has_ended(process, unbroken.seconds + STOPPED + HANGS):
+        longest = unbroken.seconds + STOPPED + HANGS
+        while not (ended := has_ended(process, 1)) and place.seconds_in_phase() < longest:
+            pass
+        if not ended:
             faults.append(f"hangs in {place.phase_file.read_text()}")
             for left in place.processes():
                 left.kill()
