@@ -216,7 +216,7 @@ def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
 
 
 def _silent_of_tensorboard(thread_failed: threading.ExceptHookArgs) -> None:
-    """What ends TensorBoard's writing thread, a full disk, is raised by the next flush, too, and said there in words."""
+    """What ends TensorBoard's writing thread, like a full disk, the next flush raises, too, to be said in words."""
     if not type(thread_failed.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(thread_failed)
 
