@@ -373,8 +373,9 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
         if not code and (kind == "memory limit" or kind == "full disk" and place.room_left()):
             what = None  # the limit was not reached
         place.undo()
-        is_unborn = what == "driver in starting"  # killed before its guard lived, nobody is left to speak
-        if code and not (is_unborn and not said) and (wrong := wrong_words(said, kind, stopped)):
+        # before its guard lives, or after the run is finished, a killed driver has nobody to speak for it
+        has_voice = said or code != -signal.SIGKILL or not (what == "driver in starting" or place.finished())
+        if code and has_voice and (wrong := wrong_words(said, kind, stopped)):
             faults.append(wrong)
         if code and not what:
             faults.append("undisturbed, it failed")
