@@ -44,9 +44,10 @@ def start(**options: Any) -> Path:
     """
     # Its agents outlive a killed process by the last one's seconds, not by 60. The raylet is not given up, without a
     # word of why, when it did not answer five times, which may take 20 s: what is stopped is the guard's to say. No
-    # record of every call is kept, for a dashboard that is not there: it took 45 MiB in 2,000 steps.
+    # record of every call is kept, for a dashboard that is not there: it took 45 MiB in 2,000 steps. No worker is
+    # started before one is wanted: `ray.init` waits for it, for ever if it is killed.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0",
-                      RAY_task_events_report_interval_ms="0",
+                      RAY_task_events_report_interval_ms="0", RAY_prestart_worker_first_driver="0",
                       RAY_BACKEND_LOG_LEVEL="fatal", RAY_gcs_rpc_server_reconnect_timeout_s="5",
                       RAY_health_check_failure_threshold="20")
     ray_constants.ENABLE_RAY_CLUSTER = False

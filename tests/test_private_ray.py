@@ -33,6 +33,13 @@ def test_every_port_is_on_the_loopback_interface(started):
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} <= {"127.0.0.1", "::1"}
 
 
+def test_no_worker_is_started_before_one_is_wanted(started):
+    """`ray.init` would wait for it, and for ever when it is killed."""
+    others = [" ".join(child.cmdline()[:4]) for child in psutil.Process().children(recursive=True)]
+    assert len(others) > 3, "the guard, the head, the raylet, its agents"
+    assert not [words for words in others if "default_worker" in words or "ray::" in words]
+
+
 def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
     """In a process of its own: Ray's C++ part writes to stderr when it is first started in one."""
     script = """if True:

@@ -121,21 +121,26 @@ class Processes:
         given: calls whose results these wait for; one that failed fails these, too, and is the one to name."""
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
-        while pending:
-            [done], pending = ray.wait(pending, num_returns=1)
-            try:
-                results[done] = ray.get(done)
-            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                raise self._failure(_first_failed(given or {}) or owner[done], error) from error
-            except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
-                raise WorkerError(f"there is no room for what {owner[done].name} exchanges with the others: make room "
-                                  f"in /dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}"
-                                  ) from error
-            except ray.exceptions.OutOfMemoryError as error:
-                raise WorkerError(f"this machine's memory is full, and Ray stopped {owner[done].name}. Ask for fewer "
-                                  "ranks, a smaller actor_config.micro_batch_size, or recompute_granularity=full. Ray "
-                                  f"says: {error}") from error
+        try:
+            while pending:
+                [done], pending = ray.wait(pending, num_returns=1)
+                results[done] = self._result(owner[done], done, given or {})
+        except OSError as error:  # the pipe to the raylet
+            raise self._failure(next(iter(calls)), error) from error
         return [results[reference] for reference in calls.values()]
+
+    def _result(self, worker: Worker, reference: ray.ObjectRef, given: Mapping[Worker, ray.ObjectRef]) -> Any:
+        try:
+            return ray.get(reference)
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            raise self._failure(_first_failed(given) or worker, error) from error
+        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+            raise WorkerError(f"there is no room for what {worker.name} exchanges with the others: make room in "
+                              f"/dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}") from error
+        except ray.exceptions.OutOfMemoryError as error:
+            raise WorkerError(f"this machine's memory is full, and Ray stopped {worker.name}. Ask for fewer ranks, a "
+                              "smaller actor_config.micro_batch_size, or recompute_granularity=full. Ray says: "
+                              f"{error}") from error
 
     def _failure(self, caller: Worker, error: Exception) -> WorkerError:
         """What to say of a call that failed: `caller` may only have waited for another, which died."""
@@ -146,7 +151,8 @@ class Processes:
         dead = [worker for worker in (*self.ranks, *self.rollouts)
                 if worker.name in self.pids and not _is_running(self.pids[worker.name])]
         last = " ".join([*stopped.values()][-1]) if stopped else None
-        if not private_ray.is_whole():  # it takes all workers along
+        is_pipe = isinstance(error, OSError) and not isinstance(error, ray.exceptions.RayError)
+        if is_pipe or not private_ray.is_whole():  # it takes all workers along
             return WorkerError(last or "one of Ray's own processes (raylet, gcs_server, an agent) died: killed, or "
                                        "out of memory")
         if "its node has died" in str(error):  # by its health checks: the raylet may live, the workers do not

@@ -43,6 +43,27 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
         processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
 
 
+def test_a_broken_pipe_is_rays_own_death(monkeypatch):
+    """So Ray itself says of a raylet that died a moment ago, here while it is asked which call failed first."""
+    asked = []
+
+    def wait(pending, **_):
+        asked.append(pending)
+        if len(asked) > 1:
+            raise OSError("Broken pipe")
+        return pending[:1], pending[1:]
+
+    def fail(reference):
+        raise ray.exceptions.ActorUnavailableError("Socket closed", None)
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", fail)
+    processes = Processes([Named("rank 0")], [Named("rollout engine")])
+    with pytest.raises(WorkerError, match="^one of Ray's own processes"):
+        processes.gather({processes.rollouts[0]: "load"}, given={processes.ranks[0]: "send"})
+    assert len(asked) == 2
+
+
 def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
     processes, fetched = Processes([], []), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
