@@ -16,6 +16,7 @@ import psutil
 import ray
 from ray._private import node, parameter, ray_constants
 
+from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.files import hold
 
 PREFIX = "qerl_ray_"
@@ -40,7 +41,7 @@ def start(**options: Any) -> Path:
 
     Returns its temporary directory, which `stop` removes; if this process is killed, the guard that is started here
     does, and if that is killed, too, the next `start`. The guard kills processes that were stopped STOPPED seconds ago
-    (`stopped`).
+    (`stopped`). EngineError if Ray does not start.
     """
     # Its agents outlive a killed process by the last one's seconds, not by 60. The raylet is not given up, without a
     # word of why, when it did not answer five times, which may take 20 s: what is stopped is the guard's to say. No
@@ -69,6 +70,11 @@ def start(**options: Any) -> Path:
                      _temp_dir=str(directory), **options)
     except SystemExit as error:  # Ray's own handler of SIGTERM
         raise KeyboardInterrupt from error
+    except Exception as error:  # of many classes
+        if isinstance(error, OSError) and error.errno:  # the system's, like a full disk
+            raise
+        raise EngineError("Ray did not start; usually one of its processes (raylet, gcs_server, an agent) was killed, "
+                          f"or found no memory. Ray says: {' '.join(str(error).split())}") from error
     directory.chmod(0o700)  # Ray opens it to everybody
     start_log.unlink()  # the guard's sign that Ray has started
     return directory

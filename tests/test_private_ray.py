@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from mindspeed_qerl import private_ray, private_ray_guard
+from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.files import hold
 
 
@@ -31,6 +32,20 @@ def test_every_port_is_on_the_loopback_interface(started):
     sockets = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
     assert len(sockets) > 4, "the head, the raylet and the worker listen"
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.parametrize("error, raised, words", [
+    (RuntimeError("Failed to start GCS.\n\nLast"), EngineError, r"^Ray did not start.* Failed to start GCS\. L"),
+    (ConnectionError("no answer"), EngineError, "no answer"), (OSError(28, "No space left"), OSError, "No space left")])
+def test_a_start_that_fails_is_said_in_words(monkeypatch, error, raised, words):
+    """The first is Ray's for a GCS that is killed while it starts."""
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(raised, match=words):
+        private_ray.start(num_cpus=1)
+    private_ray.stop()
 
 
 def test_no_worker_is_started_before_one_is_wanted(started):
