@@ -36,7 +36,7 @@ def test_every_port_is_on_the_loopback_interface(started):
 
 @pytest.mark.parametrize("error, raised, words", [
     (RuntimeError("Failed to start GCS.\n\nLast"), EngineError, r"^Ray did not start.* Failed to start GCS\. L"),
-    (ConnectionError("no answer"), EngineError, "no answer"), (OSError(28, "No space left"), OSError, "No space left")])
+    (ConnectionError("no answer"), EngineError, "no answer"), (OSError(28, "disk full"), OSError, "disk full")])
 def test_a_start_that_fails_is_said_in_words(monkeypatch, error, raised, words):
     """The first is Ray's for a GCS that is killed while it starts."""
     def fail(**_):
