@@ -126,15 +126,22 @@ def test_a_start_whose_raylet_does_not_answer_ends_with_a_reason(number, words):
     assert done.returncode and re.match(rf"error: {words}", done.stderr)
 
 
+def suspend(process):
+    """A signal is sent; when a process that is running takes it is the scheduler's."""
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:
+        pass
+
+
 def test_a_run_that_is_stopped_as_a_whole_goes_on(child):
     """Ctrl-Z, and fg: the guard, which is in a session of its own, leaves the others alone."""
     process, directory, others = child
     others = [other for other in others if other != guard_of(directory, others)]
     assert private_ray_guard.stopped_below(process.pid) == {}
-    others[0].suspend()
+    suspend(others[0])
     assert set(private_ray_guard.stopped_below(process.pid)) == {others[0].pid}
     for one in (*others, psutil.Process(process.pid)):
-        one.suspend()
+        suspend(one)
     assert private_ray_guard.stopped_below(process.pid) == {}
     for one in (*others, psutil.Process(process.pid)):
         one.resume()
