@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -73,10 +74,12 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
 
 @pytest.fixture
 def child():
-    """(a process that started a Ray and waits, that Ray's temporary directory, the process's descendants)."""
+    """(a process that started a Ray and waits, that Ray's temporary directory, where no other test's Ray removes what
+    is left of it, the process's descendants)."""
     script = "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as process:
+    with (tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent,
+          subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": parent}) as process):
         directory = Path(process.stdout.readline().strip())
         yield process, directory, psutil.Process(process.pid).children(recursive=True)
         process.kill()
