@@ -30,6 +30,7 @@ from mindspeed_qerl.runs.directory import RunDirectory
 # and of one that does not: vLLM's log quotes in its warnings errors that it has caught
 ERROR = re.compile(r"(?i:\b(segmentation fault|fatal|abort(ed)?|terminate called)\b)|Error\b")
 NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
+LOOK = 2  # seconds of waiting after which Ray's own processes are looked at
 
 
 class WorkerError(EngineError):
@@ -117,14 +118,18 @@ class Processes:
         return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
 
     def gather(self, calls: dict[Worker, ray.ObjectRef], given: Mapping[Worker, ray.ObjectRef] | None = None) -> list:
-        """Results in the order of `calls`; WorkerError as soon as one failed: the rest may hang without the dead.
+        """Results in the order of `calls`; WorkerError as soon as one failed, or one of Ray's own processes is gone:
+        the rest may hang without the dead.
         given: calls whose results these wait for; one that failed fails these, too, and is the one to name."""
         owner = {reference: worker for worker, reference in calls.items()}
         pending, results = list(owner), {}
         try:
             while pending:
-                [done], pending = ray.wait(pending, num_returns=1)
-                results[done] = self._result(owner[done], done, given or {})
+                done, pending = ray.wait(pending, num_returns=1, timeout=LOOK)
+                results |= {call: self._result(owner[call], call, given or {}) for call in done}
+                if not done and not private_ray.is_whole():
+                    # what Ray has not started yet, it would wait for a minute or for ever
+                    raise BrokenPipeError("one of Ray's own processes is gone")
         except OSError as error:  # the pipe to the raylet
             raise self._failure(next(iter(calls)), error) from error
         return [results[reference] for reference in calls.values()]

@@ -37,7 +37,7 @@ def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_liv
     def fail(reference):
         raise ray.exceptions.RayActorError(error_msg=said)
 
-    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[:1], pending[1:]))
+    monkeypatch.setattr(ray, "wait", lambda pending, **_: (pending[:1], pending[1:]))
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(WorkerError, match=f"^{blamed}"):
         processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
@@ -67,7 +67,7 @@ def test_a_broken_pipe_is_rays_own_death(monkeypatch):
 def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
     processes, fetched = Processes([], []), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
-    monkeypatch.setattr(ray, "wait", lambda pending, num_returns: (pending[-1:], pending[:-1]))
+    monkeypatch.setattr(ray, "wait", lambda pending, **_: (pending[-1:], pending[:-1]))
     monkeypatch.setattr(ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}")
     assert processes.gather(calls) == ["result of a", "result of b", "result of c"]
     assert fetched == ["c", "b", "a"]
@@ -105,6 +105,21 @@ def test_a_dead_process_of_ray_is_not_taken_for_a_rank(tmp_path):
         raylet.kill()
         with pytest.raises(WorkerError, match="^one of Ray's own processes"):
             processes.on_ranks("wait")
+    finally:
+        private_ray.stop()
+
+
+def test_a_process_that_ray_has_not_started_is_not_waited_for_when_ray_is_dead(tmp_path):
+    """Of what its node was to start Ray says so after a minute, or not at all: its word would be the error's cause."""
+    private_ray.start(num_cpus=1)
+    try:
+        ranks = [Worker(f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {}) for rank in range(2)]
+        Processes(ranks[:1], []).wait_until_ready()  # the other has no processor
+        [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
+        raylet.kill()
+        with pytest.raises(WorkerError, match="^one of Ray's own processes") as caught:
+            Processes(ranks[1:], []).wait_until_ready()
+        assert isinstance(caught.value.__cause__, BrokenPipeError)
     finally:
         private_ray.stop()
 
