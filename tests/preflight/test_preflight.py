@@ -710,6 +710,12 @@ def test_mindspeeds_operators(ready, environment, change, state, found, fix):
     assert found in check.found and fix in check.fix
 
 
+def test_a_dense_model_may_lack_ninja(tmp_path):
+    dense = "grpo_qwen25_7b_gsm8k_8npu"
+    checks = preflight(compose(dense, [f"run.root={tmp_path}"]), dense, Box(commands={}), 1)
+    assert [check.state for check in checks if check.name == "MindSpeed's operators"] == [WARNING]
+
+
 def test_a_lock_of_another_python_is_none(ready):
     """Nor one of the default folder, where another is given."""
     for environment, lock in (({"HOME": "/u"}, "/u/.cache/torch_extensions/py38_cpu/gmm/lock"),
@@ -1044,6 +1050,14 @@ def test_the_memory_of_a_conversion(ready):
         assert checks["memory to convert"].state == state
         assert "the converter holds 61.1 GB of weights" in checks["memory to convert"].found
     assert "memory to convert" not in look({**ready, "actor_config": {**ready["actor_config"], "load": None}}, Box())
+
+
+def test_the_memory_of_files_that_all_ranks_read_at_once(ready):
+    """16 ranks, expert parallel: the experts once, all else 16 times."""
+    experts = 48 * 128 * 3 * 2048 * 768 * 2  # layers, experts, matrices, hidden, intermediate; bytes of bfloat16
+    files = (experts + 16 * (61.1e9 - experts)) / 1e9
+    for room, state in ((files + 16 * 4 + 2, PASSED), (files + 2, WARNING), (files - 2, FAILED)):  # 4 GB a process
+        assert look(ready, Box(room={"MemAvailable": int(room * 10**9)}))["host memory"].state == state
 
 
 @pytest.mark.parametrize("value, known", [
