@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -113,12 +114,13 @@ def test_a_process_that_ray_has_not_started_is_not_waited_for_when_ray_is_dead(t
     """Of what its node was to start Ray says so after a minute, or not at all: its word would be the error's cause."""
     private_ray.start(num_cpus=1)
     try:
-        ranks = [Worker(f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {}) for rank in range(2)]
-        Processes(ranks[:1], []).wait_until_ready()  # the other has no processor
+        first, second = (partial(Worker, f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {})
+                         for rank in range(2))
+        Processes([first()], []).wait_until_ready()  # it has the processor
         [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
         raylet.kill()
         with pytest.raises(WorkerError, match="^one of Ray's own processes") as caught:
-            Processes(ranks[1:], []).wait_until_ready()
+            Processes([second()], []).wait_until_ready()
         assert isinstance(caught.value.__cause__, BrokenPipeError)
     finally:
         private_ray.stop()
