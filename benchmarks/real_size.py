@@ -2,6 +2,8 @@
 
     python benchmarks/real_size.py --threads 2      SmolLM2-135M (make real-model), float32 and bfloat16, 10 minutes
     python benchmarks/real_size.py --config grpo_steps_moe_cpu --answers 64
+    python tools/make_tiny_model.py --large --output models/large      # 10M parameters
+    python benchmarks/real_size.py --config grpo_tiny_moe_cpu --model models/large --answers 64
 
 Rollout: answers of exactly 24 tokens to prompts of 100, sampled by the local engine's vLLM, with linear layers as it
 packs them (local/packing.py) and as torch multiplies ("torch's", before they were packed); a round of each, in turn.
@@ -144,13 +146,17 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="grpo_smollm2_135m_gsm8k_cpu")
+    parser.add_argument("--model", metavar="DIR", help="another than the config's")
     parser.add_argument("--answers", type=int, nargs="+", default=[16, 64],
                         help="of a rollout; an update has the first (default: 16 64)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="a number of threads each (default: 1)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    recipe = checked(compose(arguments.config, ["rl_config.actor_resource.num_npus=1"]))[0]
+    overrides = ["rl_config.actor_resource.num_npus=1", "actor_config.expert_model_parallel_size=1"]
+    if arguments.model:
+        overrides.append(f"megatron_training.tokenizer_name_or_path={arguments.model}")
+    recipe = checked(compose(arguments.config, overrides))[0]
     table = Table("what", "dtype", "threads", "answers", "seconds", "tokens/s", "in products", "GFLOPS there", "alone",
                   title=recipe.model.path, caption=f"load average {os.getloadavg()[0]:.1f}")
     for dtype in arguments.dtypes:
