@@ -123,8 +123,8 @@ STUDIES = {
         {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)}, (("AQN on", "AQN off", "accuracy"),),
         effect=0.01, group=str,  # it is right in a few of a hundred; every question stands for itself
         config="grpo_smollm2_135m_gsm8k_cpu", model="models/smollm2_135m_gsm8k",  # tools/warm_up.py makes it
-        overrides=("generate_config.dtype=bfloat16", "megatron_training.train_iters=20",
-                   "megatron_training.save_interval=20", "rl_config.verifier_function=[gsm8k]",
+        overrides=("megatron_training.train_iters=20", "megatron_training.save_interval=20",
+                   "rl_config.verifier_function=[gsm8k]",
                    "rl_config.verifier_weight=[1.0]", "eval.every=20", "eval.n_problems=200",
                    "eval.samples_per_problem=4", "eval.temperature=1.0")),
 }

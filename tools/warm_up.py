@@ -5,8 +5,9 @@
 
 A model that is never right learns nothing from rewards: this takes it to where some of its answers are. All weights
 are trained, on the published solutions without their calculator's marks (<<48/2=24>>), each example once, in an order
-that --seed draws, behind the prompt that training uses: the chat template where the tokenizer has one. What was done
-is in OUTPUT/warm_up.json, with the loss of every step.
+that --seed draws, behind the prompt that training uses: the chat template where the tokenizer has one. The model that
+was written has to be better at 32 further solutions, which were held out, than the one it began with. What was done is
+in OUTPUT/warm_up.json, with the loss of every step.
 """
 
 import argparse
@@ -28,40 +29,54 @@ from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.tasks.prompts import chat_ids, plain_ids
 from mindspeed_qerl.tasks.rows import read_rows
 
+HELD_OUT = 32  # solutions
 
-def warm_up(arguments: argparse.Namespace) -> list[float]:
-    """Make `arguments.output`, a new directory; the loss of every step."""
+
+def warm_up(arguments: argparse.Namespace) -> tuple[float, float]:
+    """Make `arguments.output`, a new directory; the loss of what was held out, before and after."""
+    for option in ("examples", "batch_size", "learning_rate"):
+        if not getattr(arguments, option) > 0:
+            raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: it must be above 0")
     rows = read_rows(arguments.data)
-    if len(rows) < arguments.examples:
-        raise ConfigError(f"--examples {arguments.examples}: {arguments.data} has {len(rows)} rows")
+    if len(rows) < arguments.examples + HELD_OUT:
+        raise ConfigError(f"--examples {arguments.examples}, and {HELD_OUT} that it is not trained on: "
+                          f"{arguments.data} has {len(rows)} rows")
     if lacking := next((row for row in rows if "solution" not in row.columns), None):
         raise ConfigError(f"{lacking.where} has no column `solution`: tools/convert_gsm8k.py writes it")
     with new_directory(arguments.output) as making:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from mindspeed_qerl.local.supervised import fit, padded
+        from mindspeed_qerl.local.supervised import fit, mean_loss, padded
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-        chosen = random.Random(f"warm-up {arguments.seed}").sample(rows, arguments.examples)
+        chosen = random.Random(f"warm-up {arguments.seed}").sample(rows, arguments.examples + HELD_OUT)
         solutions = [re.sub(r"<<[^>]*>>", "", row.columns["solution"]) for row in chosen]
         ids = chat_ids if tokenizer.chat_template else plain_ids
-        prompts = [ids(tokenizer, row) for row in chosen]
-        completions = [[*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                       for solution in solutions]
-        size = arguments.batch_size
-        pad = tokenizer.eos_token_id  # any id: what follows an answer is not looked at
-        batches = (padded(prompts[start:start + size], completions[start:start + size], pad)
-                   for start in range(0, len(chosen), size))
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bfloat16):
-            losses = fit(model, batches, -(-len(chosen) // size), arguments.learning_rate)
+        eos = tokenizer.eos_token_id
+        pairs = [(ids(tokenizer, row), [*tokenizer(solution, add_special_tokens=False)["input_ids"], eos])
+                 for row, solution in zip(chosen, solutions)]
+
+        def batches(of: list[tuple[list[int], list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            size = arguments.batch_size
+            return [padded(*zip(*of[start:start + size]), pad=eos) for start in range(0, len(of), size)]
+
+        training, held_out = batches(pairs[:arguments.examples]), batches(pairs[arguments.examples:])
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        before = mean_loss(model, held_out)
+        losses = fit(model, training, len(training), arguments.learning_rate, arguments.bfloat16)
         model.save_pretrained(making)
         tokenizer.save_pretrained(making)
-        done = {"model": weights_digest(arguments.model), "losses": losses} | {
+        written = AutoModelForCausalLM.from_pretrained(making, dtype=torch.float32)
+        after = mean_loss(written, held_out)
+        if not after < before:  # it may be nan
+            raise ConfigError(f"the loss of {HELD_OUT} held-out solutions is {before:.3f} nats a token before and "
+                              f"{after:.3f} after: nothing was learned, and nothing is kept. Try another "
+                              "--learning-rate, or more --examples")
+        done = {"model": weights_digest(arguments.model), "held_out": [before, after], "losses": losses} | {
             name: getattr(arguments, name) for name in ("examples", "batch_size", "learning_rate", "bfloat16", "seed")}
         (making / "warm_up.json").write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
-    return losses
+    return before, after
 
 
 def main() -> int:
@@ -77,13 +92,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws the examples (default: %(default)s)")
     arguments = parser.parse_args()
     try:
-        losses = warm_up(arguments)
+        before, after = warm_up(arguments)
     except (OSError, ConfigError) as error:
         print(f"warm_up: {error}", file=sys.stderr)
         return 1
-    tenth = max(1, len(losses) // 10)
-    print(f"{arguments.output}: loss {sum(losses[:tenth]) / tenth:.3f} -> {sum(losses[-tenth:]) / tenth:.3f} nats a "
-          "token, first and last tenth of the steps")
+    print(f"{arguments.output}: loss of {HELD_OUT} held-out solutions {before:.3f} -> {after:.3f} nats a token")
     return 0
 
 

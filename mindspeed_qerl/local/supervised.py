@@ -2,6 +2,7 @@
 quickstart and the studies begin with."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -23,11 +24,20 @@ def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]],
     return pad_sequence(rows, True, pad), pad_sequence(labels, True, -100)
 
 
-def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int, learning_rate: float) -> list[float]:
+@torch.no_grad()
+def mean_loss(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Nats per labelled token, averaged over `batches` of (input_ids, labels)."""
+    model.eval()
+    return fmean(model(input_ids=input_ids, labels=labels).loss.item() for input_ids, labels in batches)
+
+
+def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int, learning_rate: float,
+        bfloat16: bool = False) -> list[float]:
     """Train every weight of `model` in place with AdamW on `batches` of (input_ids, labels), one a step.
 
     The rate is constant, then falls to 0 over the last fifth: at a constant rate the share of each kind of answer
-    sways by a third from step to step. A longer decay leaves the arithmetic half learned.
+    sways by a third from step to step. A longer decay leaves the arithmetic half learned. With `bfloat16` the products
+    are in it; the weights stay in their dtype.
 
     Returns:
         The loss of every step, nats per labelled token.
@@ -42,7 +52,9 @@ def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int,
         task = progress.add_task("", total=steps, loss=float("nan"))
         for step, (input_ids, labels) in zip(range(steps), batches):
             optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 5 * (1 - step / steps))
-            loss = model(input_ids=input_ids, labels=labels).loss
+            # Around one forward pass: as long as it lasts, autocast keeps the weights that it has rounded.
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                loss = model(input_ids=input_ids, labels=labels).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

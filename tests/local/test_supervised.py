@@ -54,27 +54,58 @@ def test_the_first_step_is_that_of_a_loop_of_ones_own(base):
         assert torch.allclose(model.state_dict()[name][large], expected[large], atol=2e-5), name
 
 
+def test_products_in_bfloat16_train_the_weights_nearly_as_those_in_float32(base):
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    batch = padded([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], pad=1)
+    changes, losses = [], []
+    for bfloat16 in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        losses.append(fit(model, [batch] * 12, 12, 1e-3, bfloat16))
+        changes.append(torch.cat([(weight - before[name]).flatten() for name, weight in model.state_dict().items()]))
+        assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert losses[1] != losses[0] and losses[1][-1] < 0.5 * losses[1][0]
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    assert torch.cosine_similarity(*changes, dim=0) > 0.95
+
+
 def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = [{"prompt": f"Tom has {index} apples.", "answer": solution[-1], "solution": solution}
-            for index, solution in enumerate(SOLUTIONS)] * 40
+            for index, solution in enumerate(SOLUTIONS)] * 48
     done = warm_up(base, tmp_path / "warm", rows, "--examples", 160, "--batch-size", 16, "--learning-rate", 3e-3)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "warm" / "warm_up.json").read_text())
     assert len(report["losses"]) == 10 and report["losses"][-1] < 0.8 * report["losses"][0]
+    before, after = report["held_out"]
+    assert f"loss of 32 held-out solutions {before:.3f} -> {after:.3f} nats" in done.stdout
     model, tokenizer = (kind.from_pretrained(tmp_path / "warm") for kind in (AutoModelForCausalLM, AutoTokenizer))
     untrained = AutoModelForCausalLM.from_pretrained(base)
     text = "Tom has 0 apples.\n7+1=8\n#### 8"  # the calculator's mark is gone
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     assert model(ids, labels=ids).loss < untrained(ids, labels=ids).loss - 0.5
 
-
 @pytest.mark.parametrize(("rows", "examples", "message"), [
-    ([{"prompt": "a", "answer": "1", "solution": "1"}], 2, "--examples 2: .* has 1 rows"),
-    ([{"prompt": "a", "answer": "1"}], 1, r"jsonl:1 has no column `solution`"),
+    ([{"prompt": "a", "answer": "1", "solution": "1"}] * 33, 2, "--examples 2, and 32 .* has 33 rows"),
+    ([{"prompt": "a", "answer": "1"}] * 33, 1, r"jsonl:1 has no column `solution`"),
 ])
 def test_bad_data_are_refused_and_nothing_is_made(base, tmp_path, rows, examples, message):
     done = warm_up(base, tmp_path / "warm", rows, "--examples", examples)
     assert done.returncode == 1 and re.search(message, done.stderr) and "Traceback" not in done.stderr
+    assert not (tmp_path / "warm").exists()
+
+
+@pytest.mark.parametrize("bad", [("--examples", "0"), ("--batch-size", "-1"), ("--learning-rate", "nan")])
+def test_numbers_that_cannot_be_are_refused(base, tmp_path, bad):
+    done = warm_up(base, tmp_path / "warm", [], *bad)
+    assert done.returncode == 1 and done.stderr == f"warm_up: {' '.join(bad)}: it must be above 0\n"
+
+
+@pytest.mark.parametrize("rate", ["100", "1e30"])  # the second: losses that are not numbers
+def test_a_model_that_got_worse_is_not_kept(base, tmp_path, rate):
+    rows = [{"prompt": "Tom has 3 apples.", "answer": "8", "solution": SOLUTIONS[0]}] * 40
+    done = warm_up(base, tmp_path / "warm", rows, "--examples", 8, "--batch-size", 2, "--learning-rate", rate)
+    assert done.returncode == 1 and "nothing was learned, and nothing is kept" in done.stderr
     assert not (tmp_path / "warm").exists()
