@@ -121,12 +121,16 @@ STUDIES = {
     "real": Study(
         "Does AQN help a real model, SmolLM2-135M after a warm-up?",
         {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)}, (("AQN on", "AQN off", "accuracy"),),
-        effect=0.01, group=str,  # it is right in a few of a hundred; every question stands for itself
+        effect=0.01, group=str,  # every question stands for itself
         config="grpo_smollm2_135m_gsm8k_cpu", model="models/smollm2_135m_gsm8k",  # tools/warm_up.py makes it
-        overrides=("megatron_training.train_iters=20", "megatron_training.save_interval=20",
-                   "rl_config.verifier_function=[gsm8k]",
-                   "rl_config.verifier_weight=[1.0]", "eval.every=20", "eval.n_problems=200",
-                   "eval.samples_per_problem=4", "eval.temperature=1.0")),
+        overrides=("task.train_file=data/gsm8k_two_steps/train_chat.parquet",
+                   "task.test_file=data/gsm8k_two_steps/test_chat.parquet", "megatron_training.train_iters=20",
+                   "megatron_training.save_interval=20", "generate_config.sampling_config.max_tokens=96",
+                   "rl_config.verifier_function=[gsm8k]", "rl_config.verifier_weight=[1.0]",
+                   # In most groups no answer is right: of up to 16, 4 that have a signal are trained.
+                   "megatron_training.global_batch_size=8", "rl_config.filter_groups_enable=true",
+                   "rl_config.filter_groups_train_batch_size=4", "rl_config.filter_groups_max_batches=2",
+                   "eval.every=20", "eval.n_problems=326", "eval.samples_per_problem=4", "eval.temperature=1.0")),
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # right answers of one question
 

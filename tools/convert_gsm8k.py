@@ -49,6 +49,8 @@ def main() -> int:
                         help="mindspeed: your rl_config.max_prompt_length; says how many rows the trainer will leave "
                              "out "
                         "because of it (all rows are written)")
+    parser.add_argument("--max-steps", type=int, metavar="N",
+                        help="only problems whose published solution has at most N lines, 2 to 11 in GSM8K")
     args = parser.parse_args()
     if (args.format == "mindspeed") != (args.tokenizer is not None):
         parser.error("--format mindspeed and --tokenizer DIR go together")
@@ -56,9 +58,9 @@ def main() -> int:
         parser.error("--max-prompt-length is a number of tokens, at least 1, for --format mindspeed")
     try:
         if args.format == "chat":
-            written = convert(args.input, args.output, progress=True)
+            written = convert(args.input, args.output, progress=True, max_steps=args.max_steps)
         else:
-            packed = convert_packed(args.input, args.output, args.tokenizer, progress=True)
+            packed = convert_packed(args.input, args.output, args.tokenizer, progress=True, max_steps=args.max_steps)
             written = [split.report(args.max_prompt_length) for split in packed]
         print(*written, sep="\n")
     except (ValueError, OSError) as error:

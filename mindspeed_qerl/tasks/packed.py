@@ -68,19 +68,19 @@ class PackedSplit:
 
 
 def convert_packed(source: str | Path, output: str | Path, tokenizer: str | Path,
-                   progress: bool = False) -> list[PackedSplit]:
+                   progress: bool = False, max_steps: int | None = None) -> list[PackedSplit]:
     """Write gsm8k_{train,test}_packed_{input_ids,labels}_document.{bin,idx} to the folder `output`; earlier ones are
     replaced.
 
-    `source` is what `convert.convert` takes, `tokenizer` the directory of a Hugging Face model with a chat template.
-    Everything is read, checked and tokenised before anything is written: whatever fails, `output` is as it was
-    before. No row is left out.
+    `source` and `max_steps` are what `convert.convert` takes, `tokenizer` the directory of a Hugging Face model with a
+    chat template. Everything is read, checked and tokenised before anything is written: whatever fails, `output` is as
+    it was before.
 
     FileNotFoundError if the tokenizer or a split is missing. ValueError for a bad row, for a tokenizer without a chat
     template or one that does not give an answer back, and for an `output` that MindSpeed-RL would not read as written.
     """
     splits, tokenizer = {}, load_tokenizer(tokenizer)
-    for split, columns in read_splits(source, progress).items():
+    for split, columns in read_splits(source, progress, max_steps).items():
         rows = [row_of(row, f"{split} row {number}") for number, row in enumerate(columns, 1)]
         splits[f"gsm8k_{split}"] = rows, [row.answer for row in rows]
     return _pack(Path(output).absolute(), splits, {}, tokenizer, progress)

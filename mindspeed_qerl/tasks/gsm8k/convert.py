@@ -29,17 +29,17 @@ from mindspeed_qerl.tasks.rows import check_text, numbered, numbered_rows
 SPLITS = ("train", "test")
 
 
-def convert(source: str | Path, output: str | Path, progress: bool = False) -> list[str]:
+def convert(source: str | Path, output: str | Path, progress: bool = False, max_steps: int | None = None) -> list[str]:
     """Write the converted files of `source` to the folder `output`, which is made if needed; earlier ones are
     replaced. Returns a line on each file (`described`).
 
     `source` is what `load_raw` takes: a folder or Hub dataset with both splits, or one file whose name begins with
     `train` or `test` and which is that split. All rows are checked before anything is written, and whatever fails,
-    `output` is as it was before. `progress` shows a bar per split.
+    `output` is as it was before. `progress` shows a bar per split. `max_steps` leaves out problems of more `steps`.
 
     FileNotFoundError if a split is missing; ValueError for a bad row names the file and the line.
     """
-    output, rows = Path(output), read_splits(source, progress)
+    output, rows = Path(output), read_splits(source, progress, max_steps)
     targets = {f"{split}{ending}": (split, write) for split in rows for ending, write in _WRITERS.items()}
     _refuse_to_replace(source, rows, {output / name for name in targets})
     write_together(output, {name: partial(write, rows=rows[split]) for name, (split, write) in targets.items()})
@@ -48,12 +48,28 @@ def convert(source: str | Path, output: str | Path, progress: bool = False) -> l
 
 # ---- reading ----
 
-def read_splits(source: str | Path, progress: bool = False) -> dict[str, list[dict]]:
-    """{split: its converted rows}, all checked; for `source` and errors see `convert`."""
+def read_splits(source: str | Path, progress: bool = False, max_steps: int | None = None) -> dict[str, list[dict]]:
+    """{split: its converted rows}, all checked; for the arguments and errors see `convert`."""
     splits, name = SPLITS, Path(source).name
     if Path(source).is_file() and not (splits := tuple(split for split in SPLITS if name.startswith(split))):
         raise ValueError(f"cannot tell the split of {source}: name the file train*.jsonl or test*.jsonl (or .parquet)")
-    return {split: _read_split(source, split, progress) for split in splits}
+    found = {split: _read_split(source, split, progress) for split in splits}
+    if max_steps is None:
+        return found
+    kept = {split: [row for row in rows if steps(row["solution"]) <= max_steps] for split, rows in found.items()}
+    if lacking := next((split for split in kept if not kept[split]), None):
+        fewest = min(steps(row["solution"]) for row in found[lacking])
+        raise ValueError(f"{source}: no {lacking} problem has at most {max_steps} steps; the fewest are {fewest}")
+    return kept
+
+
+def steps(solution: str) -> int:
+    r"""How many a published solution takes: its lines before `####`, "between 2 and 8" (Cobbe et al., 2021).
+
+    >>> steps("In May she sold 48/2 = <<48/2=24>>24 clips.\nTogether that is 48+24 = <<48+24=72>>72.\n#### 72")
+    2
+    """
+    return sum(bool(line.strip()) for line in solution.rpartition("####")[0].splitlines())
 
 
 def _read_split(source: str | Path, split: str, progress: bool) -> list[dict]:

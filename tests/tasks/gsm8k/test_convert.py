@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.tasks.gsm8k import convert as convert_module
-from mindspeed_qerl.tasks.gsm8k.convert import convert
+from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -159,9 +159,31 @@ def test_tool(tmp_path):
     assert run_tool("--input", raw).returncode == 2
 
 
+@pytest.mark.parametrize(("most", "kept"), [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])])
+def test_problems_of_few_steps(tmp_path, most, kept):
+    rows = [{"question": "one", "answer": "3+4=7\n\n#### 7"},  # an empty line is no step
+            {"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"},
+            {"question": "three", "answer": "3+4=7\n7+1=8\n#### no\n#### 8"}]  # the last #### counts
+    raw = write_raw(tmp_path / "raw", train=rows)
+    done = run_tool("--input", raw, "--output", tmp_path / "out", *(["--max-steps", most] if most else []))
+    assert done.returncode == 0, done.stderr
+    assert [row.columns["question"] for row in read_rows(tmp_path / "out" / "train_chat.parquet")] == kept
+    packed = read_splits(raw, max_steps=most)
+    assert [row["question"] for row in packed["train"]] == kept and len(packed["test"]) == 1
+
+
+def test_no_problem_of_so_few_steps(tmp_path):
+    raw = write_raw(tmp_path / "raw", test=[{"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"}])
+    with pytest.raises(ValueError, match="raw: no test problem has at most 1 steps; the fewest are 2"):
+        convert(raw, tmp_path / "out", max_steps=1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_gsm8k_itself(tmp_path):
     if not GSM8K.is_dir():
         pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
+    easy = read_splits(GSM8K, max_steps=2)
+    assert (len(easy["train"]), len(easy["test"])) == (1961, 326)
     convert(GSM8K, tmp_path)
     train, test = ([row.columns for row in read_rows(tmp_path / f"{split}_chat.parquet")]
                    for split in ("train", "test"))
