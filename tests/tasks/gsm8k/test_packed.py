@@ -139,6 +139,12 @@ def test_one_file_is_one_split_and_bytes_repeat(tmp_path, raw, bpe):
         snapshot(tmp_path / "one")) == 4
 
 
+def test_problems_of_few_steps(tmp_path, raw, bpe):
+    [train] = convert_packed(raw / "train.jsonl", tmp_path / "packed", bpe, max_steps=0)
+    convert(raw / "train.jsonl", tmp_path / "chat", max_steps=0)
+    assert len(check_split("train", train, bpe, tmp_path / "chat" / "train_chat.parquet")) == 2, "the unusual ones"
+
+
 def test_dropped_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
     [test] = convert_packed(raw / "test.jsonl", tmp_path, bpe)
     longest = max(test.prompt_lengths)
