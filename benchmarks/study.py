@@ -122,7 +122,7 @@ STUDIES = {
         "Does AQN help a real model, SmolLM2-135M after a warm-up?",
         {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)}, (("AQN on", "AQN off", "accuracy"),),
         effect=0.01, group=str,  # every question stands for itself
-        config="grpo_smollm2_135m_gsm8k_cpu", model="models/smollm2_135m_gsm8k",  # tools/warm_up.py makes it
+        config="grpo_smollm2_135m_gsm8k_cpu", model="models/smollm2_135m_gsm8k",  # docs/real_model.md
         overrides=("task.train_file=data/gsm8k_two_steps/train_chat.parquet",
                    "task.test_file=data/gsm8k_two_steps/test_chat.parquet", "megatron_training.train_iters=20",
                    "megatron_training.save_interval=20", "generate_config.sampling_config.max_tokens=96",

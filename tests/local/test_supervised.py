@@ -86,6 +86,16 @@ def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
     text = "Tom has 0 apples.\n7+1=8\n#### 8"  # the calculator's mark is gone
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     assert model(ids, labels=ids).loss < untrained(ids, labels=ids).loss - 0.5
+    for reported, found in ((before, untrained), (after, model)):  # between those of the four kinds of rows
+        losses = []
+        for row in rows[:4]:
+            solution = re.sub("<<.*>>", "", row["solution"])
+            prompt, answer = (tokenizer.encode(part, add_special_tokens=False) for part in (row["prompt"], solution))
+            answer.append(tokenizer.eos_token_id)
+            labels = torch.tensor([[-100] * len(prompt) + answer])
+            losses.append(found(torch.tensor([prompt + answer]), labels=labels).loss.item())
+        assert min(losses) < reported < max(losses)
+
 
 @pytest.mark.parametrize(("rows", "examples", "message"), [
     ([{"prompt": "a", "answer": "1", "solution": "1"}] * 33, 2, "--examples 2, and 32 .* has 33 rows"),
