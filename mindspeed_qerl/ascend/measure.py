@@ -1,5 +1,5 @@
-"""What a rank of a rehearsal really allocates where the planner has a formula (layout/memory.py:TERMS): KV cache, what
-is offloaded and what stays, and the weight sync. On emulated NPUs, whose memory is the host's: only tensors count."""
+"""What a rank of a rehearsal really allocates where the planner has a formula (layout/memory.py:terms): KV cache, what
+is offloaded and what stays, the weight sync, and int8 copies. On emulated NPUs, whose memory is the host's: only tensors count."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +58,8 @@ class Meter:
         self._watch(manager, "onload_infer_params", self._onloaded)
         self._watch(manager.vllm_weight_container, "get_infer_params", self._synced)
         self._watch(rollout, "init_cache_engine", functools.partial(self._cached, rollout))
+        if rollout.quantized is not None:
+            self._watch(rollout.quantized, "quantize", functools.partial(self._quantized, rollout.quantized))
 
     @staticmethod
     def _watch(owner: Any, method: str, around: Callable) -> None:
@@ -104,6 +106,10 @@ class Meter:
             params = sync()
         self._keep("sync buffers", live.peak)
         return params
+
+    def _quantized(self, quantized: Any, quantize: Callable) -> None:
+        quantize()
+        self._keep("int8 copies", held(quantized.copies()))
 
     def _cached(self, rollout: Any, allocate: Callable) -> None:
         allocate()

@@ -97,6 +97,10 @@ class QuantizedModel:
             _set_method(layer, method)
         self._methods.clear()
 
+    def copies(self) -> Iterator[torch.Tensor]:
+        """The int8 weights [in, out] that there are now."""
+        return (layer.quant_method.copy.weight for layer in self._methods)
+
     @torch.no_grad()
     def unlike(self, synced: Tensors) -> list[str]:
         """Names of weights that kernels do not multiply with as `synced` says, which is of `held_weights` without

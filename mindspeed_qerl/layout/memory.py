@@ -255,7 +255,8 @@ def terms(memory: Memory) -> dict[str, int]:
     return {"KV cache of a token": memory.kv_token,
             **{name: parts[name] for name in ("adapters", "gradients", "AdamW")},
             "frozen base": of_kind("training weights"), "vLLM's weights": of_kind("vLLM's weights"),
-            "sync buffers": of_kind("sync buffers")}
+            "sync buffers": of_kind("sync buffers"),
+            **{part.name: part.bytes for part in memory.moments["rollout"] if part.name == "int8 copies"}}
 
 
 def _runtime(plan: Plan, settings: Settings) -> list[Part]:

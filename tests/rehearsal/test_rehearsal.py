@@ -77,6 +77,17 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     assert broken(plan) == [], "the narrow model obeys every rule"
 
 
+@pytest.mark.parametrize("name", NPU_CONFIGS)
+def test_what_the_blocks_of_a_format_fill_they_fill_in_the_narrow_model(composed, name):
+    for format in ("nvfp4", "mxfp4", "int8_w8a8"):
+        raw = composed(name, f"rollout_quantization={format}")
+        if format == "int8_w8a8" and plan_to_rehearse(*read(raw)).shape.moe:
+            with pytest.raises(ConfigError, match="int8 experts"):
+                prepare(*read(raw))
+        else:
+            assert prepare(*read(raw))[0].quantization.format == format
+
+
 def test_a_narrow_model_divides_as_the_real_one(composed):
     """Widths may be shared by any ranks that share the heads: TP 4 with infer TP 2 here."""
     plan = plan_to_rehearse(*read(composed("grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4")))
@@ -190,7 +201,7 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
                f"rl_config.actor_resource.num_npus={2 * stages}", "actor_config.tensor_model_parallel_size=2",
                f"actor_config.pipeline_model_parallel_size={stages}", "generate_config.infer_tensor_parallel_size=2",
                "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
-               "actor_config.micro_batch_size=4", "rehearsal.layers=fewest"]
+               "actor_config.micro_batch_size=4", "rehearsal.layers=fewest", "rollout_quantization=nvfp4"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
@@ -202,6 +213,7 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
                  ("4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 "
                  "update(s) a step; 2 steps."), "Every LoRA target reached the rollout engine: ",
                  f"AQN fired: noise on {stages} RMSNorm layers in step 2, sigma 0.05",
+                 "Rollouts were in nvfp4: in step 2 its weights were 9.",
                  "vLLM's layout, infer TP 2 x EP 1: its rules were checked", f"Depth: {stages} of 48 layers"):
         assert line in text, text
     facts = json.loads((run / "facts.json").read_text())

@@ -69,11 +69,11 @@ def of_layers(layers, methods: dict) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"of_layers": [], "of_layers_unquantised": []}
     for _, layer, weights in layers:
         x = torch.randn(7, layer.weight.shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
-        method = layer.quant_method
+        method, bias = layer.quant_method, layer.bias
         integers, scale = method.copy.weight.t(), method.copy.weight_scale[:, None]
-        expected = w8a8.Linear({"weight": integers, "weight_scale": scale}, None)(x)
+        expected = w8a8.Linear({"weight": integers, "weight_scale": scale}, None if bias is None else bias.double())(x)
         for key, of_method in (("of_layers", method), ("of_layers_unquantised", methods[layer])):
-            found[key].append((of_method.apply(layer, x) == expected).float().mean().item())
+            found[key].append((of_method.apply(layer, x, bias) == expected).float().mean().item())
     return found
 
 

@@ -72,6 +72,9 @@ def make_model(family: str, folder: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.lm_head.weight.data[:10] *= 3  # the digits: it says numbers often, and so is sometimes right
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers makes them 0, and none could be seen to be lost
+            parameter.data.normal_(std=0.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -95,14 +95,15 @@ def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
     assert RunDirectory.open(run).status()["state"] == "failed"
 
 
-@pytest.mark.parametrize("family, layout", [
-    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2)), ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4)),
-    ("qwen2", dict(npus=2, tp=2)), ("qwen3", dict(npus=2, infer_tp=2))], ids=lambda value: str(value))
-def test_a_rehearsal_of_a_config(family, layout, upstream, tiny, tmp_path):
+@pytest.mark.parametrize("family, layout, format", [
+    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none"),
+    ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4"),
+    ("qwen2", dict(npus=2, tp=2), "none"), ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8")], ids=str)
+def test_a_rehearsal_of_a_config(family, layout, format, upstream, tiny, tmp_path):
     """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what Megatron is told of it;
     what its ranks allocate is what the planner's formulas say."""
     model, data = tiny(family)
-    config = make_config(family, model, data, tmp_path, **layout)
+    config = make_config(family, model, data, tmp_path, changes={"rollout_quantization": {"format": format}}, **layout)
     config["rehearsal"] = dict(enabled=True, steps=2, layers="all", max_tokens=8, models=str(tmp_path / "models"))
     config["task"]["train_file"] = str(data / "chat" / "train_chat.parquet")
     result = run_engine(config, upstream, tmp_path)
@@ -114,6 +115,7 @@ def test_a_rehearsal_of_a_config(family, layout, upstream, tiny, tmp_path):
         "qwen2_moe") else {LAYERS}
 
     recipe = read_recipe(run.config())
+    assert all(("int8 copies" in rank) == (format == "int8_w8a8") for rank in run.facts()["memory"])
     for rank in run.facts()["memory"]:
         for term, formula in terms(estimate(plan_of(recipe), settings_of(recipe), rank["stage"])).items():
             assert rank[term] == pytest.approx(formula, rel=0.25 if term == "sync buffers" else 0.02), term
@@ -121,3 +123,5 @@ def test_a_rehearsal_of_a_config(family, layout, upstream, tiny, tmp_path):
         assert rank["KV cache"] % rank["KV cache of a token"] == 0 < rank["KV cache"]
     text = (run.path / "rehearsal.md").read_text()
     assert "## Memory, measured and planned" in text and "**Warning**" not in text
+    assert ("| int8 copies |" in text) == (format == "int8_w8a8")
+    assert (f"Rollouts were in {format}: in step 2" in text) == (format != "none")

@@ -20,7 +20,7 @@ DYNAMIC = {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_max_
            "algorithm": {"routing_replay": "rollout"}}
 GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean",
                       "routing_replay": "record"}, "rl_config.mini_batch_size": 2,
-        "rollout_correction": {"method": "token_tis"}}
+        "rollout_correction": {"method": "token_tis"}, "rollout_quantization": {"format": "nvfp4"}}
 
 
 def numbers(run: RunDirectory) -> list[dict]:
