@@ -1,5 +1,6 @@
 """What a rank of a rehearsal really allocates where the planner has a formula (layout/memory.py:terms): KV cache, what
-is offloaded and what stays, the weight sync, and int8 copies. On emulated NPUs, whose memory is the host's: only tensors count."""
+is offloaded and what stays, the weight sync, int8 copies. On emulated NPUs, whose memory is the host's: only tensors
+count."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -58,7 +58,8 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
                   f"{max(found['own']):.3f}; {unmatched:.4f} from transformers without rounding")
             assert found["unequal"] == found["missing"] == []  # bit for bit
             assert max(found["worst"]) < 3 * max(found["own"]) and worst < 2 * own
-            if (case.family, format) != ("qwen2", "int8_w8a8"):  # without q and k norms bfloat16 moves it as much as int8
+            # Qwen2's int8 activations fall otherwise with a last bit of bfloat16: there of_layers alone tells
+            if (case.family, format) != ("qwen2", "int8_w8a8"):
                 assert unmatched > 2 * worst
             assert found["errors"] == pytest.approx(relative_errors(weights, format), rel=1e-4)
             assert found["unlike"] == found["unlike_after"] == []
