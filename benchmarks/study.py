@@ -231,8 +231,7 @@ def run_cell(study: str, cell: str, seed: int, core: int, root: Path, more: list
         file = run.path / "evaluations" / evaluation / "answers.jsonl"
         if not file.parent.exists():
             subprocess.run([*on_core, "tools/evaluate.py", "--run", run.path, "--name", evaluation, *arguments],
-                           cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-                           env={**os.environ, "TQDM_DISABLE": "1"})  # bars of runs side by side
+                           cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         evaluated[evaluation] = right_answers(read_jsonl(file), max(run.scores))
     entropy = [round(row["entropy/mean"], 4) for row in read_jsonl(directory.metrics_file) if "entropy/mean" in row]
     data = hashlib.sha256(json.dumps(run.data, sort_keys=True).encode()).hexdigest()[:12]
