@@ -110,7 +110,7 @@ def _proved(recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[di
         yield (f"AQN fired: noise on {last['aqn/layers']:.0f} RMSNorm layers in step {last['step']}, sigma "
                f"{last['aqn/sigma']:.3g}, measured {last['aqn/measured_std']:.3g}.")
     if recipe.quantization.enabled:
-        yield (f"Rollouts were in {recipe.quantization.format}: in step {last['step']} its weights were "
+        yield (f"Rollouts were in {recipe.quantization.format}: in step {last['step']} the weights were "
                f"{last['quantization/weight_error']:.2%} off what was synced.")
     yield (f"The verifier scored answers to the task's own questions: mean reward {last['reward/mean']:.3f} in the "
            "last step (random weights that say numbers; it means nothing more).")

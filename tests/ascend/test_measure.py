@@ -57,7 +57,8 @@ def test_what_is_offloaded_what_comes_back_and_what_stays():
     container = SimpleNamespace(get_infer_params=lambda: len([torch.zeros(7), torch.zeros(3)]))
     manager = SimpleNamespace(vllm_weight_container=container,
                               onload_infer_params=lambda: buffers.append(torch.zeros(25)))
-    meter = Meter(offloader, manager, SimpleNamespace(init_cache_engine=None))
+    quantized = SimpleNamespace(quantize=lambda: None, copies=lambda: [torch.zeros(9, dtype=torch.int8)])
+    meter = Meter(offloader, manager, SimpleNamespace(init_cache_engine=None, quantized=quantized))
     for _ in range(2):
         offloader.offload_param()
         offloader.offload_param()  # twice, as upstream does after an evaluation
@@ -67,5 +68,7 @@ def test_what_is_offloaded_what_comes_back_and_what_stays():
         offloader.offload_optimizer()
         manager.onload_infer_params()
         assert container.get_infer_params() == 2
+        quantized.quantize()
     assert meter.found == {"adapters": 60, "adapters, back": 60, "gradients": 120, "gradients, back": 0,
-                           "AdamW": 3 * 120, "frozen base": 2000, "vLLM's weights": 100, "sync buffers": 40}
+                           "AdamW": 3 * 120, "frozen base": 2000, "vLLM's weights": 100, "sync buffers": 40,
+                           "int8 copies": 9}
