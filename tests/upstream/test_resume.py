@@ -65,6 +65,8 @@ def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
     assert numbers(before) == numbers(after)
     if options is DYNAMIC:
         check_selection(before)
+    else:
+        assert all(row["quantization/weight_error"] > 0.05 for row in numbers(before))
     for one, other in zip(read_jsonl(before.eval_file), read_jsonl(after.eval_file), strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
     expected, actual = (load_adapters(run.checkpoints_dir, 3).weights for run in (before, after))
