@@ -61,5 +61,7 @@ def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int,
             optimizer.step()
             losses.append(loss.item())
             progress.update(task, advance=1, loss=losses[-1])
+            if not progress.console.is_terminal and (step + 1) * 10 // steps > step * 10 // steps:  # a log
+                print(f"supervised training | step {step + 1}/{steps} | loss {losses[-1]:.3f}", flush=True)
     model.eval()
     return losses

@@ -79,6 +79,8 @@ def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "warm" / "warm_up.json").read_text())
     assert len(report["losses"]) == 10 and report["losses"][-1] < 0.8 * report["losses"][0]
+    for step, loss in enumerate(report["losses"], 1):  # a log sees ten lines of it
+        assert f"supervised training | step {step}/10 | loss {loss:.3f}\n" in done.stdout
     before, after = report["held_out"]
     assert f"loss of 32 held-out solutions {before:.3f} -> {after:.3f} nats" in done.stdout
     model, tokenizer = (kind.from_pretrained(tmp_path / "warm") for kind in (AutoModelForCausalLM, AutoTokenizer))
