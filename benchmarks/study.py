@@ -334,8 +334,9 @@ def tables(data: Data) -> str:
         seen = f"{effect_shown(found, count, limit_at[count]):.3f}" if said else ""
         word = f"smaller than {100 * data.study.effect:.0f} points" if word == "smaller" else word
         rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{word}**"])
-    text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
-                                "verdict"], rows)]
+    if rows:
+        text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
+                                      "verdict"], rows)]
     if data.most:
         judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in limit_at.items())
         text += ["", f"Judged after so many seeds, significant below p in brackets: {judged}."]

@@ -138,6 +138,9 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
     study.draw(data, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "two.json").read_text())["most"] == data.most
+    data.cells = {cell: {"1": runs["1"]} for cell, runs in data.cells.items()}
+    data.most = None
+    assert study.tables(data).endswith("0.500 → 0.250 |"), "of one seed no comparison is said, not an empty one"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "studies").glob("*.json")), ids=lambda file: file.stem)
