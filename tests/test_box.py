@@ -35,6 +35,7 @@ case "$*" in
         [[ -z ${{FACTS:-}} ]] || exec sed "s#/@MODELS@#$MODELS#g; s#/@DATA@#$DATA#g" <<< "$FACTS"
         exec {sys.executable} "$@" ;;
     *preflight.py*) [[ -n ${{NO_PREFLIGHT:-}} ]] || exec {sys.executable} "$@" ;;
+    *--watch*) sleep infinity ;;  # until it is ended, as the real one
     *wait_for_npus.py*) until grep -q "^ray " "$RECORD"; do :; done ;;
     *train_grpo.py*) exec bash -c "${{TRAINING:-true}}" ;;
 esac

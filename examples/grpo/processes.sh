@@ -94,7 +94,7 @@ stop() {
     local status=$?
     trap 'hurry=true' INT
     trap '' TERM HUP
-    set +e
+    set +eu  # nothing cuts this short: a process of `parents` that has gone when its turn comes is unset there
     local each
     scan
     for each in "${!parents[@]}"; do
