@@ -35,7 +35,7 @@ case "$*" in
         [[ -z ${{FACTS:-}} ]] || exec sed "s#/@MODELS@#$MODELS#g; s#/@DATA@#$DATA#g" <<< "$FACTS"
         exec {sys.executable} "$@" ;;
     *preflight.py*) [[ -n ${{NO_PREFLIGHT:-}} ]] || exec {sys.executable} "$@" ;;
-    *--watch*) sleep infinity ;;  # until it is ended, as the real one
+    *--watch*) ${{WATCH:-sleep infinity}} ;;  # until it is ended, as the real one
     *wait_for_npus.py*) until grep -q "^ray " "$RECORD"; do :; done ;;
     *train_grpo.py*) exec bash -c "${{TRAINING:-true}}" ;;
 esac
@@ -113,6 +113,24 @@ def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     assert sorted(calls[4:]) == ["train_grpo.py", *["wait_for_npus.py"] * ("2x8" in config)]  # nodes are watched
     assert left_over(tmp_path / "box") == []
     assert all(line.startswith("preflight: ") for line in done.stderr.splitlines()), done.stderr
+
+
+def test_when_nobody_watches_the_nodes_any_more_the_launcher_says_so(machine, tmp_path):
+    """And the training goes on."""
+    said, token = tmp_path / "said", tmp_path / "token"
+    token.touch()
+    machine |= {**prepare("grpo_qwen3_30b_a3b_gsm8k_2x8npu", tmp_path, 2), "NO_PREFLIGHT": "1", "WATCH": "ls /nowhere",
+                "NODE_ADDR": "127.0.0.1", "RAY_AUTH_TOKEN_PATH": str(token), "SAID": str(said),
+                "TRAINING": 'until grep -q "are watched no longer" $SAID; do :; done; exit 5'}
+    with said.open("w") as output:
+        launcher = start(Box(dies=8), ["bash", str(TWO_NODES)], tmp_path / "box", machine, stdout=output,
+                         stderr=output)
+    try:
+        assert launcher.wait(timeout=60) == 5
+    finally:
+        launcher.kill()
+    assert "No such file or directory, status 2): when one goes, the training may wait for it" in said.read_text()
+    assert left_over(tmp_path / "box") == []
 
 
 def test_a_check_that_is_accepted(machine, facts, tmp_path):

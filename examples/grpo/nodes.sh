@@ -61,5 +61,7 @@ attend_nodes() {
     wait -n "$train" "$watch" || status=$?
     kill -0 "$train" 2> /dev/null || return "$status"
     ((status != 4)) || exit 1  # it has said why
+    printf '%s\n' "launch: the nodes are watched no longer ($(tail -n 1 "$scratch/watch.log"), status $status): when one goes, the training may \
+wait for it. The training goes on" >&2
     wait "$train"
 }

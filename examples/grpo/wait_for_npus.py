@@ -2,7 +2,8 @@
 
 On several nodes also whether they run the same code, answer, and have the same time.
 
-exit status: 0 all there, 1 the time is over or a node is not as this one, 3 Ray ended; with --watch 4, a node has gone
+exit status: 0 all there, 1 the time is over or a node is not as this one, 3 Ray ended; with --watch 4, a node has
+gone, 1 not all were there
 """
 
 import argparse
@@ -77,7 +78,10 @@ def joined(address: str) -> list[tuple[str, int]]:
 def watch(address: str, nodes: int) -> int:
     """Ends when a node has left Ray; the training, which Ray tells too, has 10 seconds to end by itself."""
     there = {node for node, _ in joined(address)}
-    while len(there) == nodes:
+    if len(there) < nodes:
+        print(f"{len(there)} of {nodes} nodes are in Ray", file=sys.stderr)
+        return 1
+    while True:
         time.sleep(2)
         now = {node for node, _ in joined(address)}
         if gone := there - now:
@@ -85,7 +89,6 @@ def watch(address: str, nodes: int) -> int:
                   "it: it ends now. Look at what that node's launcher says, and whether it can be reached", flush=True)
             time.sleep(10)
             return 4
-    return 0
 
 
 def compare_nodes() -> int:
