@@ -83,6 +83,11 @@ class Study:
     model: str = "models/steps_qwen3_moe"
     overrides: tuple[str, ...] = ()
 
+    @property
+    def points(self) -> str:
+        """The effect, in words."""
+        return f"{100 * self.effect:.0f} point" + "s" * (self.effect != 0.01)
+
     def weights(self) -> str:
         """Which model its runs begin with, here: the same recipe gives other floats on another processor."""
         return weights_digest(ROOT / self.model)[:12]
@@ -302,12 +307,12 @@ def carry_out(name: str, data: Data, runs: OneRunACore, most: int, **rest) -> No
 def plan(data: Data, most: int) -> int:
     """How many seeds: what the effect takes in the comparison that varies most, by the pilot's variance, or `most`."""
     alpha = SIGNIFICANCE / len(data.study.comparisons)
-    effect = data.study.effect
-    needed = [seeds_planned(estimate(data.differences(*each)), alpha, effect) for each in data.study.comparisons]
+    needed = [seeds_planned(estimate(data.differences(*each)), alpha, data.study.effect)
+              for each in data.study.comparisons]
     for (cell, baseline, measure), count in zip(data.study.comparisons, needed):
         words = f"{count} seeds" if count else "more questions"
-        print(f"to see {100 * effect:.0f} points in {measure} of {cell} against {baseline} with a power of 80 %: "
-              f"{words}", flush=True)
+        print(f"to see {data.study.points} in {measure} of {cell} against {baseline} with a power of 80 %: {words}",
+              flush=True)
     return min(most, max(count or most for count in needed))
 
 
@@ -332,7 +337,7 @@ def tables(data: Data) -> str:
         word, count = said or ("not finished", len(values))
         found = estimate(values[:count])
         seen = f"{effect_shown(found, count, limit_at[count]):.3f}" if said else ""
-        word = f"smaller than {100 * data.study.effect:.0f} points" if word == "smaller" else word
+        word = f"smaller than {data.study.points}" if word == "smaller" else word
         rows.append([cell, baseline, measure, str(count), interval(found, "+"), f"{found.p:.2g}", seen, f"**{word}**"])
     if rows:
         text += ["", *markdown_table(["of", "against", "in", "seeds", "difference", "p", "seen with a power of 80 %",
@@ -361,12 +366,11 @@ def draw(data: Data, image: Path) -> None:
             axis.errorbar(found.mean, at, xerr=[[found.mean - found.low], [found.high - found.mean]], fmt="o",
                           capsize=4, color=color)
             axis.plot(values.mean(1), [at + 0.2] * len(values), ".", color=color, alpha=0.4)
-        grey = f"less than {100 * data.study.effect:.0f} points"
-        axis.set(title=data.study.question, xlabel=f"difference (small dots: seeds; bars: 95 %; grey: {grey})")
+        axis.set(title=data.study.question, ylim=(len(data.study.comparisons) - 0.6, -0.4),
+                 xlabel=f"difference (small dots: seeds; bars: 95 %; grey: less than {data.study.points})")
         axis.set_yticks(range(len(data.study.comparisons)),
                         [f"{cell} - {baseline}\n{measure}" for cell, baseline, measure in data.study.comparisons],
                         fontsize=8)
-        axis.invert_yaxis()
         figure.savefig(image, dpi=130)
     print(image)
 
