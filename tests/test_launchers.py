@@ -451,15 +451,29 @@ def test_stopped_from_outside(launched, signals, group):
     assert launched.of_ray() == []
 
 
-def test_a_missing_node_is_named():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        from wait_for_npus import missing
-    finally:
-        sys.path.remove(str(FOLDER))
+def test_a_missing_node_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    from wait_for_npus import missing
+
     address = "10.0.0.1:6380"
     assert missing([("10.0.0.1", 8), ("10.0.0.2", 8)], 2, 8, address) == ""
     assert missing([("10.0.0.1", 8), ("10.0.0.2", 6)], 2, 8, address) == "the node at 10.0.0.2 has 6 of 8 NPUs"
     alone = missing([("10.0.0.1", 8)], 2, 8, address)
     assert "1 of 2 nodes are there (10.0.0.1)" in alone and "NODE_RANK=1 MASTER_ADDR=10.0.0.1 NODE_ADDR=" in alone
     assert missing([], 2, 8, address) == "nobody answers at 10.0.0.1:6380"
+
+
+@pytest.mark.parametrize(("seen", "status", "words"), [
+    ([["10.0.0.1"]], 1, "1 of 2 nodes are in Ray\n"),
+    ([["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"], ["10.0.0.1"]], 4, "the node at 10.0.0.2 has left Ray")],
+    ids=["not there", "left"])
+def test_the_nodes_are_watched_until_one_is_gone(seen, status, words, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(FOLDER)
+    import wait_for_npus
+
+    looks = iter(seen)
+    monkeypatch.setattr(wait_for_npus, "joined", lambda _: [(node, 8) for node in next(looks)])
+    monkeypatch.setattr(wait_for_npus.time, "sleep", lambda _: None)
+    assert wait_for_npus.watch("10.0.0.1:6380", 2) == status
+    assert words in "".join(capfd.readouterr())
+    assert list(looks) == []

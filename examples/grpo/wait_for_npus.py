@@ -76,7 +76,8 @@ def joined(address: str) -> list[tuple[str, int]]:
 
 
 def watch(address: str, nodes: int) -> int:
-    """Ends when a node has left Ray; the training, which Ray tells too, has 10 seconds to end by itself."""
+    """Ends when a node has left Ray, at once if one is not there; the training, which Ray tells of a node that left
+    too, has 10 seconds to end by itself."""
     there = {node for node, _ in joined(address)}
     if len(there) < nodes:
         print(f"{len(there)} of {nodes} nodes are in Ray", file=sys.stderr)
