@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="solutions a step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="(default: %(default)s)")
     parser.add_argument("--bfloat16", action="store_true",
-                        help="multiply in bfloat16, on a processor that has it (avx512_bf16, amx)")
+                        help="multiply in bfloat16: for a processor that has it (avx512_bf16, amx); slower on others")
     parser.add_argument("--seed", type=int, default=0, help="draws the examples (default: %(default)s)")
     arguments = parser.parse_args()
     try:

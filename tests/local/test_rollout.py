@@ -322,3 +322,86 @@ def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):
 
     with pytest.raises(ValueError, match="RMSNorm"):
         NoiseInjector(engine.model, SCHEDULE, targets=["*.no_such_norm"], seed=3)
+
+
+# What oneDNN may use, as an older processor: bfloat16 and float16 have no products of its below AVX-512.
+ISAS = ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="a processor without AVX-512: the same as AVX2"))]
+HALVES = {"qwen2_moe": dict(num_experts_per_tok=8),  # all: no rounding can change a route
+          "qwen3": dict(hidden_size=72, intermediate_size=50, vocab_size=97)}
+
+
+def layers_and_engines_of_a_processor(rank, models, path):
+    """What `PackedLinear` computes by dtype, width and bias, and bfloat16 engines after a sync, and after one that
+    missed a tensor."""
+    from vllm.platforms import current_platform
+
+    engines = {}
+    for family, model_dir in models.items():
+        engine = RolloutEngine(str(model_dir), "bfloat16", 64, 16, 1, dict(schedule=SCHEDULE, seed=3))
+        lora, weights = factors(model_dir, 0)
+        sync(engine, weights)
+        engines[family] = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()),
+                           "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0]}
+        lost = "model.layers.1.self_attn.o_proj.weight"
+        sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost).float()})
+        engines[family]["after_a_loss"] = engine.movement(lora)
+    current_platform.import_kernels()
+    generator, layers = torch.Generator().manual_seed(0), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for width_out, width_in, bias in ((64, 96, False), (33, 47, True), (1, 72, True), (200, 1, False)):
+            x, weight, other, b = (torch.randn(shape, generator=generator).to(dtype) for shape in (
+                (5, width_in), (width_out, width_in), (width_out, width_in), (width_out,)))
+            layer, b = PackedLinear(), b if bias else None
+            result = {"x": x, "weight": weight.clone(), "bias": b, "y": layer(x, weight, b), "packed": layer.dtype,
+                      "held": layer.held(weight)}
+            weight.copy_(other)
+            result |= {"stale_y": layer(x, weight), "stale_held": layer.held(weight)}
+            layer.forget()
+            layers.append({**result, "next": other, "next_y": layer(x, weight), "next_held": layer.held(weight)})
+    torch.save({"engines": engines, "layers": layers}, path)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def processor(request, tmp_path_factory):
+    """(what oneDNN may use, the models, what was computed there)."""
+    folder, models = tmp_path_factory.mktemp("processor"), {}
+    for name, changes in HALVES.items():
+        models[name] = make_model(name, folder / name, dtype="bfloat16", **changes)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ONEDNN_MAX_CPU_ISA", request.param)
+        torch.multiprocessing.spawn(layers_and_engines_of_a_processor, (models, str(folder / "found.pt")))
+    return request.param, models, torch.load(folder / "found.pt", weights_only=False)
+
+
+def test_linear_layers_compute_on_every_processor_with_what_they_hold(processor):
+    isa, _, found = processor
+    for layer in found["layers"]:
+        x, weight, dtype = layer["x"], layer["weight"], layer["x"].dtype
+        for y, w, bias in ((layer["y"], weight, layer["bias"]), (layer["stale_y"], layer["stale_held"], None),
+                           (layer["next_y"], layer["next"], None)):
+            product, bias = x.double() @ w.double().T, torch.zeros(1) if bias is None else bias
+            # each result rounded, product and sum; the terms added up in float32
+            bound = torch.finfo(dtype).eps * (2 * product.abs() + bias.abs().double())
+            bound += len(x[0]) * torch.finfo(torch.float32).eps * (x.abs().double() @ w.abs().double().T)
+            assert y.dtype == dtype and ((y.double() - product - bias.double()).abs() <= bound).all()
+        assert torch.equal(layer["held"], weight) and torch.equal(layer["next_held"], layer["next"])
+        if (dtype, isa) != (torch.float16, "DEFAULT"):  # which has products on some processors only
+            assert layer["packed"] == (torch.float32 if isa == "AVX2" else dtype)
+
+
+def test_bfloat16_engines_compute_on_every_processor_what_was_synced(processor):
+    """Beside transformers in float32; its own bfloat16 is the yardstick."""
+    _, models, found = processor
+    for family, model_dir in models.items():
+        engine = found["engines"][family]
+        _, weights = factors(model_dir, 0)
+        model = reference_model(model_dir, {name: weight.bfloat16() for name, weight in weights.items()})
+        exact, rounded = reference_logprobs(model), reference_logprobs(model.bfloat16())
+        assert np.abs(engine["logprobs"] - exact).max() < 2 * np.abs(rounded - exact).max() < 0.5
+        assert all(len(answer.logprobs) for group in engine["answers"] for answer in group)
+        for target, entry in engine["movement"].items():
+            assert entry["max_error"] == 0 == entry["lost"] and entry["moved"] > 0.1, target
+        lost = {target for target, entry in engine["after_a_loss"].items() if entry["max_error"] > 0}
+        assert lost == {"linear_proj"}
