@@ -64,7 +64,7 @@ def sequences():
 def reference_logprobs(model):
     tokens = torch.tensor(sequences())
     with torch.no_grad():
-        return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
+        return model(tokens).logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
 
 
 def changed_weights(model_dir, seed=0):
