@@ -317,11 +317,13 @@ def _check_node(node: Any, file: Path, above: tuple[Any, ...]) -> None:
     if any(node is each for each in above):
         raise ConfigError(f"{_place(file, node)}: this anchor holds itself")
     if node is None or node.id == "scalar":
-        octal = node and re.fullmatch(r"[-+]?0[0-9_]*[1-9][0-9_]*", node.value)
-        if octal and node.tag.endswith(":int") or node and ":" in node.value and node.tag.endswith((":int", ":float")):
-            system = "octal" if octal else "base 60"
+        if node is None or not node.tag.endswith((":int", ":float")):
+            return
+        octal = re.fullmatch(r"[-+]?0[0-7_]+", node.value) and len(node.value.lstrip("-+0_")) > 1  # 07 is 7 in both
+        if octal or ":" in node.value:
+            system, way_out = ("octal", "zeros before it") if octal else ("base 60", "a colon")
             raise ConfigError(f"{_place(file, node)}: YAML reads {node.value} as {system}. Write the number without "
-                              f"{'zeros before it' if octal else 'a colon'}, or a text in quotes: '{node.value}'")
+                              f"{way_out}, or a text in quotes: '{node.value}'")
         return
     for each in node.value:
         for child in each if isinstance(each, tuple) else (each,):

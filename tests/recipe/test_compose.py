@@ -208,7 +208,7 @@ def test_the_parts_that_the_command_line_chooses_count(own_configs):
 
 NUMBERS = [  # as written; what it is, or REFUSED: refused with its line
     ("040", REFUSED), ("-017", REFUSED), ("0_7_1", REFUSED), ("1:30", REFUSED), ("1:30:00", REFUSED),
-    ("-1:30", REFUSED), ("1:30.5", REFUSED), ("007", REFUSED),
+    ("-1:30", REFUSED), ("1:30.5", REFUSED), ("010", REFUSED), ("007", 7), ("-0_7", -7),
     ("0o17", "0o17"), ("08", "08"), ("0", 0), ("00", 0), ("0x1F", 31), ("0b11", 3),
     ("1_000", 1000), ("+5", 5), ("1e6", 1e6), ("5e-6", 5e-6), ("1E6", 1e6), (".5", 0.5), ("1.", 1.0), ("01.5", 1.5),
     ("2024-01-01", "2024-01-01"), ("12:60", "12:60"), ("fd00::5", "fd00::5"), ("'040'", "040"), ('"1:30"', "1:30"),
