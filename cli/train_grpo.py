@@ -75,9 +75,6 @@ def main() -> int:
         return 0
     from mindspeed_qerl.train import run
 
-    for file in compose.config_parts(*chosen).values():
-        if warning := compose.self_before_base(file):
-            print(f"Warning: {warning}", file=sys.stderr)
     return run(raw, args.config_name.removesuffix(".yaml"), args.overrides)
 
 

@@ -28,15 +28,23 @@ def use_checkout() -> None:
         sys.exit(2)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, "" if str(CHECKOUT) in paths else str(CHECKOUT)]))
+    sys.argv[1:] = map(_at_home, sys.argv[1:])
     sys.excepthook = _name_missing
 
 
 def command() -> int:
     """What every console command calls: qerl-train is cli/train_grpo.py, qerl-plan-layout tools/plan_layout.py."""
+    sys.argv[1:] = map(_at_home, sys.argv[1:])
     sys.excepthook = _name_missing
     name = Path(sys.argv[0]).name.removeprefix("qerl-").replace("-", "_")
     module = "mindspeed_qerl.cli.train_grpo" if name == "train" else f"mindspeed_qerl.tools.{name}"
     return importlib.import_module(module).main()
+
+
+def _at_home(argument: str) -> str:
+    """`--output=~/x`, whose `~` shells expand at the beginning of a word only. (recipe/compose.py has key=~/x.)"""
+    option, equals, value = argument.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if option.startswith("--") and equals else argument
 
 
 def _name_missing(kind, error, trace) -> None:

@@ -4,8 +4,10 @@ Standard library only."""
 import fcntl
 import glob
 import hashlib
+import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +16,33 @@ from typing import IO, Any
 
 POSITION = "data.json"  # of the NPU engine's run, beside a checkpoint's ranks
 TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
+
+
+def expanded(path: str) -> str:
+    """A path as it was written in a config or behind `--option=`, with `~` and `~user` as shells expand them.
+
+    Raises:
+        ValueError: what follows the path in a sentence: no such user, or a shell's variable, which nobody expands, in
+            a name that no file or folder has.
+
+    >>> expanded("~root/runs"), expanded("runs/~")
+    ('/root/runs', 'runs/~')
+    """
+    whole = os.path.expanduser(path)
+    if path.startswith("~") and whole == path and not os.path.lexists(path.partition("/")[0]):
+        raise ValueError("names the home of a user who is not known here: write the whole path, or ./~ for a name "
+                         "that begins so")
+    for variable in re.finditer(r"\$(\w+|\{)[^/]*", whole):
+        if not os.path.lexists(whole[:variable.end()]):
+            raise ValueError(f"has a shell's variable, which is not read here: write ${{oc.env:{variable[1]}}} for "
+                             "its value, or make the folder if that is its name")
+    return whole
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON, indented, numbers of NumPy included; NaN and infinity, which JSON does not know, are null."""
+    finite = json.loads(json.dumps(value, default=float), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2) + "\n"
 
 
 def write_whole(file: Path, text: str) -> None:

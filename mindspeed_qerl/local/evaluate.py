@@ -19,7 +19,7 @@ from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import new_directory, whole_checkpoints
+from mindspeed_qerl.files import json_text, new_directory, whole_checkpoints
 from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.local.settings import BESIDE_ROUNDED
 from mindspeed_qerl.recipe.reader import read
@@ -176,9 +176,9 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
     files = {"greedy": "greedy.jsonl", "sampled": "answers.jsonl"} if what.samples else {"greedy": "answers.jsonl"}
     with new_directory(output) as making:
         for name, file in files.items():
-            lines = (json.dumps({"step": step or 0, **row}) + "\n" for row in written[name])
+            lines = (json.dumps({"step": step or 0, **row}, allow_nan=False) + "\n" for row in written[name])
             (making / file).write_text("".join(lines), encoding="utf-8")
-        (making / "summary.json").write_text(json.dumps(summary, indent=2, default=float) + "\n", encoding="utf-8")
+        (making / "summary.json").write_text(json_text(summary), encoding="utf-8")
     return summary
 
 

@@ -14,13 +14,14 @@ def list_of_configs(config_dir: str | None = None) -> str:
     """Each config in a line with the comment that it begins with."""
     files = config_files(config_dir)
     width = max(map(len, files), default=0)
-    first = {name: file.read_text(encoding="utf-8").partition("\n")[0] for name, file in sorted(files.items())}
+    first = {name: file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+             for name, file in sorted(files.items())}
     return "\n".join(["configs:", *(f"  {name:{width}}  {line.lstrip('# ')}" for name, line in first.items())])
 
 
 def text_of_config(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> str:
     """The text of a config and of every file that it is made of."""
-    parts = config_parts(name, overrides, config_dir)
+    parts = config_parts(name, overrides, config_dir).files
     return "\n".join(f"---- {part}.yaml ({file})\n{file.read_text(encoding='utf-8')}" for part, file in parts.items())
 
 
@@ -39,7 +40,7 @@ def list_of_keys(name: str, section: str = "", overrides: Iterable[str] = (), co
     if not sections:
         raise ConfigError(unknown("section", section, filter(None, known), "leave it out to see all keys"))
     remarks: dict[str, str] = {}
-    for part, file in reversed(config_parts(name, overrides, config_dir).items()):
+    for part, file in reversed(config_parts(name, overrides, config_dir).files.items()):
         remarks |= comments(file.read_text(encoding="utf-8"), part.rpartition("/")[0])
     lines = []
     for key in sections:

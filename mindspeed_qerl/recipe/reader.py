@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.recipe.compose import read_yaml
 from mindspeed_qerl.recipe.keys import TABLE, Values
 from mindspeed_qerl.recipe.overrides import at, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
@@ -170,6 +171,8 @@ def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> st
     kind, limits, item = error["type"], error.get("ctx") or {}, error["input"]
     if value is None:
         return f"{place} may not be null"
+    if isinstance(item, bool) and kind in ("string_type", "literal_error"):
+        return f"{place} = {item} must be a word: YAML reads yes, no, on and off as true or false, but not in quotes"
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
         return f"{place}: {unknown(name, item, choices)}"
@@ -302,15 +305,12 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
 
 def _multipliers(noise: Noise) -> list[tuple[str, float]]:
     """Those of the config and of the file; ValueError or OSError if one is wrong."""
-    import yaml
-
     factors = check_multipliers(noise.multipliers or {})
     if noise.multipliers_file:
         try:
-            profile = yaml.safe_load(Path(noise.multipliers_file).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} is neither YAML nor JSON: "
-                              f"{' '.join(str(error).split())}") from error
+            profile = read_yaml(Path(noise.multipliers_file))[1]
+        except ConfigError as error:
+            raise ConfigError(f"multipliers_file is neither YAML nor JSON: {error}") from error
         if not isinstance(profile, Mapping):
             raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to "
                               "numbers, such as 0: 1.5")

@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
+from mindspeed_qerl.files import json_text
 from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
 from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, half_window, moving_mean, stack
 from mindspeed_qerl.runs.report import markdown_table
@@ -24,7 +25,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     files = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
     picture = "\n![accuracy, difference and reward by step](comparison.png)\n"
     files[0].write_text(to_markdown(comparison) + picture, encoding="utf-8")
-    files[1].write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
+    files[1].write_text(json_text(comparison.to_json()), encoding="utf-8")
     draw(comparison, files[2])
     return files
 

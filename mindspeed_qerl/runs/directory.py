@@ -31,7 +31,7 @@ from uuid import uuid4
 
 import yaml
 
-from mindspeed_qerl.files import hold, sha256, whole_checkpoints, write_whole
+from mindspeed_qerl.files import hold, json_text, sha256, whole_checkpoints, write_whole
 from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.runs.versions import own_versions
 
@@ -72,8 +72,8 @@ class RunDirectory:
             raise ValueError(f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, starting "
                              "with a letter or digit")
         contents = {"config.yaml": _to_yaml(config), "command.txt": shlex.join(command) + "\n",
-                    "versions.json": _to_json({**own_versions(), **versions}),
-                    "data.json": _to_json(describe_data(data_files))}
+                    "versions.json": json_text({**own_versions(), **versions}),
+                    "data.json": json_text(describe_data(data_files))}
         started = _now()
         stem = "_".join(filter(None, [f"{started:%Y-%m-%d_%H-%M-%S}", label, f"seed{seed}"]))
         status = {"state": "running", "step": 0, "reason": None, "started": started.isoformat(timespec="seconds"),
@@ -83,7 +83,7 @@ class RunDirectory:
             run = cls(path, hold(path))
             for file, text in contents.items():
                 (path / file).write_text(text, encoding="utf-8")
-            write_whole(run.status_file, _to_json(status))  # last: a directory that has it has everything
+            write_whole(run.status_file, json_text(status))  # last: a directory that has it has everything
         except OSError as error:
             message = f"cannot make the run directory {Path(root).absolute() / name}: {error.strerror}. "
             raise OSError(error.errno, message + "Choose a folder that can be written, on a disk with space left"
@@ -129,8 +129,8 @@ class RunDirectory:
         resumed_with = {**own_versions(), **versions}
         self.other_versions = [*_differences(started_with, resumed_with).values()]
         if self.other_versions:
-            write_whole(self.path / "versions.before.json", _to_json(started_with))
-            write_whole(self.path / "versions.json", _to_json(resumed_with))
+            write_whole(self.path / "versions.before.json", json_text(started_with))
+            write_whole(self.path / "versions.json", json_text(resumed_with))
         with open(self.path / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join(command) + "\n")
         self._note(state="running", reason=None, ended=None)
@@ -169,8 +169,12 @@ class RunDirectory:
         return run
 
     def config(self) -> dict[str, Any]:
-        """The resolved config the run was started with."""
-        return yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        """The resolved config the run was started with. ValueError for a damaged file."""
+        try:
+            with open(self.config_file, encoding="utf-8") as file:  # which errors name
+                return dict(yaml.safe_load(file))
+        except (yaml.YAMLError, TypeError, ValueError) as error:  # the latter two are of a file without sections
+            raise ValueError(f"{self.config_file} is damaged: {' '.join(str(error).split())}") from error
 
     def status(self) -> dict[str, Any]:
         """The content of status.json. A run that was killed outright still says "running"."""
@@ -199,7 +203,7 @@ class RunDirectory:
 
     def record(self, **facts: Any) -> None:
         """Add `facts` (JSON values) to facts.json: what was measured once, such as LoRA's parameter counts."""
-        write_whole(self.facts_file, _to_json({**self.facts(), **facts}))
+        write_whole(self.facts_file, json_text({**self.facts(), **facts}))
 
     def reached(self, step: int) -> None:
         """Note that `step` updates are done. `MetricsWriter.log` calls this."""
@@ -214,7 +218,7 @@ class RunDirectory:
         self._note(state="failed", reason=reason, ended=_now().isoformat(timespec="seconds"))
 
     def _note(self, **changes: Any) -> None:
-        write_whole(self.status_file, _to_json({**self.status(), **changes}))
+        write_whole(self.status_file, json_text({**self.status(), **changes}))
 
 
 def label_of(overrides: Sequence[str]) -> str:
@@ -298,10 +302,13 @@ def dotted(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _differences(before: Any, after: Any) -> dict[str, str]:
-    """A line for each key whose value changed, `run.resume` aside."""
+    """A line for each key whose value changed, `run.resume` aside; one that is not there is none."""
     before, after = dotted(before), dotted(after)
-    return {key: f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in dict.fromkeys([*before, *after])
-            if before.get(key) != after.get(key) and key != "run.resume"}
+    changed = [key for key in dict.fromkeys([*before, *after])
+               if before.get(key) != after.get(key) and key != "run.resume"]
+    was, now = ({key: repr(values[key]) if key in values else "not there" for key in changed}
+                for values in (before, after))
+    return {key: f"{key} was {was[key]} and is {now[key]}" for key in changed}
 
 
 def _runs_below(parent: Path) -> list[tuple[RunDirectory, str, dict[str, Any]]]:
@@ -335,10 +342,6 @@ def _make_new(parent: Path, stem: str) -> Path:
 
 def _now() -> datetime:
     return datetime.now().astimezone()
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"
 
 
 def _to_yaml(config: dict) -> str:

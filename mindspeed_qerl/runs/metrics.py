@@ -49,6 +49,7 @@ JSON knows no NaN or infinity. Such a value is written as null and named, so tha
 import importlib.util
 import json
 import math
+import os
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -58,6 +59,7 @@ from typing import Any, Self
 from mindspeed_qerl.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
+WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
 TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 
@@ -227,7 +229,14 @@ def _start_wandb(run: RunDirectory, project: str) -> Any:
     except ImportError as error:
         raise ImportError(f"W&B project {project!r} was asked for, but wandb cannot be imported ({error}): "
                           "pip install wandb, or leave the project out of the config") from error
-    wandb_run = wandb.init(project=project, name=run.path.name, group=run.path.parent.name, dir=run.path,
-                           config=run.config())
+    seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", WANDB_SECONDS))
+    try:
+        wandb_run = wandb.init(project=project, name=run.path.name, group=run.path.parent.name, dir=run.path,
+                               config=run.config(), settings=wandb.Settings(init_timeout=seconds))
+    except wandb.errors.Error as error:
+        words = str(error).partition("\n")[0].rstrip(".")
+        raise ConnectionError(f"W&B does not take project {project!r}: {words}. With WANDB_MODE=offline it is written "
+                              "to the run directory, and `wandb sync` sends it later; run.wandb_project=null is a run "
+                              "without it") from error
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ def own_versions() -> dict[str, Any]:
 def _installed() -> dict[str, str]:
     """Version of every distribution, by name. Once a process, and each one's metadata once: `dist.name` and
     `dist.version` would parse it, its whole description, again and again."""
-    found = (dist.metadata for dist in importlib.metadata.distributions())
+    # Ray adds folders within its own to sys.path, whose packages would be there or not as it is imported or not.
+    paths = [path for path in sys.path if not {"site-packages", "dist-packages"} & set(Path(path).parent.parts)]
+    found = (dist.metadata for dist in importlib.metadata.distributions(path=paths))
     packages = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
     return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
 

@@ -73,7 +73,7 @@ def test_a_measured_profile_multiplies_what_the_config_says(raw, tmp_path):
     assert recipe.noise.factors == (("post_attention@0", 2.0), ("0", 1.5), ("1", 0.5))
     assert recipe.data_files["aqn_multipliers"] == str(file)  # so its hash is in the run directory
     file.write_text("{0: 1.5")
-    with pytest.raises(ConfigError, match="profile.json' is neither YAML nor JSON: while parsing"):
+    with pytest.raises(ConfigError, match="is neither YAML nor JSON: .*profile.json:1: expected"):
         checked(raw)
     file.write_text('{"0": 1.5}')
     put(raw, "aqn.enabled", False)

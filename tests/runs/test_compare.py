@@ -390,7 +390,7 @@ def test_a_format_that_is_none_is_no_difference():
     ("versions.json", lambda text: "{}", "KeyError: 'git'"),
     ("status.json", lambda text: text.replace('"seed"', '"sed"'), "KeyError: 'seed'"),
     ("data.json", lambda text: "", "JSONDecodeError"),
-    ("config.yaml", lambda text: "a: [", "ParserError"),
+    ("config.yaml", lambda text: "a: [", "expected the node content"),
     ("config.yaml", lambda text: "", "is damaged"),
     ("eval_answers.jsonl", lambda text: text.replace('"scores"', '"score"'), "KeyError: 'scores'"),
 ])

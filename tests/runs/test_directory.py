@@ -1,4 +1,5 @@
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -10,7 +11,7 @@ import numpy
 import pytest
 import yaml
 
-from mindspeed_qerl.runs import directory
+from mindspeed_qerl.runs import directory, versions
 from mindspeed_qerl.runs.directory import RunDirectory, describe_data, label_of
 from mindspeed_qerl.runs.versions import git_state
 
@@ -126,6 +127,30 @@ def test_facts_add_up(tmp_path):
     run.record(engine_start_seconds=12.5)
     run.record(lora={"linear_qkv": 8}, engine_start_seconds=13.5)
     assert RunDirectory.open(run.path).facts() == {"engine_start_seconds": 13.5, "lora": {"linear_qkv": 8}}
+
+
+def strict(text: str):
+    """`text` as JSON, which knows no NaN."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_what_is_no_number_is_null_in_json(tmp_path):
+    run = create(tmp_path)
+    run.record(a=math.nan, b=[math.inf, 1.5, {"c": -math.inf}], d=numpy.float64("nan"), e=numpy.float32(0.5), f="NaN")
+    assert strict(run.facts_file.read_text()) == {"a": None, "b": [None, 1.5, {"c": None}], "d": None, "e": 0.5,
+                                                  "f": "NaN"} == run.facts()
+
+
+def test_what_a_package_brings_along_is_no_package_of_its_own(tmp_path, monkeypatch):
+    """Ray puts folders within its own on sys.path: whether it was imported before is no difference between runs."""
+    for folder in ("lib/site-packages", "lib/site-packages/raylike/thirdparty", "checkout"):
+        name = folder.rpartition("/")[2].replace("-", "")
+        (tmp_path / folder / f"{name}-1.dist-info").mkdir(parents=True)
+        (tmp_path / folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    found = versions._installed.__wrapped__()
+    assert found["sitepackages"] == found["checkout"] == "1" and "thirdparty" not in found
+    assert found["numpy"] == numpy.__version__
 
 
 def test_a_crash_while_the_status_is_written_leaves_the_old_one(tmp_path, monkeypatch):

@@ -139,6 +139,26 @@ def test_a_missing_package_that_was_asked_for_is_an_error_at_the_start(new_run, 
         MetricsWriter(new_run(), **{"tensorboard": False} | asked)
 
 
+@pytest.mark.parametrize("error", ["CommError", "UsageError", "AuthenticationError"])
+def test_wandb_that_does_not_answer_is_asked_shortly_and_said_in_words(new_run, monkeypatch, error):
+    wandb = pytest.importorskip("wandb")
+    asked = {}
+
+    def init(**arguments):
+        asked.update(arguments)
+        raise getattr(wandb.errors, error)("no such host.\nConsider increasing the init_timeout")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.delenv("WANDB_INIT_TIMEOUT", raising=False)
+    with pytest.raises(OSError, match=r"project 'mine': no such host. With WANDB_MODE=offline .*wandb_project=null"):
+        MetricsWriter(new_run(), tensorboard=False, wandb="mine")
+    assert asked["settings"].init_timeout == 15
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "60")
+    with pytest.raises(OSError, match="no such host"):
+        MetricsWriter(new_run(), tensorboard=False, wandb="mine")
+    assert asked["settings"].init_timeout == 60
+
+
 def test_wandb_works_offline(new_run):
     pytest.importorskip("wandb")
     run = new_run(lr=1e-4)

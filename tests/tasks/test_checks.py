@@ -4,11 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from mindspeed_qerl.local.tiny_model import build_tokenizer
-from mindspeed_qerl.recipe.compose import self_before_base
 from mindspeed_qerl.tasks.checks import check_prompts, check_rows
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
@@ -161,40 +158,3 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
     with pytest.raises(ValueError,
                        match=r"a.jsonl:1: the tokenizer's chat template refuses its messages: roles must alternate"):
         Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
-
-
-BASE = "actor: {lr: 2e-4}\naqn: {enabled: true}\n"
-CASES = [  # defaults, own values, whether Hydra takes another value than the file's own
-    ("[base, _self_]", "actor: {lr: 1e-3}", False),
-    ("[_self_, base]", "actor: {lr: 1e-3}", True),
-    ("[base]", "actor: {lr: 1e-3}", False),
-    ("[_self_, {aqn: quiet}]", "actor: {lr: 1e-3}", False),
-    ("[_self_, {aqn: quiet}]", "aqn: {enabled: 1}", True),
-    ("[{aqn: quiet}, _self_]", "aqn: {enabled: 1}", False),
-    ("[base, _self_, {override hydra/job_logging: disabled}]", "actor: {lr: 1e-3}", False),
-]
-
-
-@pytest.mark.parametrize("defaults, own, overridden", CASES)
-def test_self_before_its_base_is_what_hydra_makes_of_it(tmp_path, defaults, own, overridden):
-    (tmp_path / "aqn").mkdir()
-    (tmp_path / "aqn" / "quiet.yaml").write_text("enabled: false\n")
-    (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\n{own}\n")
-    with initialize_config_dir(str(tmp_path), version_base=None):
-        composed = OmegaConf.to_container(compose("mine"))
-    wanted = OmegaConf.to_container(OmegaConf.create(own))
-    [(section, values)] = wanted.items()
-    assert (composed[section] != values) == overridden
-    warning = self_before_base(tmp_path / "mine.yaml")
-    assert bool(warning) == overridden
-    if overridden:
-        assert "mine.yaml: `_self_` stands before " in warning and "overrides this file's own values" in warning
-
-
-def test_the_shipped_configs_are_in_order_and_no_yaml_is_no_error(tmp_path):
-    assert [self_before_base(path) for path in (REPO / "configs").glob("*.yaml")] == [None] * len(
-        list((REPO / "configs").glob("*.yaml")))
-    for content in ("[1, 2]", "defaults: base", ""):
-        (tmp_path / "a.yaml").write_text(content)
-        assert self_before_base(tmp_path / "a.yaml") is None
