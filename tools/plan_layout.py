@@ -22,7 +22,8 @@ if __name__ == "__main__":  # a file of a checkout
 
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
+from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import Memory, Settings, settings_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
@@ -36,7 +37,7 @@ PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10 ** 6
 PLOTTED = 5  # layouts that a picture has room for
-EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists; 2 wrong arguments
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, none exists, or no NPU runs the model; 2 wrong arguments
 
 examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16
@@ -76,12 +77,13 @@ def main() -> int:
             return judge(args, plan_of(recipe, ranks_per_node=width), settings_of(recipe, args.memory_gb),
                          planner.CHANGEABLE)
         shape = read_shape(args.model)
+        why_not = refused_on_npus(args.model, shape)
         if args.check is not None:
             sizes = checked_sizes(args)
             typed = [name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")]
             plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
-            return judge(args, plan, None, typed)
-        return list_layouts(args, shape, width)
+            return judge(args, plan, None, typed, why_not)
+        return list_layouts(args, shape, width, why_not)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -119,6 +121,15 @@ def recipe_of(name: str, overrides: list[str]) -> Recipe:
     return recipe
 
 
+def refused_on_npus(model: str, shape: ModelShape) -> list[str]:
+    """Why the NPU engine does not run `model`, a name or a directory, in any layout."""
+    family = family_of(shape)
+    if model in NAMED_SHAPES:
+        return [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
+    path = Path(model)
+    return not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
+
+
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
     """The sizes of --check; ConfigError for what is no KEY=SIZE."""
     sizes = {}
@@ -135,9 +146,10 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
-def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str]) -> int:
+def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str],
+          why_not: Collection[str] = ()) -> int:
     """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were
-    typed."""
+    typed. why_not: what keeps the NPU engine from the model in any layout."""
     faults = broken(plan)
     memory = None if faults else planner.with_memory(plan, settings, args.memory_gb)
     draw(args, [memory] if memory else [], f"{plan.shape.name} on {plan.layout.world} ranks")
@@ -145,15 +157,17 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
     near = [(other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
             for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])]
     if args.json:
-        print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
+        print(json.dumps({"legal": not faults, "not_on_npus": list(why_not), "model": plan.shape.name, "plan": show.plan_dict(plan),
                           "broken": [vars(fault) for fault in faults], "memory": memory and show.memory_dict(memory),
                           "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
                           "nearest": [{**show.plan_dict(other), "changes": change}
                                       for other, change in near]}, indent=1))
-        return 1 if faults else 0
+        return 1 if faults or why_not else 0
     console = show.console()
     say = partial(console.print, highlight=False)
     say(show.model_line(plan.shape))
+    for fault in why_not:
+        say(f"[bold red]No layout runs on NPUs[/]: {fault}. By the rules of layouts alone:")
     say(f"{plan.layout.world} ranks: {show.sizes_line(plan)}; {show.nodes(plan.layout, args.ranks_per_node is None)}")
     if memory:
         say(show.batch_line(plan)
@@ -162,7 +176,7 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
         show.print_memory(console, memory)
         for reason in planner.reasons(memory):
             say(f"- {reason}")
-        return 0
+        return 1 if why_not else 0
     say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken")
     console.print(show.faults_table(faults))
     say("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.")
@@ -183,8 +197,8 @@ def draw(args: argparse.Namespace, memories: list[Memory], title: str) -> None:
             raise ConfigError(f"--plot {args.plot} cannot be written: {error.strerror or error}") from error
 
 
-def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
-    """List the layouts that exist; if there is none, say what refuses them."""
+def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int, why_not: Collection[str]) -> int:
+    """List the layouts that exist; if there is none, say what refuses them. why_not: as of `judge`."""
     ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
     best, fitting = ranked[:args.top], sum(memory.fits for memory in ranked)
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
@@ -192,20 +206,22 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int
     draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
         print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked),
-                          "fitting": fitting, "layouts": [show.ranked_dict(memory) for memory in best],
+                          "not_on_npus": list(why_not), "fitting": fitting, "layouts": [show.ranked_dict(memory) for memory in best],
                           "refused": [{"message": message, "candidates": number} for message, number in why],
                           "other_ranks": others}, indent=1))
-        return 0 if ranked else 1
+        return 0 if ranked and not why_not else 1
     console, nodes = show.console(), show.nodes(Layout(args.ranks, ranks_per_node=width), args.ranks_per_node is None)
     say = partial(console.print, highlight=False)
     say(show.model_line(shape))
+    for fault in why_not:
+        say(f"[bold red]No layout runs on NPUs[/]: {fault}. By the rules of layouts alone:")
     if ranked:
         order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
-        say(f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
+        say(f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts {'would be' if why_not else 'are'} legal, "
             f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} GB. {order}, "
             "each with its best inference layout.")
         show.print_layouts(console, best)
-        return 0
+        return 1 if why_not else 0
     say(f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every division of them by TP, "
         "PP and EP:")
     for message, _ in why[:8]:
