@@ -37,7 +37,7 @@ PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10 ** 6
 PLOTTED = 5  # layouts that a picture has room for
-EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, none exists, or no NPU runs the model; 2 wrong arguments
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong arguments
 
 examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16
@@ -74,8 +74,10 @@ def main() -> int:
         width = args.ranks_per_node or NODE
         if args.config_name:
             recipe = recipe_of(args.config_name, args.overrides)
-            return judge(args, plan_of(recipe, ranks_per_node=width), settings_of(recipe, args.memory_gb),
-                         planner.CHANGEABLE)
+            plan, on_npus = plan_of(recipe, ranks_per_node=width), engine_of(recipe).UPSTREAM
+            there = (Path(recipe.model.path) / "config.json").is_file()
+            why_not = refused_on_npus(recipe.model.path, plan.shape) if on_npus and there else []
+            return judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE, why_not)
         shape = read_shape(args.model)
         why_not = refused_on_npus(args.model, shape)
         if args.check is not None:
@@ -157,7 +159,8 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
     near = [(other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
             for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])]
     if args.json:
-        print(json.dumps({"legal": not faults, "not_on_npus": list(why_not), "model": plan.shape.name, "plan": show.plan_dict(plan),
+        print(json.dumps({"legal": not faults, "not_on_npus": list(why_not), "model": plan.shape.name,
+                          "plan": show.plan_dict(plan),
                           "broken": [vars(fault) for fault in faults], "memory": memory and show.memory_dict(memory),
                           "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
                           "nearest": [{**show.plan_dict(other), "changes": change}
@@ -206,7 +209,8 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int, why_no
     draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
         print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked),
-                          "not_on_npus": list(why_not), "fitting": fitting, "layouts": [show.ranked_dict(memory) for memory in best],
+                          "not_on_npus": list(why_not), "fitting": fitting,
+                          "layouts": [show.ranked_dict(memory) for memory in best],
                           "refused": [{"message": message, "candidates": number} for message, number in why],
                           "other_ranks": others}, indent=1))
         return 0 if ranked and not why_not else 1

@@ -153,8 +153,9 @@ def weights(folder: Path, shape: ModelShape, state: str, upstream: bool) -> Chec
                          f"{why}", f"(cd {folder} && git lfs pull)")
         size = sum(file.stat().st_size for file in files)
         if size < NEARLY * (least := BF16 * model_parameters(shape)):
-            return Check("weights", state, f"{len(files)} files of {gigabytes(size)}, and the model of config.json has "
-                         f"{gigabytes(least)} in 16 bits: a download that was cut short, or another model's; {why}",
+            return Check("weights", state, f"{len(files)} files of {gigabytes(size)}, and the model of config.json "
+                         f"has {gigabytes(least)} in 16 bits: a download that was cut short, or another model's; "
+                         f"{why}",
                          whole)
         if state == FAILED:
             Checkpoint(folder, "np")

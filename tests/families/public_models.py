@@ -9,7 +9,8 @@ from typing import Any
 Config = dict[str, Any]
 
 
-def qwen2(layers: int, hidden: int, width: int, heads: int, groups: int, vocabulary: int = 152064, **more: Any) -> Config:
+def qwen2(layers: int, hidden: int, width: int, heads: int, groups: int, vocabulary: int = 152064,
+          **more: Any) -> Config:
     return {"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
             "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": hidden, "initializer_range": 0.02,
             "intermediate_size": width, "max_position_embeddings": 32768, "max_window_layers": layers,
