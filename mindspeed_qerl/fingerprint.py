@@ -7,6 +7,7 @@ from pathlib import Path
 
 SAMPLE, SAMPLES = 4096, 64  # bytes; samples of a file that does not say where its tensors are
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+POINTER = b"version https://git-lfs"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What decides, beside the weights, which tokens go in and which come out.
 TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -22,10 +23,23 @@ def weight_files(directory: Path) -> list[str]:
         try:
             return sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} has no weight_map: {error}") from error
+            raise ValueError(unreadable(index, error)) from error
     if (directory / SINGLE).is_file():
         return [SINGLE]
     return sorted(file.name for file in directory.glob("*.safetensors"))
+
+
+def unreadable(file: Path, error: Exception) -> str:
+    """What to say of a file that should be safetensors or their index."""
+    if is_pointer(file):
+        return f"{file} is a pointer of git-lfs, not weights: (cd {file.parent} && git lfs pull)"
+    return f"{file} cannot be read; it may be cut short: {error}. Fetch it again"
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether git-lfs has left its pointer in the file's place (git-lfs docs/spec.md)."""
+    with open(file, "rb") as content:
+        return content.read(len(POINTER)) == POINTER
 
 
 def weights_digest(directory: Path) -> str:
@@ -62,7 +76,7 @@ def _samples(file: Path, name: str) -> Iterator[bytes]:
                     yield f"{tensor} {entry['dtype']} {entry['shape']} ".encode() + content.read(
                         min(SAMPLE, end - start))
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
+            raise ValueError(unreadable(file, error)) from error
 
 
 def model_files(directory: str | Path) -> dict[str, Path]:

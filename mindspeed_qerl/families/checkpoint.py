@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.fingerprint import INDEX, SINGLE, weight_files
+from mindspeed_qerl.fingerprint import INDEX, SINGLE, unreadable, weight_files
 
 if TYPE_CHECKING:
     import torch
-
-POINTER = b"version https://git-lfs"
 
 
 class Checkpoint:
@@ -38,7 +36,7 @@ class Checkpoint:
             try:
                 self._open[file] = safe_open(path, self.framework)
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} cannot be read; it may be cut short: {error}{_pointer(path)}") from error
+                raise ConfigError(unreadable(path, error)) from error
         return self._open[file]
 
     def read(self, name: str) -> "torch.Tensor":
@@ -68,7 +66,7 @@ def whole_files(directory: Path) -> list[str]:
     try:
         names = weight_files(directory)
     except ValueError as error:
-        raise ConfigError(f"{error}{_pointer(directory / INDEX)}") from error
+        raise ConfigError(str(error)) from error
     stale = f"move {INDEX} away if {SINGLE} is the whole model" if has_single and SINGLE not in names else ""
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ConfigError(f"{directory} has {len(names) - len(missing)} of {len(names)} files: {missing[0]}"
@@ -90,13 +88,3 @@ def beside_single(directory: str | Path) -> list[str]:
         return []
     return [(f"{directory} has {others[0]} beside {SINGLE}, and vLLM reads every .safetensors of a folder without "
              f"{INDEX}: move it elsewhere")]
-
-
-def is_pointer(file: Path) -> bool:
-    """Whether it is what git-lfs puts in the place of a file that it has not fetched."""
-    with open(file, "rb") as content:
-        return content.read(len(POINTER)) == POINTER
-
-
-def _pointer(file: Path) -> str:
-    return f". It is a pointer of git-lfs: (cd {file.parent} && git lfs pull)" if is_pointer(file) else ""

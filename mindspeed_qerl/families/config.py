@@ -133,7 +133,7 @@ def _built(family: "Family") -> dict[str, tuple]:
         "is_causal": (None, True), "qk_norm": (None, family.qk_norm), "qkv_bias": (None, family.qkv_bias),
         # Qwen2's classes have their biases whatever it says
         "attention_bias": (None, family.qkv_bias, False), "logit_scale": (None, 1),
-        "partial_rotary_factor": (None, 1), "dual_chunk_attention_config": (None, {}), "per_layer_config": (None, {})}
+        "partial_rotary_factor": (None, 1), "dual_chunk_attention_config": ({}, None), "per_layer_config": ({}, None)}
 
 
 def _other_positions(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, read_config, shape_of
-from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single, is_pointer, whole_files
+from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single, whole_files
 from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import BF16, estimate, model_parameters, settings_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs

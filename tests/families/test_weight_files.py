@@ -130,11 +130,11 @@ REFUSED = {
     "an empty file": (content(SINGLE, b""), f"{SINGLE} cannot be read; it may be cut short"),
     "zeros": (content(SINGLE, bytes(100)), f"{SINGLE} cannot be read; it may be cut short"),
     "a file that was cut": (cut, f"{SINGLE} cannot be read; it may be cut short"),
-    "a pointer": (content(SINGLE, POINTER.encode()), f"{SINGLE} cannot be read.*pointer of git-lfs.* git lfs pull"),
-    "an index that is a pointer": (content(INDEX, POINTER.encode()), f"{INDEX} has no weight_map.*git lfs pull"),
-    "an index that is cut": (content(INDEX, b'{"weight_map": {'), f"{INDEX} has no weight_map"),
-    "an index of another kind": (content(INDEX, b'{"weights": []}'), f"{INDEX} has no weight_map: 'weight_map'"),
-    "an index that is a list": (content(INDEX, b"[]"), f"{INDEX} has no weight_map"),
+    "a pointer": (content(SINGLE, POINTER.encode()), f"{SINGLE} is a pointer of git-lfs.* git lfs pull"),
+    "an index that is a pointer": (content(INDEX, POINTER.encode()), f"{INDEX} is a pointer of git-lfs.*git lfs pull"),
+    "an index that is cut": (content(INDEX, b'{"weight_map": {'), f"{INDEX} cannot be read"),
+    "an index of another kind": (content(INDEX, b'{"weights": []}'), f"{INDEX} cannot be read.*'weight_map'"),
+    "an index that is a list": (content(INDEX, b"[]"), f"{INDEX} cannot be read"),
     "a page that says not found": (content(SINGLE, b"<html>Not found</html>"), f"{SINGLE} cannot be read"),
 }
 
@@ -146,6 +146,9 @@ def test_the_file_is_named(saved, tmp_path, case, framework):
     breaking(copied(saved, tmp_path))
     with pytest.raises(ConfigError, match=words):
         Checkpoint(tmp_path, framework)
+    if breaking is not cut and ("cannot be read" in words or "pointer" in words):
+        with pytest.raises(ValueError, match=words):
+            weights_digest(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors", "model-old.safetensors"])
