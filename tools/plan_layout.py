@@ -74,18 +74,18 @@ def main() -> int:
         width = args.ranks_per_node or NODE
         if args.config_name:
             recipe = recipe_of(args.config_name, args.overrides)
-            plan, on_npus = plan_of(recipe, ranks_per_node=width), engine_of(recipe).UPSTREAM
-            there = (Path(recipe.model.path) / "config.json").is_file()
-            why_not = refused_on_npus(recipe.model.path, plan.shape) if on_npus and there else []
-            return judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE, why_not)
+            plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
+            on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
+            refused = on_npus and no_layout_runs(args, str(path), plan.shape)
+            return judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE) or refused
         shape = read_shape(args.model)
-        why_not = refused_on_npus(args.model, shape)
+        refused = no_layout_runs(args, args.model, shape)
         if args.check is not None:
             sizes = checked_sizes(args)
             typed = [name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")]
             plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
-            return judge(args, plan, None, typed, why_not)
-        return list_layouts(args, shape, width, why_not)
+            return judge(args, plan, None, typed) or refused
+        return list_layouts(args, shape, width) or refused
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -123,13 +123,17 @@ def recipe_of(name: str, overrides: list[str]) -> Recipe:
     return recipe
 
 
-def refused_on_npus(model: str, shape: ModelShape) -> list[str]:
-    """Why the NPU engine does not run `model`, a name or a directory, in any layout."""
-    family = family_of(shape)
+def no_layout_runs(args: argparse.Namespace, model: str, shape: ModelShape) -> bool:
+    """Say so if the NPU engine does not run `model`, a name or a directory, whatever its layout."""
+    family, path = family_of(shape), Path(model)
     if model in NAMED_SHAPES:
-        return [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
-    path = Path(model)
-    return not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
+        why = [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
+    else:
+        why = not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
+    for fault in why:
+        print(f"No layout runs on NPUs: {fault}. By the rules of layouts alone:",
+              file=sys.stderr if args.json else sys.stdout)
+    return bool(why)
 
 
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -148,10 +152,9 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
-def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str],
-          why_not: Collection[str] = ()) -> int:
+def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str]) -> int:
     """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were
-    typed. why_not: what keeps the NPU engine from the model in any layout."""
+    typed."""
     faults = broken(plan)
     memory = None if faults else planner.with_memory(plan, settings, args.memory_gb)
     draw(args, [memory] if memory else [], f"{plan.shape.name} on {plan.layout.world} ranks")
@@ -159,18 +162,15 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
     near = [(other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
             for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])]
     if args.json:
-        print(json.dumps({"legal": not faults, "not_on_npus": list(why_not), "model": plan.shape.name,
-                          "plan": show.plan_dict(plan),
+        print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
                           "broken": [vars(fault) for fault in faults], "memory": memory and show.memory_dict(memory),
                           "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
                           "nearest": [{**show.plan_dict(other), "changes": change}
                                       for other, change in near]}, indent=1))
-        return 1 if faults or why_not else 0
+        return 1 if faults else 0
     console = show.console()
     say = partial(console.print, highlight=False)
     say(show.model_line(plan.shape))
-    for fault in why_not:
-        say(f"[bold red]No layout runs on NPUs[/]: {fault}. By the rules of layouts alone:")
     say(f"{plan.layout.world} ranks: {show.sizes_line(plan)}; {show.nodes(plan.layout, args.ranks_per_node is None)}")
     if memory:
         say(show.batch_line(plan)
@@ -179,7 +179,7 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
         show.print_memory(console, memory)
         for reason in planner.reasons(memory):
             say(f"- {reason}")
-        return 1 if why_not else 0
+        return 0
     say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken")
     console.print(show.faults_table(faults))
     say("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.")
@@ -200,8 +200,8 @@ def draw(args: argparse.Namespace, memories: list[Memory], title: str) -> None:
             raise ConfigError(f"--plot {args.plot} cannot be written: {error.strerror or error}") from error
 
 
-def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int, why_not: Collection[str]) -> int:
-    """List the layouts that exist; if there is none, say what refuses them. why_not: as of `judge`."""
+def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
+    """List the layouts that exist; if there is none, say what refuses them."""
     ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
     best, fitting = ranked[:args.top], sum(memory.fits for memory in ranked)
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
@@ -209,23 +209,20 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int, why_no
     draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
         print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked),
-                          "not_on_npus": list(why_not), "fitting": fitting,
-                          "layouts": [show.ranked_dict(memory) for memory in best],
+                          "fitting": fitting, "layouts": [show.ranked_dict(memory) for memory in best],
                           "refused": [{"message": message, "candidates": number} for message, number in why],
                           "other_ranks": others}, indent=1))
-        return 0 if ranked and not why_not else 1
+        return 0 if ranked else 1
     console, nodes = show.console(), show.nodes(Layout(args.ranks, ranks_per_node=width), args.ranks_per_node is None)
     say = partial(console.print, highlight=False)
     say(show.model_line(shape))
-    for fault in why_not:
-        say(f"[bold red]No layout runs on NPUs[/]: {fault}. By the rules of layouts alone:")
     if ranked:
         order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
-        say(f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts {'would be' if why_not else 'are'} legal, "
+        say(f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
             f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} GB. {order}, "
             "each with its best inference layout.")
         show.print_layouts(console, best)
-        return 1 if why_not else 0
+        return 0
     say(f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every division of them by TP, "
         "PP and EP:")
     for message, _ in why[:8]:
