@@ -6,20 +6,51 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SAMPLE, SAMPLES = 4096, 64  # bytes; samples of a file that does not say where its tensors are
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+POINTER = b"version https://git-lfs"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What decides, beside the weights, which tokens go in and which come out.
 TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
          "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Names of a Hugging Face model's safetensors, whether they are there or not: those in its index, else
+    model.safetensors, else all in the folder. What lies beside them, such as an adapter, is not the model's.
+    ValueError: the index is none."""
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(unreadable(index, error)) from error
+    if (directory / SINGLE).is_file():
+        return [SINGLE]
+    return sorted(file.name for file in directory.glob("*.safetensors"))
+
+
+def unreadable(file: Path, error: Exception) -> str:
+    """What to say of a file that should be safetensors or their index."""
+    if is_pointer(file):
+        return f"{file} is a pointer of git-lfs, not weights: (cd {file.parent} && git lfs pull)"
+    return f"{file} cannot be read; it may be cut short: {error}. Fetch it again"
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether git-lfs has left its pointer in the file's place (git-lfs docs/spec.md)."""
+    with open(file, "rb") as content:
+        return content.read(len(POINTER)) == POINTER
+
+
 def weights_digest(directory: Path) -> str:
-    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of the safetensors in `directory`: the same
-    however they are divided among files. Of other files with weights, also in folders below, if there are no
+    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of the model's safetensors in `directory`: the
+    same however they are divided among files. Of other files with weights, also in folders below, if there are no
     safetensors: their names and sizes, and 64 samples of 4 KiB. ValueError: a file is cut short.
 
     What changes a tensor only behind its first 4 KiB is not seen; training changes all of it.
     """
-    files = sorted(directory.glob("*.safetensors")) or sorted(
+    named = [directory / name for name in weight_files(directory)]
+    files = [file for file in named if file.is_file()] or sorted(
         file for file in directory.rglob("*") if file.suffix in WEIGHTS)
     digest = hashlib.sha256()
     for sample in sorted(sample for file in files for sample in _samples(file, str(file.relative_to(directory)))):
@@ -45,7 +76,7 @@ def _samples(file: Path, name: str) -> Iterator[bytes]:
                     yield f"{tensor} {entry['dtype']} {entry['shape']} ".encode() + content.read(
                         min(SAMPLE, end - start))
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
+            raise ValueError(unreadable(file, error)) from error
 
 
 def model_files(directory: str | Path) -> dict[str, Path]:

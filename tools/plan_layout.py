@@ -22,7 +22,8 @@ if __name__ == "__main__":  # a file of a checkout
 
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
+from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import Memory, Settings, settings_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
@@ -36,7 +37,7 @@ PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10 ** 6
 PLOTTED = 5  # layouts that a picture has room for
-EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists; 2 wrong arguments
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong arguments
 
 examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16
@@ -73,15 +74,18 @@ def main() -> int:
         width = args.ranks_per_node or NODE
         if args.config_name:
             recipe = recipe_of(args.config_name, args.overrides)
-            return judge(args, plan_of(recipe, ranks_per_node=width), settings_of(recipe, args.memory_gb),
-                         planner.CHANGEABLE)
+            plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
+            on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
+            refused = on_npus and no_layout_runs(args, str(path), plan.shape)
+            return judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE) or refused
         shape = read_shape(args.model)
+        refused = no_layout_runs(args, args.model, shape)
         if args.check is not None:
             sizes = checked_sizes(args)
             typed = [name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")]
             plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
-            return judge(args, plan, None, typed)
-        return list_layouts(args, shape, width)
+            return judge(args, plan, None, typed) or refused
+        return list_layouts(args, shape, width) or refused
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -117,6 +121,19 @@ def recipe_of(name: str, overrides: list[str]) -> Recipe:
         found.faults.append(str(error))
     found.raise_faults()
     return recipe
+
+
+def no_layout_runs(args: argparse.Namespace, model: str, shape: ModelShape) -> bool:
+    """Say so if the NPU engine does not run `model`, a name or a directory, whatever its layout."""
+    family, path = family_of(shape), Path(model)
+    if model in NAMED_SHAPES:
+        why = [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
+    else:
+        why = not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
+    for fault in why:
+        print(f"No layout runs on NPUs: {fault}. By the rules of layouts alone:",
+              file=sys.stderr if args.json else sys.stdout)
+    return bool(why)
 
 
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:

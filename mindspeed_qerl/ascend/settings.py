@@ -20,7 +20,7 @@ from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
-from mindspeed_qerl.layout.plan import plan_of
+from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.keys import Values
@@ -87,6 +87,7 @@ def validate(recipe: Recipe) -> Iterator[str]:
         plan = plan_of(recipe)
         yield from [f"{rule.message} ({rule.source})" for rule in broken(plan)]
         yield from unfilled_blocks(recipe, plan.shape)
+        yield from beyond_positions(plan, recipe.model.path) if path.is_file() else ()
     except ConfigError as error:
         yield from str(error).splitlines()
     yield from faults_of_values(recipe)

@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families.config import is_old, resolve, unread_by_4
 
 if TYPE_CHECKING:
     from mindspeed_qerl.routing.routes import Routers
 
 LARGEST = 10 ** 9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers or other tensors
-ALIKE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {})}
-# the same for what changes no size: planned, but neither engine computes it
-BUILT = {"hidden_act": (None, "silu"), "use_sliding_window": (None, False), "attention_bias": (None, False),
-         "mlp_bias": (None, False), "qkv_bias": (None, True)}
+ALIKE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "quantization_config": (None, {}),
+         "compression_config": (None, {})}
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,13 @@ class Keys:
         self.fault(key, value, f"a whole number of at least {low} and at most {LARGEST:,}")
         return 1
 
-    def number(self, key: str, value: Any, default: float) -> float:
+    def number(self, key: str, value: Any, default: float | None = None) -> float:
         """`value`, found somewhere as `key`, or the default for None."""
         value = default if value is None else value
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30:
             return float(value)
         self.fault(key, value, "a finite number above 0")
-        return default
+        return default or 1.0
 
     def truth(self, key: str) -> bool:
         value = self.values.get(key)
@@ -170,46 +169,79 @@ class Family:
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def shape(self, config: Mapping[str, Any], name: str) -> ModelShape:
-        """The shape in the keys of a config.json of this family.
+        """The shape in a config.json of this family, as transformers reads it.
 
         Raises:
-            ConfigError: a value is missing or impossible, or is of a model with other layers.
+            ConfigError: a size is missing or impossible, a value is of a model with other layers, or transformers
+                refuses it.
         """
-        keys = Keys(config, " in config.json")
-        for key, values in ALIKE.items():
-            if config.get(key) not in values:
-                keys.faults.append(f"{key} = {config[key]!r} in config.json is not modelled here: layouts and memory "
+        self._check_stated(config, name)
+        try:
+            values = resolve(config)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        keys = Keys(values, " in config.json")
+        if is_old(values["transformers_version"]):
+            keys.faults += unread_by_4(config)
+        alike = ALIKE if self.shared_expert else {**ALIKE, "shared_expert_intermediate_size": (None, 0)}
+        for key, built in alike.items():
+            if values.get(key) not in built:
+                keys.faults.append(f"{key} = {values[key]!r} in config.json is not modelled here: layouts and memory "
                                    "would be another model's")
-        sizes = {key: keys.size(key)
-                 for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")}
-        heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+        heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
+        experts, top, width, shared = 0, 0, 0, 0
         if self.experts:
-            if config.get("num_experts") is None and "num_local_experts" in config:  # as transformers 5 writes it
-                keys.values = {**config, "num_experts": config["num_local_experts"]}
-            sizes |= {key: keys.size(key) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}
-            if self.shared_expert:
-                sizes["shared_expert_intermediate_size"] = keys.size("shared_expert_intermediate_size", 0, low=0)
-            if sizes["num_experts_per_tok"] > sizes["num_experts"]:
-                keys.fault("num_experts_per_tok", sizes["num_experts_per_tok"],
-                           f"at most num_experts = {sizes['num_experts']}")
-        if config.get("head_dim") is None:
-            sizes["head_dim"] = hidden // heads
-            if hidden < heads and not keys.faults:
-                keys.fault("head_dim", 0, "a whole number of at least 1: hidden_size / num_attention_heads, unless "
-                                          "config.json says it")
-        else:
-            sizes["head_dim"] = keys.size("head_dim")
+            experts, top = keys.size("num_experts"), keys.size("num_experts_per_tok")
+            width = keys.size("moe_intermediate_size")
+            if top > experts:
+                keys.fault("num_experts_per_tok", top, f"at most num_experts = {experts}")
+        if self.shared_expert:
+            shared = keys.size("shared_expert_intermediate_size", low=0)
+        if values.get("head_dim") is None:
+            keys.values["head_dim"] = hidden // heads
+        head_dim = keys.size("head_dim")
+        if not self.own_head_dim and head_dim != hidden // heads:  # vLLM's class does not read it
+            keys.fault("head_dim", head_dim, f"hidden_size / num_attention_heads = {hidden // heads} for "
+                                             f"model_type {self.model_type!r}")
         shape = ModelShape(
-            name=name, model_type=self.model_type, **sizes,
-            intermediate_size=0 if self.experts else keys.size("intermediate_size"),
-            num_key_value_heads=keys.size("num_key_value_heads", heads),
-            rope_theta=keys.number("rope_theta", _rope(keys).get("rope_theta"), 10000.0),
+            name=name, model_type=self.model_type, num_hidden_layers=keys.size("num_hidden_layers"),
+            hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=keys.size("num_key_value_heads"),
+            head_dim=head_dim, intermediate_size=0 if self.experts else keys.size("intermediate_size"),
+            vocab_size=keys.size("vocab_size"), rope_theta=keys.number("rope_theta", values["rope"].get("rope_theta")),
             tie_word_embeddings=keys.truth("tie_word_embeddings"),
-            max_position_embeddings=keys.size("max_position_embeddings", 32768),
+            max_position_embeddings=keys.size("max_position_embeddings"), num_experts=experts,
+            num_experts_per_tok=top, moe_intermediate_size=width, shared_expert_intermediate_size=shared,
             norm_topk_prob=self.experts and keys.truth("norm_topk_prob"),
-            rms_norm_eps=keys.number("rms_norm_eps", config.get("rms_norm_eps"), 1e-6))
+            rms_norm_eps=keys.number("rms_norm_eps", values.get("rms_norm_eps")))
         keys.check(name)
         return shape
+
+    def _check_stated(self, config: Mapping[str, Any], name: str) -> None:
+        """ConfigError for a size that a config.json must state, since the default is another model's, and for values
+        that are none."""
+        keys = Keys(config, " in config.json")
+        needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+        needed += ["num_experts_per_tok", "moe_intermediate_size"] if self.experts else ["intermediate_size"]
+        if self.experts:  # the second is as transformers 5 writes it
+            needed.append("num_local_experts" if config.get("num_experts") is None and "num_local_experts" in config
+                          else "num_experts")
+        optional = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
+        for key in needed + [key for key in optional if config.get(key) is not None]:
+            keys.size(key)
+        if config.get("shared_expert_intermediate_size") is not None:
+            keys.size("shared_expert_intermediate_size", low=0)
+        for key in ("tie_word_embeddings", "norm_topk_prob"):
+            keys.truth(key)
+        for place in ("rope_scaling", "rope_parameters"):
+            rope = config.get(place)
+            if rope is not None and not isinstance(rope, Mapping):
+                keys.fault(place, rope, "an object or null")
+            elif rope and rope.get("rope_theta") is not None:
+                keys.number("rope_theta", rope["rope_theta"])
+        for key in ("rope_theta", "rms_norm_eps"):
+            if config.get(key) is not None:
+                keys.number(key, config[key])
+        keys.check(name)
 
     def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
         """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds another model with
@@ -282,31 +314,3 @@ class Family:
         biases = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * d // tp
         return (2 * h + (biases if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0) + h * shape.num_experts
                 + (h if shape.shared_expert_intermediate_size else 0))
-
-
-def _rope(keys: Keys) -> dict[str, Any]:
-    """What config.json says of rotary positions: rope_parameters (transformers 5), rope_scaling, and rope_theta of its
-    own, the last one first."""
-    said: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = keys.values.get(key)
-        if isinstance(rope, Mapping):
-            said |= rope
-        elif rope is not None:
-            keys.fault(key, rope, "an object or null")
-    theta = keys.values.get("rope_theta")
-    return said if theta is None else {**said, "rope_theta": theta}
-
-
-def not_built(config: Mapping[str, Any]) -> list[str]:
-    """What a config.json asks for that neither engine computes: another activation, a sliding window, scaled rotary
-    positions.
-
-    >>> not_built({"hidden_act": "gelu", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
-    ["hidden_act is 'gelu'; only 'silu' is built", "rope_type is 'yarn'; only 'default' is built"]
-    """
-    faults = [f"{key} is {config[key]!r}; only {values[-1]!r} is built"
-              for key, values in BUILT.items() if config.get(key) not in values]
-    rope = _rope(Keys(config))
-    kind = rope.get("rope_type", rope.get("type", "default"))  # transformers below 4.43 wrote the second
-    return faults + ([f"rope_type is {kind!r}; only 'default' is built"] if kind != "default" else [])

@@ -7,7 +7,8 @@ from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import family_of, shape_of
-from mindspeed_qerl.families.base import not_built
+from mindspeed_qerl.families.base import Family
+from mindspeed_qerl.families.config import not_built, unread_by_4
 
 # What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of
 # config_cls/megatron_config.py:MegatronConfig, but for None and false (utils/utils.py:parse_args_from_config), for
@@ -20,6 +21,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = dict(
     position_embedding_type="learned_absolute", rotary_base=10000, untie_embeddings_and_output_weights=False,
     hidden_dropout=0.1, attention_dropout=0.1, num_experts=None, n_shared_experts=None, moe_router_topk=2,
     moe_ffn_hidden_size=None, norm_topk_prob=False, moe_router_load_balancing_type="aux_loss")
+NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}; the local engine runs it"
 HF_KEYS = dict(  # argument of Megatron -> key of config.json that it repeats
     num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
     num_query_groups="num_key_value_heads", kv_channels="head_dim", norm_epsilon="rms_norm_eps",
@@ -43,10 +45,9 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
     except ConfigError as error:
         return str(error).splitlines()
     family = family_of(shape)
+    faults = [f"{source}: {fault}" for fault in not_on_npus(hf_config, family)]
     if not family.adaptor:
-        return [(f"{source}: the NPU engine has no weight adaptor for model_type {family.model_type!r}; the local "
-                "engine runs it")]
-    faults = [f"{source}: {fault}, by Megatron as by vLLM" for fault in not_built(hf_config)]
+        return faults
     expected = family.megatron_arguments(shape)
     if shape.num_key_value_heads == shape.num_attention_heads and not arguments.get("group_query_attention"):
         del expected["group_query_attention"], expected["num_query_groups"]
@@ -66,6 +67,14 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
         faults.append(f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set {key}: "
                       f"{json.dumps(value)}")
     return faults
+
+
+def not_on_npus(hf_config: Mapping[str, Any], family: Family) -> list[str]:
+    """Why the NPU engine does not run a model, whatever its config says; empty: it does."""
+    if not family.adaptor:
+        return [NO_ADAPTOR.format(family.model_type)]
+    faults = [f"{fault}, by Megatron as by vLLM" for fault in not_built(hf_config, family)]
+    return faults + unread_by_4(hf_config)  # NPUs have vLLM 0.11 with transformers 4
 
 
 def _same(told: Any, expected: Any) -> bool:

@@ -66,6 +66,16 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
                 padded_vocab_size=recipe.npu.padded_vocab_size)
 
 
+def beyond_positions(plan: Plan, directory: str | Path) -> list[str]:
+    """A fault if vLLM is asked for longer sequences than the model in `directory` has positions for."""
+    longest, most = plan.batch.max_model_len, plan.shape.max_position_embeddings
+    if longest <= most:
+        return []
+    file = Path(directory) / "config.json"
+    return [(f"generate_config.max_model_len = {longest}, and max_position_embeddings = {most} in {file}: vLLM "
+             f"refuses it. Set generate_config.max_model_len={most} or less; prompt and answer must fit")]
+
+
 def shape_of_model(recipe: Recipe) -> ModelShape:
     """The shape in the model's own config.json, which vLLM goes by; while the model is not there, what Megatron is
     told."""

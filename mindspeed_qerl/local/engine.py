@@ -1,6 +1,8 @@
 """The local engine's door: its processes start first, and this one reads the task while they import what they need."""
 
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
 from mindspeed_qerl.local.processes import launch, without_collection
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -20,9 +22,18 @@ def last_checkpoint(recipe: Recipe) -> int:
     return state["iteration"]
 
 
+def check_files(model_dir: str) -> None:
+    """ConfigError if the model's weights are not such as transformers and vLLM read alike; tensors are each rank's
+    business (model.py)."""
+    Checkpoint(model_dir, "np")
+    for fault in beside_single(model_dir):
+        raise ConfigError(fault)
+
+
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the data does not fit
-    the model."""
+    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the model's files are
+    not whole, or the data does not fit the model."""
+    check_files(recipe.model.path)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:
         with without_collection():

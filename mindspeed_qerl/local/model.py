@@ -152,13 +152,16 @@ def _layer_spec(shape: ModelShape, is_last: bool):
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
     """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is missing, is more
-    than it calls for, has another dtype (those named `tensors`), is an output layer of its own beside a tied
-    embedding, or holds other rotary frequencies."""
+    than it calls for, has another dtype (those named `tensors`; some may be float32), is an output layer of its own
+    beside a tied embedding, or holds other rotary frequencies."""
     directory, called_for = checkpoint.directory, {
         name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
         for name in mapping.hf}
     if missing := sorted(called_for - set(checkpoint.files)):
         tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
+        if "embed_tokens.weight" in checkpoint.files:
+            tied = (", or if AutoModel wrote it, whose names lack \"model.\", save_pretrained what "
+                    "AutoModelForCausalLM loads")
         raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are "
                           f"missing). Fetch the whole model{tied}")
     for name in sorted(set(checkpoint.files) - called_for):
@@ -176,14 +179,18 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
             raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
                               "another model (more layers or experts, a bias?)")
     config = read_config(directory / "config.json")
-    said = config.get("dtype") or config.get("torch_dtype")
+    said = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
+    kinds = {}
     for name in tensors:
         found = _getdtype(checkpoint.header(name).get_dtype())
-        kind = str(found).removeprefix("torch.")
+        kinds[name] = str(found).removeprefix("torch.")
         if not found.is_floating_point or found.itemsize < 2:
-            raise ConfigError(f"{directory}: {name} is {kind}; give the model in bfloat16, float16 or float32, not "
-                              "quantised")
-        if said and kind != said:
+            raise ConfigError(f"{directory}: {name} is {kinds[name]}; give the model in bfloat16, float16 or float32, "
+                              "not quantised")
+    # norms or a router beside them may be in float32, which transformers and vLLM cast
+    alike = {said, "float32"} if said in kinds.values() else {said}
+    for name, kind in kinds.items():
+        if said != "auto" and kind not in alike:
             raise ConfigError(f"{directory}: {name} is {kind} and config.json says {said}: one of them is of another "
                               "model")
 

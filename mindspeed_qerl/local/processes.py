@@ -50,9 +50,14 @@ def without_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_in_log() -> Iterator[None]:
-    """Of an error the driver's message has the words; where it came from is in the log of its process."""
+    """Of an error the driver's message has the words; where it came from is in the log of its process. Words alone
+    travel: an object of another library's class may not be pickled, or not be made again from its pickle."""
     try:
         yield
+    except Exception as error:  # noqa: BLE001  any may come
+        traceback.print_exc()
+        said = isinstance(error, (RuntimeError, ConfigError))  # in words; of a KeyError they are a key
+        raise RuntimeError(str(error) if said else f"{type(error).__name__}: {error}") from None
     except BaseException:
         traceback.print_exc()
         raise
@@ -167,9 +172,7 @@ class Processes:
             return self._dead(dead[0])
         if isinstance(error, ray.exceptions.RayActorError):  # while it was built: its pid is not known yet
             return WorkerError(last) if last else self._dead(caller)
-        said = isinstance(error.cause, (RuntimeError, ConfigError))  # in words; of a KeyError they are a key
-        words = error.cause if said else f"{type(error.cause).__name__}: {error.cause}"
-        return WorkerError(f"{caller.name} failed: {words}\nIts log: {caller.log_file}")
+        return WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}")
 
     def _dead(self, worker: Worker) -> WorkerError:
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""

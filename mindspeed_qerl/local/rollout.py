@@ -19,6 +19,8 @@ import torch
 
 from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.files import forget_shared_memory
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
@@ -58,7 +60,8 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
     gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start, the same numbers.
     torch.compiler.set_stance("force_eager")
-    return LLM(model=model_dir, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+    # "hf": else a consolidated.safetensors beside the weights is taken for Mistral's, and nothing else is read
+    return LLM(model=model_dir, dtype=dtype, load_format="hf", max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False,
                enable_prefix_caching=share_prompts, **({"block_size": 32} if share_prompts else {}), **more)
 
@@ -69,6 +72,27 @@ def name_shared_memory(name: str) -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     Shared.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}-cpushm")
+
+
+def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
+    """ConfigError where vLLM's model computes otherwise than a rank's: its class, rotary positions, norms or windows
+    of attention. Of linear layers loading the weights has shown it."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    built = {("architecture", type(model).__name__, family_of(shape).architecture)}
+    for module in model.modules():
+        if isinstance(module, RotaryEmbeddingBase):
+            built |= {("rotary positions", type(module).__name__, "RotaryEmbedding"),
+                      ("rope_theta", module.base, shape.rope_theta),
+                      ("rotary width", module.rotary_dim, shape.head_dim)}
+        elif isinstance(module, RMSNorm):
+            built.add(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
+        elif isinstance(module, Attention):
+            built |= {("sliding_window", module.sliding_window, None), ("head_dim", module.head_size, shape.head_dim)}
+    if faults := [f"{what} {theirs} in vLLM, {ours} in training" for what, theirs, ours in built if theirs != ours]:
+        raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
 
 
 def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:
@@ -146,6 +170,7 @@ class RolloutEngine:
         if tp_size > 1:
             forget_shared_memory()
         self.model = self.llm.apply_model(lambda model: model)[0]
+        check_built(self.model, read_shape(model_dir))
         self.injector: NoiseInjector | None = None
         if aqn:
             self.add_noise(aqn)

@@ -8,11 +8,11 @@ from typing import Any
 import psutil
 
 from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, read_config, read_shape
-from mindspeed_qerl.families.base import not_built
+from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
+from mindspeed_qerl.families.config import not_built
 from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
-from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.plan import Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks import checks
@@ -82,7 +82,8 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
     except ConfigError as error:
         yield f"megatron_training.tokenizer_name_or_path = {path!r}: {error}"
         return
-    yield from (f"{path}/config.json: {fault}" for fault in not_built(read_config(Path(path) / "config.json")))
+    config = read_config(Path(path) / "config.json")
+    yield from (f"{path}/config.json: {fault}" for fault in not_built(config, family_of(shape)))
     if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
         yield (f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of "
                f"{EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded experts cannot be updated in "
@@ -98,6 +99,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                "there are no routes to replay; set it to none")
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     yield from (f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES))
+    yield from beyond_positions(plan, path)
     size, format = recipe.layout.infer_tp, recipe.quantization.format
     # which round the activations of each engine's part
     yield from unfilled(format, shape, size, SHARED_INPUTS if format in ("fp8", "mxfp8") else ())

@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families import ModelShape, shape_of
+from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.families import ModelShape, read_config, shape_of
+from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single, whole_files
 from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import BF16, estimate, model_parameters, settings_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
-from mindspeed_qerl.preflight.files import NEARLY, is_pointer
+from mindspeed_qerl.preflight.files import NEARLY
 from mindspeed_qerl.preflight.machine import Machine
 
 ABOUT_DATA = ("megatron_training.data_path", "task.test_file", "task.train_file")
@@ -82,14 +85,17 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("config.json", SKIPPED, "a rehearsal makes a model of its own")
         return
     folder = Path(case.recipe.model.path)
+    file = folder / "config.json"
     try:
-        shape = shape_of(json.loads((folder / "config.json").read_text()), folder.name)
-    except (OSError, ValueError) as error:  # ConfigError is a ValueError
-        reason = "there is no config.json" if isinstance(error, FileNotFoundError) else str(error)
+        shape = shape_of(read_config(file), folder.name)
+    except ConfigError as error:
+        reason = str(error) if file.is_file() else "there is no config.json"
         yield Check("config.json", FAILED, f"{folder}: {reason}", f"Put the Hugging Face model at {folder}, or: "
                     f"export MODELS=DIR    # the folder that {folder.name} is in")
         return
     wrong = [fault for fault in case.faults if "/config.json" in fault]
+    long = [fault for fault in wrong if fault.startswith("generate_config.max_model_len")]
+    wrong = [fault for fault in wrong if fault not in long]
     # rope_theta is another one in the Instruct-2507 models; a wrong one trains, badly
     rotary = [fault for fault in wrong if fault.startswith("rotary_base")]
     if wrong == rotary:
@@ -108,18 +114,18 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
                     f"++model.{name}.rotary_base={shape.rope_theta:.0f}    # an override of the config")
     if case.upstream and not rotary:
         yield Check("rotary base", PASSED, f"{shape.rope_theta:,.0f} in both")
-    longest, most = case.recipe.batch.max_model_len, shape.max_position_embeddings
-    if case.upstream and longest > most:
-        yield Check("context", FAILED, f"generate_config.max_model_len = {longest}, and max_position_embeddings = "
-                    f"{most} in {folder / 'config.json'}: vLLM refuses it",
-                    f"generate_config.max_model_len={most}    # an override; prompt and answer must fit")
+    for fault in long:
+        yield Check("context", FAILED, fault.partition(" Set ")[0],
+                    f"generate_config.max_model_len={shape.max_position_embeddings}    # an override; prompt and "
+                    "answer must fit")
     if case.upstream and case.recipe.npu.padded_vocab_size is None and case.plan:  # Megatron-LM tokenizer.py:103
         yield Check("vocabulary", FAILED, "padded_vocab_size is left out of the config: Megatron would take the "
                     f"tokenizer's own number of tokens, and vLLM's embedding has {case.plan.vllm_rows:,} rows",
                     f"++model.{name}.padded_vocab_size={case.plan.vllm_rows}    # an override of the config")
     yield tokenizer(folder, case.recipe.task.prompt)
     converted = case.recipe.model.load and (Path(case.recipe.model.load) / TRACKER).is_file()
-    yield weights(folder, shape, FAILED if case.upstream and case.recipe.model.load and not converted else WARNING)
+    needed = not case.upstream or case.recipe.model.load and not converted
+    yield weights(folder, shape, FAILED if needed else WARNING, case.upstream)
 
 
 def tokenizer(folder: Path, prompt: str) -> Check:
@@ -136,24 +142,28 @@ def tokenizer(folder: Path, prompt: str) -> Check:
                  "Take an instruct or chat model, or add its chat_template.jinja")
 
 
-def weights(folder: Path, shape: ModelShape, state: str) -> Check:
+def weights(folder: Path, shape: ModelShape, state: str, upstream: bool) -> Check:
     """All files that the model's index names, of the size of this model; `state` is what it means if they are not."""
-    index = _json(folder / "model.safetensors.index.json")
-    names = index.get("weight_map")
-    files = [folder / name for name in sorted(set(names.values()) if names else ["model.safetensors"])]
-    missing = [file.name for file in files if not file.is_file()]
-    why = "the conversion needs all" + ("" if state == FAILED else ", and it is done")
-    if missing:
-        return Check("weights", state, f"{len(files) - len(missing)} of {len(files)} files: {missing[0]}"
-                     f"{' ...' * (len(missing) > 1)} is missing; {why}", "Download the model's whole directory")
-    if pointers := sum(map(is_pointer, files)):
-        return Check("weights", state, f"{pointers} of {len(files)} files are pointers of git-lfs, not weights; {why}",
-                     f"(cd {folder} && git lfs pull)")
-    size = sum(file.stat().st_size for file in files)
-    if size < NEARLY * (least := BF16 * model_parameters(shape)):
-        return Check("weights", state, f"{len(files)} files of {gigabytes(size)}, and the model of config.json has "
-                     f"{gigabytes(least)} in 16 bits: a download that was cut short, or another model's; {why}",
-                     "Download the model's whole directory")
+    why = "the run reads them all" if not upstream else "the conversion needs all"
+    why += ", and it is done" if state == WARNING else ""
+    whole = "Download the model's whole directory"
+    try:
+        files = [folder / name for name in whole_files(folder)]
+        if pointers := sum(map(is_pointer, files)):
+            return Check("weights", state, f"{pointers} of {len(files)} files are pointers of git-lfs, not weights; "
+                         f"{why}", f"(cd {folder} && git lfs pull)")
+        size = sum(file.stat().st_size for file in files)
+        if size < NEARLY * (least := BF16 * model_parameters(shape)):
+            return Check("weights", state, f"{len(files)} files of {gigabytes(size)}, and the model of config.json "
+                         f"has {gigabytes(least)} in 16 bits: a download that was cut short, or another model's; "
+                         f"{why}",
+                         whole)
+        if state == FAILED:
+            Checkpoint(folder, "np")
+    except ConfigError as error:
+        return Check("weights", state, f"{error}; {why}", whole)
+    if not upstream and (fault := beside_single(folder)):  # on NPUs vLLM loads nothing
+        return Check("weights", FAILED, fault[0], f"Move it out of {folder}")
     return Check("weights", PASSED, f"{len(files)} of {len(files)} files, {gigabytes(size)}")
 
 

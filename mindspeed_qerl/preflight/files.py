@@ -10,6 +10,7 @@ from zipfile import is_zipfile
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.files import TRACKER, rank_folder
+from mindspeed_qerl.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import BF16, training_weights
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
@@ -19,7 +20,6 @@ from mindspeed_qerl.tasks.checks import check_rows, normalised
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
-POINTER = b"version https://git-lfs"
 NEARLY = 0.95  # of a computed size: what is below it is another file
 LOOKED_FOR = 200  # test questions in the packed prompts
 
@@ -211,12 +211,6 @@ def _base(case: Case, load: str, layout: Layout) -> Check:
                      f"{gigabytes(shares[small[0]])}: weights of another model?", fix)
     size = sum(sizes.values())
     return Check("base weights", PASSED, f"{len(files)} of {len(expected)} files for {wanted}, {gigabytes(size)}")
-
-
-def is_pointer(file: Path) -> bool:
-    """Whether git-lfs has left its pointer in the file's place (git-lfs docs/spec.md)."""
-    with open(file, "rb") as content:
-        return content.read(len(POINTER)) == POINTER
 
 
 def _range(folders: Iterable[str]) -> str:

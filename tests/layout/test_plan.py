@@ -162,7 +162,8 @@ WRITTEN = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64,
                   "num_experts", "num_experts_per_tok", "moe_intermediate_size") for value in (0, -4, 4.0, "4", True,
                   1e30, 10 ** 9 + 1)],
     *[({key: None}, f"{key} = None in config.json must be a whole number")
-      for key in ("num_hidden_layers", "num_key_value_heads", "num_experts")],
+      for key in ("num_hidden_layers", "num_experts")],
+    ({"num_key_value_heads": None}, "Field 'num_key_value_heads' expected int, got NoneType (value: None)"),
     *[({"head_dim": value}, f"head_dim = {value!r} in config.json must be a whole number")
       for value in ("128", 0, -1)],
     ({"hidden_size": 3}, "head_dim = 0 in config.json must be a whole number"),

@@ -188,6 +188,21 @@ def test_a_verdict_for_people():
     assert "vLLM TP 1 x EP 16" in legal.stdout and "experts on their way" in legal.stdout
 
 
+@pytest.mark.parametrize("changed, reason", [
+    ({"model_type": "llama"}, "the NPU engine has no weight adaptor for model_type 'llama'"),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "which transformers 4 does not read"), ({}, None)])
+def test_a_model_that_no_npu_runs_has_no_layout(run_here, tmp_path, changed, reason):
+    config = {"model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+              "num_key_value_heads": 8, "intermediate_size": 1024, "vocab_size": 1024, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    for more in ([], ["--check", "tp=2"], ["--json"]):
+        told = run_here("--model", str(tmp_path), "--ranks", "8", *more)
+        assert told.returncode == (1 if reason else 0)
+        first = (told.stderr if "--json" in more else told.stdout).partition("\n")[0]
+        assert first.startswith("No layout runs on NPUs: ") == bool(reason) and (reason or "") in first
+
+
 def test_configs_and_overrides():
     name = "grpo_qwen3_30b_a3b_gsm8k_16npu"
     assert run("--config-name", name).returncode == 0

@@ -451,6 +451,16 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(tmp_path,
                                                      and name != "lm_head.weight"])
 
 
+def test_norms_and_routers_may_be_wider_than_the_other_weights(tmp_path):
+    directory = make_model("qwen3_moe", tmp_path / "model")
+    wide = ("norm", "mlp.gate.weight", "lm_head")
+    change_tensors(directory, lambda w: {k: v if any(part in k for part in wide) else v.bfloat16()
+                                         for k, v in w.items()})
+    change_config(directory, dtype="bfloat16")
+    checkpoint = Checkpoint(directory)
+    check_tensors(checkpoint, read_shape(directory), checkpoint.files)
+
+
 def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
     for family in FAMILIES:
         checkpoint = Checkpoint(model_dirs[family])

@@ -1,6 +1,7 @@
 """Results of several processes; who is blamed when one dies while another waits for it."""
 
 import os
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import ray
 
 from mindspeed_qerl import private_ray
-from mindspeed_qerl.local.processes import Processes, Worker, WorkerError
+from mindspeed_qerl.local.processes import Processes, Worker, WorkerError, _errors_in_log
 
 
 class Named:
@@ -124,6 +125,51 @@ def test_a_process_that_ray_has_not_started_is_not_waited_for_when_ray_is_dead(t
         assert isinstance(caught.value.__cause__, BrokenPipeError)
     finally:
         private_ray.stop()
+
+
+class Unpicklable(ValueError):
+    def __reduce__(self):
+        raise TypeError("no pickle")
+
+
+class Unreadable(ValueError):
+    """Made again from its pickle it lacks an argument."""
+
+    def __init__(self, value, rule):
+        super().__init__(f"{value} breaks {rule}")
+
+
+def validation_error():
+    from pydantic import TypeAdapter
+
+    TypeAdapter(int).validate_python("many")
+
+
+def unpicklable():
+    raise Unpicklable("a lock")
+
+
+def unreadable():
+    raise Unreadable(3, "a rule")
+
+
+def local_class():
+    class Local(Exception):
+        pass
+
+    raise Local("made in a function")
+
+
+@pytest.mark.parametrize("fail, said", [
+    (validation_error, "ValidationError: 1 validation error for int"), (unpicklable, "Unpicklable: a lock"),
+    (unreadable, "Unreadable: 3 breaks a rule"), (local_class, "Local: made in a function")])
+def test_of_any_error_the_words_travel(fail, said, capsys):
+    """vLLM's of a length that it refuses is pydantic's, which no pickle holds."""
+    with pytest.raises(RuntimeError) as travels, _errors_in_log():
+        fail()
+    again = pickle.loads(pickle.dumps(travels.value))
+    assert type(again) is RuntimeError and str(again).startswith(said)
+    assert travels.value.__suppress_context__ and "Traceback" in capsys.readouterr().err
 
 
 def test_what_fails_is_named_with_its_type_and_where_it_came_from_is_in_its_log(tmp_path):
