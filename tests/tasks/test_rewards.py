@@ -76,7 +76,7 @@ ROW = {i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}',
     (bad_row, (f"raised ZeroDivisionError: division by zero (test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), "
               f"on {ROW[2]}")),
     (together, f", on 4 responses together, and on none of them alone; the first is {ROW[0]}"),
-    (lambda responses, answers: [], f"but 3 were given, on {ROW[0]}"),
+    (lambda responses, answers: [], "takes (responses, answers), and is called as f(responses, answers, rows), "),
     (lambda *_: [0.0] * 3, f"returned 3 scores for 4 responses, and must return one for each; {ROW[3]} has none"),
     (lambda *_: [0.0] * 5, "returned 5 scores for 4 responses, and must return one for each"),
     (lambda *_: [], f"returned 0 scores for 4 responses, and must return one for each; {ROW[0]} has none"),

@@ -46,10 +46,10 @@ def test_gsm8ks_converted_rows_are_such_rows(tmp_path):
 
 @pytest.mark.parametrize("columns, prompt, question", [
     ({"messages": [{"role": "user", "content": "2+2?"}]}, "2+2?", "2+2?"),
-    ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}]}, None, "2+2?"),
+    ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}]}, None, "system: Be brief.\nuser: 2+2?"),
     ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"},
                    {"role": "user", "content": "Sure?"}]},
-     None, "Sure?"),
+     None, "user: 2+2?\nassistant: 5\nuser: Sure?"),
     ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}], "prompt": "2+2="}, "2+2=", "2+2="),
     ({"prompt": "2+2=", "messages": None}, "2+2=", "2+2="),  # parquet fills what one row lacks
 ])
@@ -69,10 +69,10 @@ def test_a_conversation_has_a_plain_form_only_if_it_is_given(tmp_path, columns, 
     ({"messages": "3+4?"}, "column 'messages'"),
     ({"messages": [SYSTEM]}, "column 'messages': no turn of the role 'user', so nothing is asked"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "column 'messages': not valid Unicode"),
-    ({"answer": 7}, "column 'answer': expected a non-empty string, got '7'"),
+    ({"answer": True}, "column 'answer': expected a non-empty string, got 'True' (bool)"),
     ({"answer": ""}, "column 'answer'"),
     ({"question": ""}, "column 'question'"),
-    ({"prompt": ["3+4?"]}, "column 'prompt': expected a non-empty string"),
+    ({"prompt": ["3+4?"]}, "column 'prompt': expected a list of {role, content}"),
 ])
 def test_malformed_rows_are_named(tmp_path, change, words):
     path = write_jsonl(tmp_path / "bad.jsonl", [CONVERTED, CONVERTED | change])
