@@ -27,9 +27,9 @@ from mindspeed_qerl.tasks.rows import Row
 
 Reward = Callable[..., Any]
 OURS = ("responses", "answers", "rows")
-# Parameters of TRL's and verl's rewards: a function that has one is not called by position.
+# Parameters of other libraries' rewards: a function that has one is not called by position.
 FOREIGN = {"completions", "completion", "completion_ids", "prompts", "prompt", "data_source", "data_sources",
-           "solution_str", "solution_strs", "ground_truth", "ground_truths", "extra_info", "extra_infos"}
+           "solution_str", "solution_strs"}
 
 
 class RewardError(ConfigError):
@@ -189,7 +189,11 @@ def _form_of(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[
     required = [each.name for each in named.values() if each.default is each.empty]
     columns = list(dict.fromkeys(column for row in rows for column in row.columns))
     everywhere = {column for column in columns if all(column in row.columns for row in rows)}
-    if "completions" in named:
+    if set(OURS) <= named.keys() and set(required) <= set(OURS):
+        form, given, others = "ours", list(OURS), []
+    elif _takes_three(signature) and (list(named)[2:3] == ["rows"] or not named.keys() & FOREIGN):
+        return "ours", []
+    elif "completions" in named:
         prompts = ["prompts"] if all(row.messages for row in rows) else []
         form, given = "trl", ["completions", *prompts]
         others = [column for column in columns if column not in ("prompt", "completion", "completion_ids", *given)]
@@ -199,10 +203,6 @@ def _form_of(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[
     elif "solution_str" in named:
         form, given = "verl", ["solution_str", "ground_truth", "extra_info"]
         others = ["data_source"] if "data_source" in everywhere else []
-    elif set(OURS) <= named.keys():
-        form, given, others = "ours", list(OURS), []
-    elif not named.keys() & FOREIGN and _takes_three(signature):
-        return "ours", []
     else:
         raise RewardError(f"verifier {name!r} takes {signature}, and is called as f(responses, answers, rows), as TRL "
                           "calls f(prompts, completions, and columns by name), or as verl calls f(data_source, "
@@ -249,7 +249,7 @@ def _call(reward: Reward, form: str, parameters: Sequence[str], responses: Seque
         given = _awaited(reward(**{name: known[name.removesuffix("s")] for name in parameters}))
     else:
         given = [reward(**{name: known[name][i] for name in parameters}) for i in range(len(rows))]
-        given = asyncio.run(_together(given)) if inspect.iscoroutinefunction(reward) else given
+        given = asyncio.run(_together(given)) if any(map(inspect.isawaitable, given)) else given
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         return given
     return [value["score"] if isinstance(value, Mapping) and "score" in value else value for value in given]

@@ -164,6 +164,15 @@ def by_name(rows, answers, responses):
     return [float(said == f"#### {gold}") for said, gold in zip(responses, answers)]
 
 
+class JudgedLater:
+    async def __call__(self, solution_str, ground_truth):
+        return float(solution_str.endswith(ground_truth))
+
+
+def by_place(completions, ground_truths, rows):
+    return by_name(rows, ground_truths, completions)
+
+
 class InOurs:
     def __call__(self, texts, golds, rows):
         return by_name(rows, golds, texts)
@@ -171,7 +180,8 @@ class InOurs:
 
 @pytest.mark.parametrize("reward, columns", [
     (judged, VERL), (judged_later, VERL), (judged_together, VERL), (right, TRL), (right_later, TRL),
-    (right_with_default, TRL), (partial(right_with_default, weight=1.0), TRL), (by_name, TRL), (InOurs(), VERL)])
+    (right_with_default, TRL), (partial(right_with_default, weight=1.0), TRL), (by_name, TRL), (InOurs(), VERL),
+    (JudgedLater(), VERL), (by_place, VERL)])
 def test_a_reward_is_called_by_its_parameters(reward, columns):
     assert call_reward("mine", reward, SAID, [row_of(columns)] * 2).tolist() == [1, 0]
 
@@ -215,12 +225,12 @@ def test_a_class_is_made_once_and_gets_texts(modules, monkeypatch):
 
 @pytest.mark.parametrize("reward, columns, words", [
     (lambda prompts, responses, answer: [], TRL, "takes (prompts, responses, answer), and is called as f(responses, "),
-    (lambda completion, answer, rows: [], TRL, "takes (completion, answer, rows), and is called as"),
+    (lambda completion, answer, gold: [], TRL, "takes (completion, answer, gold), and is called as"),
     (lambda completion_ids, **kwargs: [], TRL, "takes (completion_ids, **kwargs), and is called as"),
     (lambda *args, **kwargs: [], TRL, "takes (*args, **kwargs), and is called as"),
     (lambda **kwargs: [], TRL, "takes (**kwargs), and is called as"),
     (lambda queries, prompts, labels: [], TRL, "takes (queries, prompts, labels), and"),
-    (lambda responses, answers, rows, extra: [], TRL, "takes 'extra', and a row has no such column"),
+    (lambda responses, answers, rows, extra: [], TRL, "takes (responses, answers, rows, extra), and is called as"),
     (lambda a, b, c, d: [], TRL, "takes (a, b, c, d), and is called as"),
     (lambda completions, answer: [], TRL, "'answer', and a row has no such column, but prompt, solution. It can take"),
     (lambda completions, completion_ids, **kwargs: [], TRL, "takes 'completion_ids', and"),
