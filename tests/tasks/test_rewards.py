@@ -202,6 +202,14 @@ def test_rewards_of_the_libraries_themselves():
         assert call_reward("verl", reward, texts, [row_of(VERL)] * 4).tolist() == expected and any(expected)
 
 
+def test_verls_structured_ground_truth_is_given_as_it_is():
+    row = row_of(VERL | {"reward_model": {"ground_truth": {"target": ["4", "four"]}}})
+    assert row.answer == '{"target": ["4", "four"]}'
+    judged = call_reward("verl", lambda solution_str, ground_truth: solution_str in ground_truth["target"],
+                         ["four", "five"], [row] * 2)
+    assert judged.tolist() == [1, 0]
+
+
 def test_completions_are_texts_where_the_prompt_is():
     seen = []
 
@@ -308,6 +316,8 @@ def test_none_of_trl_leaves_a_row_to_the_other_rewards(modules):
     (modules / "by_task.py").write_text("""
 def even(completions, level, **kwargs):
     return [None if each % 2 else 1.0 for each in level]
+def ours(responses, answers, rows):
+    return [None] * len(rows)
 def odd(completions, level, **kwargs):
     return [3.0 if each % 2 else None for each in level]
 """)
@@ -315,6 +325,8 @@ def odd(completions, level, **kwargs):
     assert total.tolist() == [1, 6, 1, 6] and each["by_task:odd"].tolist() == [0, 3, 0, 3]
     with pytest.raises(RewardError, match="None, and so no reward at all, for row 1 "):
         score([("by_task:even", 1.0)], TEXTS, ROWS)
+    with pytest.raises(RewardError, match="'by_task:ours' returned None, which is not a finite number"):
+        score([("gsm8k", 1.0), ("by_task:ours", 1.0)], TEXTS, ROWS)
     try_reward("by_task:even", ROWS, may_skip=True)
     with pytest.raises(RewardError, match="returned None, which is not a finite number"):
         try_reward("by_task:even", ROWS)
