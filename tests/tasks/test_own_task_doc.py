@@ -121,7 +121,7 @@ def test_files_and_rewards_of_verl_and_trl_run_as_they_are(folder, name, reward,
     for split in ("train", "test"):
         rows = [made(row.columns, i) for i, row in enumerate(read_rows(folder / "my_task" / f"{split}.jsonl"))]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name / f"{split}.parquet")
-    command = COMMAND.replace("jsonl", "parquet").replace("my_task/", f"{name}/")
+    command = COMMAND.strip().replace("jsonl", "parquet").replace("my_task/", f"{name}/")
     weights = f"'rl_config.verifier_weight={[1.0] * len(verifiers.split(','))}'"
     done = start(folder, command.replace("my_task.reward:right_and_short", verifiers) + f" run.name={name} {weights}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
