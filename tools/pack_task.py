@@ -25,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="exit status: 0 packed, 1 bad input or output, 2 wrong arguments")
     parser.add_argument("--rows", required=True, metavar="FILE",
-                        help=".jsonl or .parquet with prompt or messages, and answer")
+                        help=".jsonl or .parquet with prompt or messages, and answer (docs/own_task.md)")
     parser.add_argument("--tokenizer", required=True, metavar="DIR", help="of the Hugging Face model to be trained")
     parser.add_argument("--data-path", required=True, metavar="PREFIX",
                         help="megatron_training.data_path: folder and name")

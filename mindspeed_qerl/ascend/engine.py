@@ -35,7 +35,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
-from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import first_reward
 
 # What CANN's and NNAL's set_env.sh set, for the workers of a Ray that was started without them.
@@ -234,17 +234,16 @@ class RunObserver:
     """Writes what upstream's trainer tells (trainer.QeRLTrainer) into the run directory, and evaluates when due."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress):
-        from transformers import AutoTokenizer
-
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.step = 0  # the last one
         self.is_proved = False  # that LoRA reaches vLLM
         self.checks = StepChecks(recipe, epoch_steps(recipe), read_shape(recipe.model.path).moe)
         if recipe.run.resume:
             self.checks.resume(read_jsonl(run.metrics_file))
-        self.tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
+        self.tokenizer = load_tokenizer(recipe.model.path)
         self.task = Prompts(recipe.task.test_file, self.tokenizer, recipe.task.prompt,
-                            recipe.sampling.max_prompt_length, recipe.evaluation.n_problems)
+                            recipe.sampling.max_prompt_length, recipe.evaluation.n_problems, run.started)
+        run.keep(evaluation_prompts=self.task.digest())
         self.packed_rows = read_packed_rows(recipe.task.data_path)
         self.ends = {self.tokenizer.eos_token_id} - {None} | end_tokens(recipe.model.path)  # of an answer
 

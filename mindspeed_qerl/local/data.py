@@ -5,9 +5,10 @@ from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_prompts
-from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -19,17 +20,13 @@ class Data:
     test: Prompts
 
 
-def load_data(recipe: Recipe, progress: Progress) -> Data:
-    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, or lose their questions."""
-    from transformers import AutoTokenizer
-
+def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
+    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, lose their questions, or are
+    not those that the run was started with."""
     task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} has no tokenizer that transformers can read: {error}") from error
-    train = Prompts(task.train_file, tokenizer, task.prompt, longest)
-    test = Prompts(task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems)
+    tokenizer = load_tokenizer(path)
+    train = Prompts(task.train_file, tokenizer, task.prompt, longest, at=run.started)
+    test = Prompts(task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems, run.started)
     for name, prompts in (("training", train), ("evaluation", test)):
         if prompts.dropped:
             progress.message(prompts.left_out(name))
@@ -38,4 +35,5 @@ def load_data(recipe: Recipe, progress: Progress) -> Data:
             progress.message(f"Warning: {name}: {warning}")
         if faults:
             raise ConfigError("\n".join(faults))
+    run.keep(prompts=train.digest(), evaluation_prompts=test.digest())
     return Data(tokenizer, train, test)

@@ -40,5 +40,5 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
             from mindspeed_qerl.local.data import load_data  # torch and transformers: seconds
             from mindspeed_qerl.local.loop import LocalEngine
 
-            data = load_data(recipe, progress)
+            data = load_data(recipe, run, progress)
         LocalEngine(recipe, run, metrics, progress, processes, data).train()

@@ -27,7 +27,7 @@ from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward
 
 
@@ -151,10 +151,9 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
 
         if current_platform.device_name == "npu":
             raise ConfigError(f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(what.model)
-    task = Prompts(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems)
+    tokenizer = load_tokenizer(what.model)
+    started = RunDirectory.open(what.run).started if what.run else None
+    task = Prompts(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems, at=started)
     try_reward(what.verifier, task.rows)
     if task.dropped:
         tell(task.left_out("evaluation"))

@@ -116,9 +116,16 @@ def _asked_again(case: Case, lengths: Sequence[int], tokens: Sequence[int], test
         return 0, 0
     ends = list(accumulate(map(int, lengths)))
     prompts = [tokens[begin:end].tolist() for begin, end in zip([0, *ends], ends)]
-    text = normalised("\n".join(tokenizer.decode_batch(prompts)))
+    texts = [normalised(text) for text in tokenizer.decode_batch(prompts)]
     looked = test[::max(1, -(-len(test) // LOOKED_FOR))]
-    return len(looked), sum(normalised(row.question) in text for row in looked)
+    return len(looked), sum(_is_among(texts, row) for row in looked)
+
+
+def _is_among(prompts: Sequence[str], row: Row) -> bool:
+    """Whether one of the prompts has the row's question, or all turns of its conversation."""
+    asked = [row.question] if row.prompt is not None else [turn["content"] or "" for turn in row.messages]
+    asked = [normalised(text) for text in asked]
+    return any(all(text in prompt for text in asked) for prompt in prompts)
 
 
 def test_data(machine: Machine, case: Case) -> Iterator[Check]:

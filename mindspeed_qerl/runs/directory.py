@@ -31,6 +31,7 @@ from uuid import uuid4
 
 import yaml
 
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.files import hold, json_text, sha256, whole_checkpoints, write_whole
 from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.runs.versions import own_versions
@@ -204,6 +205,19 @@ class RunDirectory:
     def record(self, **facts: Any) -> None:
         """Add `facts` (JSON values) to facts.json: what was measured once, such as LoRA's parameter counts."""
         write_whole(self.facts_file, json_text({**self.facts(), **facts}))
+
+    def keep(self, **facts: Any) -> None:
+        """Record facts that a run which is resumed must have as it had them at its start; ConfigError if not."""
+        before = self.facts()
+        if other := [name for name, value in facts.items() if before.get(name, value) != value]:
+            raise ConfigError(f"{self.path} was started with other {', '.join(other)}. What makes them may be another "
+                              "version now (versions.before.json): take that one again, or start a new run")
+        self.record(**facts)
+
+    @property
+    def started(self) -> datetime:
+        """When the run was made, by the clock there."""
+        return datetime.fromisoformat(self.status()["started"]).replace(tzinfo=None)
 
     def reached(self, step: int) -> None:
         """Note that `step` updates are done. `MetricsWriter.log` calls this."""

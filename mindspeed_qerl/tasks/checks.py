@@ -12,8 +12,9 @@ from typing import Any
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
+from mindspeed_qerl.tasks.packed import rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rewards import is_reward, load_reward, try_reward
+from mindspeed_qerl.tasks.rewards import first_reward, is_reward, load_reward, try_reward
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 
@@ -47,7 +48,9 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str
     test = read_rows(task.test_file)
     names = [name for name, _ in task.verifiers]
     for name in filter(is_reward, names):
-        try_reward(name, train or test)
+        rewarded = train or rows_of_labels([row.answer for row in test], None)
+        try_reward(name, rewarded, may_skip=len(names) > 1)
+    try_reward(first_reward(task.verifiers), test)
     return check_rows(train or [], test, names, task.allow_overlap)
 
 

@@ -28,13 +28,14 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.tasks import prompts
 from mindspeed_qerl.tasks.gsm8k.convert import described, read_splits, write_together
-from mindspeed_qerl.tasks.prompts import chat_ids
 from mindspeed_qerl.tasks.rows import Row, read_rows, row_of
 
 INT32 = 4  # DType.int32, indexed_dataset.py:416
@@ -183,17 +184,12 @@ def read_packed(prefix: str) -> tuple[Any, Any]:
 
 
 def load_tokenizer(directory: str | Path):
-    """The tokenizer of a model directory; FileNotFoundError if there is none, ValueError if it has no chat
-    template."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer of a model directory; FileNotFoundError if there is no directory, ConfigError if it holds none,
+    ValueError if it has no chat template."""
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"no directory {directory}: --tokenizer is the directory of the Hugging Face model to "
                                 "be trained")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{directory} has no tokenizer that transformers can read: {error}") from error
+    tokenizer = prompts.load_tokenizer(directory)
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {directory} has no chat template, so a question cannot become a prompt: "
                          "give an instruct or chat model, or add the template that the model was trained with as "
@@ -216,9 +212,9 @@ def _encode(tokenizer: Any, rows: Sequence[Row], labels: Sequence[str], progress
     """
     from tqdm import tqdm
 
-    fields = {"input_ids": [], "labels": []}
+    fields, now = {"input_ids": [], "labels": []}, datetime.now()  # one date for all rows
     for row, label in zip(tqdm(rows, desc="tokenising", unit=" rows", disable=not progress), labels):
-        fields["input_ids"].append(chat_ids(tokenizer, row))
+        fields["input_ids"].append(prompts.chat_ids(tokenizer, row, now))
         ids = tokenizer.encode(label, add_special_tokens=False)
         decoded = tokenizer.decode(ids, skip_special_tokens=True)
         if decoded != label:
@@ -226,6 +222,7 @@ def _encode(tokenizer: Any, rows: Sequence[Row], labels: Sequence[str], progress
                              f"{decoded!r}: the verifier would compare with the wrong number; use the tokenizer of "
                              "the model to be trained, unmodified")
         fields["labels"].append(ids)
+    prompts.check_vocabulary(tokenizer, rows, fields["input_ids"])
     return fields
 
 

@@ -1,5 +1,9 @@
 """The rows of a task and their prompts as token ids for one tokenizer."""
 
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +12,39 @@ from mindspeed_qerl.tasks.rows import Row, read_rows
 
 
 class Prompts:
-    """The rows of a file whose prompts are short enough, and these prompts as token ids.
+    """The rows of a file whose prompts are short enough, and these prompts as token ids, with the date of `at`
+    (`chat_ids`).
 
     Attributes:
         rows, prompts: as many of both. total: how many rows there were. dropped: how many of them are left out,
         because their prompt has more than `max_prompt_length` tokens.
 
     Raises:
-        ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be made, or none is short
-        enough.
+        ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be made, or has a token
+        that the model does not have, or none is short enough.
     """
 
     def __init__(self, path: str | Path, tokenizer: Any, prompt: str, max_prompt_length: int,
-                 limit: int | None = None):
+                 limit: int | None = None, at: datetime | None = None):
         if prompt == "chat" and not tokenizer.chat_template:
             raise ConfigError(f"task.prompt = 'chat', but the tokenizer of {tokenizer.name_or_path} has no chat "
                               "template. Give a chat model, or set task.prompt=plain")
         rows = read_rows(path)[:limit]
-        encode = chat_ids if prompt == "chat" else plain_ids
-        prompts = [encode(tokenizer, row) for row in rows]
+        if prompt == "chat":
+            prompts = [chat_ids(tokenizer, row, at) for row in rows]
+        else:
+            prompts = [plain_ids(tokenizer, row) for row in rows]
+        check_vocabulary(tokenizer, rows, prompts)
         kept = [i for i, ids in enumerate(prompts) if len(ids) <= max_prompt_length]
         if not kept:
             raise ConfigError(f"every prompt of {path} is longer than rl_config.max_prompt_length = "
                               f"{max_prompt_length} tokens")
         self.rows, self.prompts = [rows[i] for i in kept], [prompts[i] for i in kept]
         self.total, self.dropped, self.max_prompt_length = len(rows), len(rows) - len(kept), max_prompt_length
+
+    def digest(self) -> str:
+        """SHA-256 of the token ids."""
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
 
     def left_out(self, kind: str) -> str:
         """What to say about prompts of this `kind` ("training") that are too long; empty if there are none."""
@@ -42,17 +54,47 @@ class Prompts:
                 "and are left out")
 
 
-def chat_ids(tokenizer: Any, row: Row) -> list[int]:
+def load_tokenizer(directory: str | Path) -> Any:
+    """The tokenizer of a model directory; ConfigError if transformers cannot read it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
+        said = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{directory} has no tokenizer that transformers can read: {said}") from error
+
+
+def check_vocabulary(tokenizer: Any, rows: Sequence[Row], prompts: Sequence[Sequence[int]]) -> None:
+    """ConfigError names the first row with a token that the model beside the tokenizer has no embedding of."""
+    file = Path(tokenizer.name_or_path or "/", "config.json")
+    vocabulary = json.loads(file.read_text(encoding="utf-8")).get("vocab_size") if file.is_file() else None
+    for row, ids in zip(rows, prompts):
+        if vocabulary and max(ids, default=0) >= vocabulary:
+            token = tokenizer.decode([max(ids)])
+            raise ConfigError(f"{row.where}: token {max(ids)} ({token!r}) of its prompt is beyond the vocabulary of "
+                              f"{vocabulary:,} in {file}: use the model's own tokenizer, or add the tokens to its "
+                              "embedding")
+
+
+def chat_ids(tokenizer: Any, row: Row, at: datetime | None = None) -> list[int]:
     """Token ids of the chat template applied to the row's messages, up to where the model's answer begins.
 
-    ConfigError names the row that the template refuses.
+    A template that asks for the date (`strftime_now`) is told that of `at`, by default now. ConfigError names the row
+    that the template fails on.
     """
     from jinja2 import TemplateError
 
+    template, clock = tokenizer.chat_template, {"strftime_now": at.strftime} if at else {}
+    if isinstance(template, dict) and "default" not in template:
+        raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has the chat templates {', '.join(template)}, "
+                          "and none called default: give the one to train with that name, or put it alone into "
+                          "chat_template.jinja")
     try:
-        return tokenizer.apply_chat_template(row.messages, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
-        raise ConfigError(f"{row.where}: the tokenizer's chat template refuses its messages: {error}") from error
+        return tokenizer.apply_chat_template(row.messages, add_generation_prompt=True, return_dict=False, **clock)
+    except Exception as error:  # a template is a program: what it raises is its own
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{row.where}: the tokenizer's chat template refuses its messages: {said}") from error
 
 
 def plain_ids(tokenizer: Any, row: Row) -> list[int]:
@@ -65,9 +107,7 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
 
 def text_of(model_dir: str | Path, tokens: Any) -> str:
     """Token ids in words, for a message; the numbers where the model has no tokenizer."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(model_dir).decode(tokens)
-    except (OSError, ValueError):
+        return load_tokenizer(model_dir).decode(tokens)
+    except ConfigError:
         return str(tokens)

@@ -2,22 +2,30 @@
 
 A file is .jsonl or .parquet, and each of its rows has
 
-    prompt      what is asked, as text; or
-    messages    [{"role": "user", "content": "..."}, ...], for the chat template
-    answer      any text; the reward compares with it
+    prompt      what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...], for the chat template
+    messages    the same messages under another name; where both are there, a `prompt` of text is the plain form
+    answer      a text or number; the reward compares with it
 
-and more columns if you like: the reward gets them all. GSM8K's converted rows (`gsm8k.convert`) are such rows, with
-`messages` for chat models and `question` for plain prompts. This module imports in a bare Python.
+and more columns if you like: the reward gets them all. Rows of verl and TRL are such rows: the answer may also be
+`reward_model.ground_truth`, or one of `GOLDS`. GSM8K's converted rows (`gsm8k.convert`) have `messages` for chat
+models and `question` for plain prompts. This module imports in a bare Python.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
+
+GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
+# Who may speak last before the model does; Llama's, GLM's and OpenAI's names for tools are among them.
+BEFORE_AN_ANSWER = ("user", "tool", "function", "ipython", "observation", "system", "developer")
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Row:
         messages: what a chat template is applied to, each with "role" and "content".
         prompt: what a model without a chat template reads; None if `messages` are a conversation, which has no plain
             form.
-        question: what is asked, for records and checks: the prompt, or what the user says last.
+        question: what is asked, for records and checks: the prompt, or all turns of a conversation.
         answer: what is right.
         columns: the row as it stands in the file, for the reward.
         where: "FILE:LINE", or "FILE: row N" of a parquet file.
@@ -63,39 +71,85 @@ def read_rows(path: str | Path) -> list[Row]:
 def row_of(columns: dict[str, Any], where: str = "") -> Row:
     """The `Row` of a row's columns; ValueError names the column that is missing or wrong.
 
-    >>> row_of({"prompt": "2+2?", "answer": "4", "level": 1}).messages
+    >>> row_of({"prompt": "2+2?", "answer": 4, "level": 1}).messages
     [{'role': 'user', 'content': '2+2?'}]
+    >>> row_of({"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}).answer
+    '4'
     """
-    check_text(columns, "answer")
-    if all(columns.get(name) is None for name in ("prompt", "messages")):
-        raise ValueError(f"neither column 'prompt' nor column 'messages'; the row has {', '.join(map(str, columns))}")
-    plain = next((name for name in ("prompt", "question") if columns.get(name) is not None), None)
+    answer = _gold(columns)
+    conversation = "prompt" if isinstance(columns.get("prompt"), list) else "messages"
+    messages = columns.get(conversation)
+    if messages is None and columns.get("prompt") is None:
+        raise ValueError("neither column 'prompt' nor column 'messages'; the row has "
+                         f"{', '.join(map(str, columns))}. tools/convert_gsm8k.py makes such rows of GSM8K's own")
+    plain = next((name for name in ("prompt", "question") if name != conversation and columns.get(name) is not None),
+                 None)
     if plain:
         check_text(columns, plain)
-    messages = columns.get("messages")
     if messages is None:
-        messages = [{"role": "user", "content": columns[plain]}]
-    _check_messages(messages)
-    asked = next((turn["content"] for turn in reversed(messages) if turn["role"] == "user"), "")
+        messages = [{"role": "user", "content": columns["prompt"]}]
+    _check_messages(messages, conversation)
     if plain:
-        prompt = columns["prompt"] if plain == "prompt" else plain_prompt(columns["question"])
-    else:
-        prompt = asked if len(messages) == 1 else None
-    return Row(messages, prompt, columns.get(plain, asked), columns["answer"], columns, where)
+        question = columns[plain]
+        prompt = question if plain == "prompt" else plain_prompt(question)
+        return Row(messages, prompt, question, answer, columns, where)
+    if len(messages) == 1:
+        question = messages[0]["content"]
+        return Row(messages, question, question, answer, columns, where)
+    question = "\n".join(f"{turn['role']}: {turn['content'] or ''}" for turn in messages)
+    return Row(messages, None, question, answer, columns, where)
 
 
-def _check_messages(messages: Any) -> None:
+def _gold(columns: dict[str, Any]) -> str:
+    """The answer of a row as text; ValueError if there is none."""
+    found = {"answer": columns.get("answer")}
+    if isinstance(columns.get("reward_model"), dict):
+        found["reward_model.ground_truth"] = columns["reward_model"].get("ground_truth")
+    found |= {name: columns.get(name) for name in GOLDS}
+    name = next((name for name, value in found.items() if value is not None), None)
+    if name is None:
+        raise ValueError(f"column 'answer' is missing; the row has {', '.join(map(str, columns)) or 'no columns'}. "
+                         f"Known too: reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the "
+                         "reward does not read it")
+    value = found[name]
+    if isinstance(value, Real | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+        return str(int(value)) if value == int(value) else format(Decimal(str(value)), "f")
+    if name == "reward_model.ground_truth" and isinstance(value, list | dict):  # as verl's rewards compare with
+        return json.dumps(value, ensure_ascii=False, default=str)
+    if name == "completion" and isinstance(value, list):
+        _check_turns(value, name)
+        value = value[-1]["content"]
+    check_text({name: value}, name)
+    return value
+
+
+def _check_messages(messages: Any, column: str) -> None:
+    """ValueError unless `messages` are a conversation that the model is to go on with."""
+    _check_turns(messages, column)
+    last = messages[-1]["role"]
+    if last not in BEFORE_AN_ANSWER:
+        raise ValueError(f"column {column!r} ends with a turn of the role {last!r}, which the model would read before "
+                         f"it answers. The last turn is one of {', '.join(BEFORE_AN_ANSWER)}: leave out what follows, "
+                         "and put what is right into the column 'answer'")
+    if all(turn["role"] != "user" for turn in messages):
+        raise ValueError(f"column {column!r}: no turn of the role 'user', so nothing is asked")
+
+
+def _check_turns(messages: Any, column: str) -> None:
     turns = messages if isinstance(messages, list) else []
-    texts = [turn.get(key) for turn in turns if isinstance(turn, dict) for key in ("role", "content")]
-    if not turns or len(texts) != 2 * len(turns) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("column 'messages': expected a list of {role, content}, both of them text, got "
+    if not turns or not all(isinstance(turn, dict) and _is_turn(turn) for turn in turns):
+        raise ValueError(f"column {column!r}: expected a list of {{role, content}}, both of them text, got "
                          f"{str(messages)[:80]}")
     try:
-        "".join(texts).encode()
+        "".join(turn["role"] + (turn["content"] or "") for turn in turns).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"column 'messages': not valid Unicode text ({error.reason})") from None
-    if all(turn["role"] != "user" for turn in turns):
-        raise ValueError("column 'messages': no turn of the role 'user', so nothing is asked")
+        raise ValueError(f"column {column!r}: not valid Unicode text ({error.reason})") from None
+
+
+def _is_turn(turn: dict[str, Any]) -> bool:
+    role, content = turn.get("role"), turn.get("content")
+    says_nothing = content in (None, "") and bool(turn.get("tool_calls")) and "content" in turn
+    return isinstance(role, str) and role != "" and (says_nothing or isinstance(content, str) and content != "")
 
 
 def check_text(row: dict[str, Any], column: str) -> None:
@@ -103,7 +157,8 @@ def check_text(row: dict[str, Any], column: str) -> None:
     if column not in row:
         raise ValueError(f"column {column!r} is missing; the row has {', '.join(map(str, row)) or 'no columns'}")
     if not isinstance(row[column], str) or not row[column].strip():
-        raise ValueError(f"column {column!r}: expected a non-empty string, got {str(row[column])[:80]!r}")
+        kind = type(row[column]).__name__
+        raise ValueError(f"column {column!r}: expected a non-empty string, got {str(row[column])[:80]!r} ({kind})")
     try:
         row[column].encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no file can hold it

@@ -1,9 +1,17 @@
-"""Questions as token ids: the plain form, and a model's own chat template."""
+"""Questions as token ids: the plain form, and a model's own chat template, which may ask for the date."""
+
+import shutil
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.local import evaluate as evaluate_module
+from mindspeed_qerl.local.data import load_data
 from mindspeed_qerl.local.tiny_model import build_tokenizer
+from mindspeed_qerl.runs import directory
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -37,3 +45,43 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, data_dir):
     assert task.dropped == sum(length > lengths[0] for length in lengths) > 0
     with pytest.raises(ConfigError, match="is longer than rl_config.max_prompt_length = 3 tokens"):
         Prompts(path, tokenizer, "plain", 3)
+
+
+DATED = "{{ strftime_now('%Y %d %H') }} {% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
+
+
+def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp_path, monkeypatch):
+    """A run that was started on another day is resumed, and evaluated, with the prompts that it had; with another
+    tokenizer it is refused."""
+    tokenizer.chat_template = DATED
+    tokenizer.save_pretrained(tmp_path / "model")
+    files = {"train": data_dir / "train_chat.parquet", "test": data_dir / "test_chat.parquet"}
+    day = datetime(2026, 7, 26, 23, 59, tzinfo=UTC)
+    monkeypatch.setattr(directory, "_now", lambda: day)
+    run = RunDirectory.create(tmp_path, "run", config={}, command=[], seed=1, data_files=files)
+    recipe = SimpleNamespace(
+        task=SimpleNamespace(train_file=files["train"], test_file=files["test"], prompt="chat"),
+        model=SimpleNamespace(path=str(tmp_path / "model")), sampling=SimpleNamespace(max_prompt_length=96),
+        evaluation=SimpleNamespace(n_problems=None))
+    progress = SimpleNamespace(message=lambda text: None)
+    first = load_data(recipe, run, progress)
+    read = "".join(tokenizer.decode(first.train.prompts[0]).split())
+    assert read.startswith("20262623"), read
+
+    monkeypatch.setattr(directory, "_now", lambda: day + timedelta(days=3))
+    again = load_data(recipe, RunDirectory.open(run.path), progress)
+    assert (again.train.prompts, again.test.prompts) == (first.train.prompts, first.test.prompts)
+
+    asked = []
+    monkeypatch.setattr(evaluate_module, "_merged", lambda *_: ("", 1))
+    monkeypatch.setattr(evaluate_module, "_sampler", lambda *_: lambda prompts, *_: asked.append(prompts) or 1 / 0)
+    what = evaluate_module.Evaluation(model=str(tmp_path / "model"), data=str(files["test"]), run=str(run.path))
+    with pytest.raises(ZeroDivisionError):
+        evaluate_module.evaluate(what, tmp_path / "evaluation", lambda text: None)
+    assert asked == [first.test.prompts]
+
+    shutil.rmtree(tmp_path / "model")
+    tokenizer.chat_template = DATED.replace("%H", "%H 7")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="was started with other prompts, evaluation_prompts. What makes them"):
+        load_data(recipe, RunDirectory.open(run.path), progress)

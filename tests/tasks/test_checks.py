@@ -1,16 +1,23 @@
 """The planted faults of a task's files: each is found, in words; and rows without a fault pass in silence."""
 
+import json
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.local.tiny_model import build_tokenizer
-from mindspeed_qerl.tasks.checks import check_prompts, check_rows
+from mindspeed_qerl.tasks.checks import check_prompts, check_rows, check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
-from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rows import read_rows
+from mindspeed_qerl.tasks.packed import pack_rows
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
+from mindspeed_qerl.tasks.rewards import RewardError
+from mindspeed_qerl.tasks.rows import read_rows, row_of
 
 REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
@@ -56,6 +63,37 @@ def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
     faults, [warning] = check_rows(train + disguised, test, ["gsm8k"], allow_overlap=True)
     assert not faults and warning.startswith(
         "20 of 60 test questions are training questions too") and "allow_overlap = true" in warning
+
+
+def conversation(*contents):
+    roles = ("user", "assistant") if len(contents) % 2 else ("system", "user")
+    turns = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return row_of({"messages": turns, "answer": "4"}, contents[0])
+
+
+def test_conversations_are_compared_from_their_first_turn_on():
+    train = [conversation("2+2?", "5", "Sure?"), conversation("Add.", "2+2?")]
+    other = [conversation("3+1?", "4", "Sure?"), conversation("Multiply.", "2+2?")]
+    assert check_rows(train * 10, other, ["gsm8k"])[0] == [] == check_rows(train + other, [], ["gsm8k"])[1]
+    for row in train:
+        again = conversation(*(turn["content"].upper() for turn in row.messages))
+        assert check_rows(train, [*other, again], ["gsm8k"])[0][0].startswith("1 of 3 test questions are training")
+
+
+class Task(SimpleNamespace):
+    """Of a config: test_file, verifiers, allow_overlap."""
+
+
+def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
+    (tmp_path / "by_level.py").write_text("def reward(completions, level):\n    return level\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with_level, without = {"prompt": "2+2?", "answer": 4, "level": 1}, {"prompt": "3+3?", "answer": 6}
+    for train, test in ((with_level, without), (without, with_level), (None, with_level)):
+        (tmp_path / "test.jsonl").write_text(json.dumps(test) + "\n")
+        task = Task(test_file=tmp_path / "test.jsonl", verifiers=[("by_level:reward", 1.0)], allow_overlap=False)
+        with pytest.raises(RewardError, match="takes 'level', and .* no such column"):
+            check_task(task, train and [row_of(train)])
+    assert check_task(task, [row_of(with_level | {"prompt": "q"})]) == ([], [])
 
 
 def test_repeated_rows_are_counted(rows):
@@ -154,7 +192,89 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(f'{{"messages": {turns}, "answer": "3"}}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:1: its messages are a conversation, which has no plain form"):
         Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError,
-                       match=r"a.jsonl:1: the tokenizer's chat template refuses its messages: roles must alternate"):
+
+
+@pytest.mark.parametrize("template, words", [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+    ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+    ("{{ messages[0].content | shout }}", "No filter named 'shout'"),
+    ("{{ messages.nothing.content }}", "has no attribute 'nothing'"),
+    ("{% for m in messages %}", "Unexpected end of template"),
+    ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    (7, "TypeError"),
+    ({"default": "{{ 1 / 0 }}"}, "ZeroDivisionError"),
+])
+def test_any_error_of_a_template_is_the_templates(tmp_path, tokenizer, template, words):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError) as error:
         Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
+    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:1: the tokenizer's chat template refuses its messages: ")
+    assert words in str(error.value)
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
+    alone = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).prompts
+    tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
+    tokenizer.save_pretrained(tmp_path / "named")
+    assert Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path / "named"), "chat", 96).prompts == alone
+    tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
+    with pytest.raises(ConfigError, match="has the chat templates tool_use, rag, and none called default: give"):
+        Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
+    assert Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96).total == 1
+
+
+@pytest.mark.parametrize("templates", ['[{"template": "a"}]', "[7]", '[["default", "a"]]'])
+def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer, templates):
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": json.loads(templates)}))
+    with pytest.raises(ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "):
+        load_tokenizer(tmp_path)
+
+
+def test_a_templates_date_is_the_one_it_is_told(tmp_path, tokenizer):
+    """Against transformers' own answer, on a day when the clock says so."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
+    tokenizer.chat_template = ("{% if strftime_now is defined %}{{ strftime_now('%d') }} {{ strftime_now('%H') }}"
+                               "{% endif %} {{ messages[0].content }}")
+    started = datetime(2026, 7, 26, 23, 59)
+    then = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=started)
+    assert tokenizer.decode(then.prompts[0]).split()[-1] == "Tom" and tokenizer.decode(then.prompts[0]).replace(
+        " ", "").startswith("2623")
+    with freeze(started):
+        assert then.digest() == Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).digest()
+    later = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=datetime(2026, 7, 27, 23, 59))
+    assert later.digest() != then.digest()
+
+
+@contextmanager
+def freeze(now):
+    """transformers' clock."""
+    from transformers.utils import chat_template_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: now))
+        chat_template_utils._compile_jinja_template.cache_clear()
+        yield
+    chat_template_utils._compile_jinja_template.cache_clear()
+
+
+@pytest.mark.parametrize("form", ["chat", "plain"])
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_row(tmp_path, tokenizer, form):
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n{"prompt": "<extra>Tom", "answer": "3"}\n')
+    size = len(tokenizer)
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {size}}}')
+    Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {size - 1}}}')
+    words = rf"a.jsonl:2: token {size - 1} \('<extra>'\) of its prompt is beyond the vocabulary of {size - 1:,} in"
+    with pytest.raises(ConfigError, match=words):
+        Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
+    with pytest.raises(ConfigError, match=words):
+        pack_rows(read_rows(tmp_path / "a.jsonl"), tmp_path / "out" / "mine", tmp_path)
+    assert not (tmp_path / "out").exists()

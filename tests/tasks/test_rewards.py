@@ -1,9 +1,15 @@
 """Rewards: found by name or import path, called with three lists, and every way to fail is named with its row."""
 
+import asyncio
+import copy
+import runpy
 import subprocess
 import sys
 from decimal import Decimal
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +18,7 @@ import torch
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_reward
-from mindspeed_qerl.tasks.rows import row_of
+from mindspeed_qerl.tasks.rows import Row, row_of
 
 REPO = Path(__file__).resolve().parents[2]
 ROWS = [row_of({"prompt": f"question {i}", "answer": str(i), "level": i}, f"data.jsonl:{i + 1}") for i in range(4)]
@@ -76,7 +82,7 @@ ROW = {i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}',
     (bad_row, (f"raised ZeroDivisionError: division by zero (test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), "
               f"on {ROW[2]}")),
     (together, f", on 4 responses together, and on none of them alone; the first is {ROW[0]}"),
-    (lambda responses, answers: [], f"but 3 were given, on {ROW[0]}"),
+    (lambda responses, answers: [], "takes (responses, answers), and is called as f(responses, answers, rows), "),
     (lambda *_: [0.0] * 3, f"returned 3 scores for 4 responses, and must return one for each; {ROW[3]} has none"),
     (lambda *_: [0.0] * 5, "returned 5 scores for 4 responses, and must return one for each"),
     (lambda *_: [], f"returned 0 scores for 4 responses, and must return one for each; {ROW[0]} has none"),
@@ -104,6 +110,226 @@ def test_long_texts_are_cut_in_the_message():
     with pytest.raises(RewardError) as error:
         call_reward("mine", lambda *_: [None], ["r" * 100_000], [row])
     assert "r" * 197 + "..." in str(error.value) and len(str(error.value)) < 700
+
+
+VERL = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+2?"}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7, "answer": "#### 4"}}
+TRL = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}], "solution": "4"}
+SAID = ["#### 4", "#### 5"]
+
+
+def of_verl(file):
+    """A module of the installed verl, whose package wants more than is installed here."""
+    source = Path(find_spec("verl").origin).parent / "utils" / "reward_score" / file
+    return runpy.run_path(str(source))
+
+
+def judged(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    assert (data_source, extra_info["index"], kwargs) == ("openai/gsm8k", 7, {})
+    return {"score": float(solution_str.endswith(ground_truth)), "acc": 5}
+
+
+async def judged_later(data_source, solution_str, ground_truth, extra_info):
+    return judged(data_source, solution_str, ground_truth, extra_info)
+
+
+def judged_together(data_sources, solution_strs, ground_truths, extra_infos):
+    return [judged(*each) for each in zip(data_sources, solution_strs, ground_truths, extra_infos)]
+
+
+def right(completions, solution, **kwargs):
+    return [float(said[0]["content"] == f"#### {gold}") for said, gold in zip(completions, solution)]
+
+
+async def right_later(prompts, completions, solution):
+    assert all(prompt == TRL["prompt"] for prompt in prompts)
+    return right(completions, solution)
+
+
+def right_with_default(completions, *, solution, trainer_state=None, weight=1.0, log_extra=None):
+    return [weight * each for each in right(completions, solution)]
+
+
+class Right:  # of ms-swift, whose completions are texts
+    def __call__(self, completions, solution, **kwargs):
+        return [float(said == f"#### {gold}") for said, gold in zip(completions, solution)]
+
+
+class RightLater(Right):
+    async def __call__(self, completions, **kwargs):
+        return super().__call__(completions, **kwargs)
+
+
+def by_name(rows, answers, responses):
+    return [float(said == f"#### {gold}") for said, gold in zip(responses, answers)]
+
+
+class JudgedLater:
+    async def __call__(self, solution_str, ground_truth):
+        return float(solution_str.endswith(ground_truth))
+
+
+def by_place(completions, ground_truths, rows):
+    return by_name(rows, ground_truths, completions)
+
+
+class InOurs:
+    def __call__(self, texts, golds, rows):
+        return by_name(rows, golds, texts)
+
+
+@pytest.mark.parametrize("reward, columns", [
+    (judged, VERL), (judged_later, VERL), (judged_together, VERL), (right, TRL), (right_later, TRL),
+    (right_with_default, TRL), (partial(right_with_default, weight=1.0), TRL), (by_name, TRL), (InOurs(), VERL),
+    (JudgedLater(), VERL), (by_place, VERL)])
+def test_a_reward_is_called_by_its_parameters(reward, columns):
+    assert call_reward("mine", reward, SAID, [row_of(columns)] * 2).tolist() == [1, 0]
+
+
+def test_rewards_of_the_libraries_themselves():
+    """Against their own results for what they are given in their own trainers."""
+    from trl.rewards import accuracy_reward, think_format_reward
+
+    texts = [r"\\boxed{4}", "#### 4", "<think>2+2</think>4", "4"]
+    spoken = [[{"role": "assistant", "content": text}] for text in texts]
+    rows = [row_of(TRL)] * 4
+    for reward, given in ((partial(accuracy_reward), accuracy_reward(spoken, ["4"] * 4)),
+                          (think_format_reward, think_format_reward(spoken))):
+        assert call_reward("trl", reward, texts, rows).tolist() == given and set(given) == {0, 1}
+    strict = of_verl("gsm8k.py")["compute_score"]
+    for reward in (strict, partial(strict, method="flexible")):
+        expected = [reward(text, "4") for text in texts]
+        assert call_reward("verl", reward, texts, [row_of(VERL)] * 4).tolist() == expected and any(expected)
+
+
+def test_verls_structured_ground_truth_is_given_as_it_is():
+    row = row_of(VERL | {"reward_model": {"ground_truth": {"target": ["4", "four"]}}})
+    assert row.answer == '{"target": ["4", "four"]}'
+    judged = call_reward("verl", lambda solution_str, ground_truth: solution_str in ground_truth["target"],
+                         ["four", "five"], [row] * 2)
+    assert judged.tolist() == [1, 0]
+
+
+def test_completions_are_texts_where_the_prompt_is():
+    seen = []
+
+    def keep(prompts, completions, **columns):
+        seen.append((prompts, completions, columns))
+        return [0.0] * len(completions)
+
+    call_reward("mine", keep, ["4"], [row_of({"prompt": "2+2?", "answer": 4, "level": 1, "completion": "4"})])
+    assert seen == [(["2+2?"], ["4"], {"answer": [4], "level": [1]})]
+
+
+def test_a_class_is_made_once_and_gets_texts(modules, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orms", SimpleNamespace(Right=Right, RightLater=RightLater,
+                                                                 Bare=Row))
+    for name in ("orms:Right", "orms:RightLater"):
+        assert call_reward(name, load_reward(name), SAID, [row_of(TRL)] * 2).tolist() == [1, 0]
+        assert load_reward(name).__self__ is load_reward(name).__self__
+    with pytest.raises(ConfigError, match=r"Bare in orms is a class, and Bare\(\) failed: TypeError"):
+        load_reward("orms:Bare")
+
+
+@pytest.mark.parametrize("reward, columns, words", [
+    (lambda prompts, responses, answer: [], TRL, "takes (prompts, responses, answer), and is called as f(responses, "),
+    (lambda completion, answer, gold: [], TRL, "takes (completion, answer, gold), and is called as"),
+    (lambda completion_ids, **kwargs: [], TRL, "takes (completion_ids, **kwargs), and is called as"),
+    (lambda *args, **kwargs: [], TRL, "takes (*args, **kwargs), and is called as"),
+    (lambda **kwargs: [], TRL, "takes (**kwargs), and is called as"),
+    (lambda queries, prompts, labels: [], TRL, "takes (queries, prompts, labels), and"),
+    (lambda responses, answers, rows, extra: [], TRL, "takes (responses, answers, rows, extra), and is called as"),
+    (lambda a, b, c, d: [], TRL, "takes (a, b, c, d), and is called as"),
+    (lambda completions, answer: [], TRL, "'answer', and a row has no such column, but prompt, solution. It can take"),
+    (lambda completions, completion_ids, **kwargs: [], TRL, "takes 'completion_ids', and"),
+    (judged, TRL, "takes 'data_source', and a row has no such column"),
+    (judged_together, TRL, "takes 'data_sources', and a row has no such column"),
+])
+def test_what_fits_no_form_is_refused(reward, columns, words):
+    with pytest.raises(RewardError) as error:
+        call_reward("mine", reward, SAID, [row_of(columns)] * 2)
+    assert str(error.value).startswith("verifier 'mine' takes ") and words in str(error.value)
+
+
+def test_a_column_that_a_later_row_lacks_is_found_before_the_start(modules):
+    (modules / "of_level.py").write_text("def reward(completions, level):\n    return [0.0] * len(level)\n")
+    rows = [*ROWS, row_of({"prompt": "q", "answer": "a"}, "data.jsonl:5")]
+    try_reward("of_level:reward", ROWS)
+    with pytest.raises(RewardError, match="takes 'level', and data.jsonl:5 has no such column"):
+        try_reward("of_level:reward", rows)
+
+
+def change(responses, answers, rows):
+    for row in rows:
+        row["reward_model"]["ground_truth"] += "0"
+        row["prompt"][0]["content"] = ""
+    return [float(len({row["reward_model"]["ground_truth"] for row in rows}))] * len(rows)
+
+
+def change_as_verl(solution_str, ground_truth, extra_info):
+    extra_info["index"] += 1
+    return float(extra_info["index"])
+
+
+def change_as_trl(prompts, completions, reward_model, **kwargs):
+    for prompt, gold in zip(prompts, reward_model):
+        gold["ground_truth"] += "0"
+        prompt.append({})
+    return [float(len(prompt) + len(gold["ground_truth"])) for prompt, gold in zip(prompts, reward_model)]
+
+
+@pytest.mark.parametrize("reward", [change, change_as_verl, change_as_trl])
+def test_what_a_reward_changes_no_other_answer_sees(reward):
+    row = row_of(copy.deepcopy(VERL))
+    first = call_reward("mine", reward, ["a"] * 3, [row] * 3)
+    assert len(set(first)) == 1 and call_reward("mine", reward, ["a"] * 3, [row] * 3).tolist() == first.tolist()
+    assert row == row_of(VERL)
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception either."""
+
+
+@pytest.mark.parametrize("error", [SystemExit("usage"), Panic("out of range"), asyncio.CancelledError("late"),
+                                   GeneratorExit()])
+def test_whatever_a_reward_raises_is_its_own(error):
+    def reward(responses, answers, rows):
+        raise error
+
+    with pytest.raises(RewardError, match=f"'mine' raised {type(error).__name__}: {error} .*on row 0"):
+        call_reward("mine", reward, TEXTS, ROWS)
+
+
+def test_an_interrupt_stays_one():
+    pressed = iter([KeyboardInterrupt()])  # once: the reward itself has no fault
+
+    def reward(responses, answers, rows):
+        for interrupt in pressed:
+            raise interrupt
+        return [0.0] * len(rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        call_reward("mine", reward, TEXTS, ROWS)
+
+
+def test_none_of_trl_leaves_a_row_to_the_other_rewards(modules):
+    (modules / "by_task.py").write_text("""
+def even(completions, level, **kwargs):
+    return [None if each % 2 else 1.0 for each in level]
+def ours(responses, answers, rows):
+    return [None] * len(rows)
+def odd(completions, level, **kwargs):
+    return [3.0 if each % 2 else None for each in level]
+""")
+    total, each = score([("by_task:even", 1.0), ("by_task:odd", 2.0)], TEXTS, ROWS)
+    assert total.tolist() == [1, 6, 1, 6] and each["by_task:odd"].tolist() == [0, 3, 0, 3]
+    with pytest.raises(RewardError, match="None, and so no reward at all, for row 1 "):
+        score([("by_task:even", 1.0)], TEXTS, ROWS)
+    with pytest.raises(RewardError, match="'by_task:ours' returned None, which is not a finite number"):
+        score([("gsm8k", 1.0), ("by_task:ours", 1.0)], TEXTS, ROWS)
+    try_reward("by_task:even", ROWS, may_skip=True)
+    with pytest.raises(RewardError, match="returned None, which is not a finite number"):
+        try_reward("by_task:even", ROWS)
 
 
 MODULE = """

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.gsm8k.verifier import canonical_number
-from mindspeed_qerl.tasks.rows import check_text, numbered, numbered_rows
+from mindspeed_qerl.tasks.rows import check_text, numbered, numbered_rows, row_of
 
 SPLITS = ("train", "test")
 
@@ -69,6 +69,8 @@ def steps(solution: str) -> int:
     >>> steps("In May she sold 48/2 = <<48/2=24>>24 clips.\nTogether that is 48+24 = <<48+24=72>>72.\n#### 72")
     2
     """
+    if "####" not in solution:
+        raise ValueError(f"no published solution, whose steps can be counted: {solution[:80]!r}")
     return sum(bool(line.strip()) for line in solution.rpartition("####")[0].splitlines())
 
 
@@ -87,7 +89,16 @@ def _read_split(source: str | Path, split: str, progress: bool) -> list[dict]:
 
 
 def converted(row: dict) -> dict:
-    """The row that training reads of a raw one. ValueError says what is wrong with it."""
+    """The row that training reads of a raw one, or of what verl or TRL make of it: verl keeps it in `extra_info`, and
+    messages stay as they are. ValueError says what is wrong with it."""
+    kept = row.get("extra_info")
+    if isinstance(kept, dict) and {"question", "answer"} <= kept.keys():
+        row = kept
+    if "question" not in row and any(row.get(column) is not None for column in ("prompt", "messages")):
+        made = row_of(row)
+        gold = gold_answer(made.answer) if "####" in made.answer else canonical_number(made.answer)
+        asked = next(turn["content"] for turn in reversed(made.messages) if turn["role"] == "user")
+        return {"messages": made.messages, "question": asked, "answer": gold, "solution": made.answer}
     for column in ("question", "answer"):
         check_text(row, column)
     try:

@@ -167,7 +167,7 @@ def half_written(path, data):
     ("answers change", ValueError,
      r"train row \d+: the tokenizer turns the answer '\d\d' into \[\d+, \d+\] and that back into '\d \d'"),
     ("no directory", FileNotFoundError, "no directory .*nowhere: --tokenizer is the directory"),
-    ("no tokenizer", FileNotFoundError, "has no tokenizer that transformers can read"),
+    ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
     ("disk full", OSError, "disk full"),
     ("foreign field", ValueError, "gsm8k_test_packed_attention_mask_document.idx was not written by this tool"),
 ])
