@@ -91,7 +91,8 @@ def launch(machine: dict, box: Box, script: Path, folder: Path, *arguments: str)
 
 @pytest.mark.parametrize(("box", "script", "config"), [
     (EIGHT, SEVEN, "grpo_qwen25_7b_gsm8k_8npu"),
-    (Box(dies=8, without=("ip",), etc={"hccn.conf": HCCN}, address="10.0.0.1"), TWO_NODES, "grpo_qwen3_30b_a3b_gsm8k_2x8npu")],
+    (Box(dies=8, without=("ip",), etc={"hccn.conf": HCCN}, address="10.0.0.1"), TWO_NODES,
+     "grpo_qwen3_30b_a3b_gsm8k_2x8npu")],
     ids=["8", "2x8 without ip"])
 def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     """With the constructs of CANN's and NNAL's own set_env.sh, whose environment arrives; and no word of preflight."""
@@ -123,8 +124,8 @@ def test_when_nobody_watches_the_nodes_any_more_the_launcher_says_so(machine, tm
                 "NODE_ADDR": "10.0.0.1", "RAY_AUTH_TOKEN_PATH": str(token), "SAID": str(said),
                 "TRAINING": 'until grep -q "are watched no longer" $SAID; do :; done; exit 5'}
     with said.open("w") as output:
-        launcher = start(Box(dies=8, address="10.0.0.1"), ["bash", str(TWO_NODES)], tmp_path / "box", machine, stdout=output,
-                         stderr=output)
+        launcher = start(Box(dies=8, address="10.0.0.1"), ["bash", str(TWO_NODES)], tmp_path / "box", machine,
+                         stdout=output, stderr=output)
     try:
         assert launcher.wait(timeout=60) == 5
     finally:
