@@ -266,7 +266,7 @@ def _ports_of_ray(machine: Machine, case: Case) -> dict[str, range]:
 def _hccl(machine: Machine, case: Case, variable: str, spans: str, ours: list[int],
           theirs: Mapping[str, range]) -> Check:
     words = spans.replace("-", " to ").replace(",", " and ")
-    fix = f"export {variable}=..., on every node    # other ports"
+    fix = f"export {variable}=..., on every node    # other ports; or RAY_PORT"
     both = [f"{', '.join(map(str, common))} {'is' if len(common) == 1 else 'are'} {what} too"
             for what, other in theirs.items() if (common := [port for port in ours if port in other])]
     if both:

@@ -126,13 +126,13 @@ def dies(table: str) -> list[Die]:
             above = _named(titles["NPU"], cells)
         else:
             below = _named(titles["Chip"], cells)
-            number = below.get("Phy-ID") or below.get("Device") or above["NPU"]
+            card, chip = above.get("NPU", ""), below.get("Chip", "")
+            number = below.get("Phy-ID") or below.get("Device") or card
             usages = [below.get("HBM-Usage", ""), below.get("Memory-Usage", "")]
             told = [usage for usage in usages if re.fullmatch(r"\d+/0*[1-9]\d*", usage)]
             used, total = map(int, told[0].split("/")) if told else (None, None)
-            if number.isdecimal():
-                found.append(Die(int(above["NPU"]), int(below["Chip"]), int(number), above.get("Health", ""), used,
-                                 total))
+            if all(each.isdecimal() for each in (card, chip, number)):
+                found.append(Die(int(card), int(chip), int(number), above.get("Health", ""), used, total))
             above = {}
     return found
 
@@ -155,7 +155,8 @@ def processes(table: str) -> dict[int, list[str]] | None:
             place = row.get("NPU", ""), row.get("Chip", "0")
             if place in numbers:
                 name, memory = row.get("Process name") or "a process", row.get("Process memory", "NA")
-                found.setdefault(numbers[place], []).append(f"{name} (process {row['Process id']}, {memory} MB)")
+                pid = row.get("Process id", "NA")
+                found.setdefault(numbers[place], []).append(f"{name} (process {pid}, {memory} MB)")
     return found if titles else None
 
 

@@ -1179,6 +1179,20 @@ def test_forms_of_npu_smi(form):
     assert processes(table) == (None if held is None else {die[2]: held} if held else {})
 
 
+def test_no_form_of_npu_smi_breaks_the_preflight():
+    """Columns and rows taken away, one at a time, from every form: what is left is read, or not."""
+    for table, *_ in FORMS.values():
+        lines = table.splitlines()
+        for number, line in enumerate(lines):
+            cells = line.split("|")
+            for place in range(len(cells)):
+                fewer = "|".join(cells[:place] + cells[place + 1:])
+                changed = "\n".join([*lines[:number], fewer, *lines[number + 1:]])
+                dies(changed), processes(changed)
+        for title in re.findall(r"[A-Z][\w-]+", table):
+            dies(table.replace(title, "")), processes(table.replace(title, ""))
+
+
 @pytest.mark.parametrize(("words", "state", "found"), [
     (["ok"] * 16, PASSED, "16 dies, all healthy"), (["正常"] * 16, PASSED, "16 dies, all healthy"),
     (["Warning"] * 16, WARNING, "16 dies; of 16 the health is 'Warning'"),
