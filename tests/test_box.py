@@ -91,13 +91,14 @@ def launch(machine: dict, box: Box, script: Path, folder: Path, *arguments: str)
 
 @pytest.mark.parametrize(("box", "script", "config"), [
     (EIGHT, SEVEN, "grpo_qwen25_7b_gsm8k_8npu"),
-    (Box(dies=8, without=("ip",), etc={"hccn.conf": HCCN}), TWO_NODES, "grpo_qwen3_30b_a3b_gsm8k_2x8npu")],
+    (Box(dies=8, without=("ip",), etc={"hccn.conf": HCCN}, address="10.0.0.1"), TWO_NODES,
+     "grpo_qwen3_30b_a3b_gsm8k_2x8npu")],
     ids=["8", "2x8 without ip"])
 def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     """With the constructs of CANN's and NNAL's own set_env.sh, whose environment arrives; and no word of preflight."""
     token = tmp_path / "token"
     token.touch()
-    machine |= {**prepare(config, tmp_path, 2 if "2x8" in config else 1), "NODE_ADDR": "127.0.0.1",
+    machine |= {**prepare(config, tmp_path, 2 if "2x8" in config else 1), "NODE_ADDR": "10.0.0.1",
                 "ONE_NODE": str(int("2x8" not in config)), "RAY_AUTH_TOKEN_PATH": str(token),
                 "TRAINING": "until ((ONE_NODE)) || grep -q -e --watch $RECORD; do :; done; "
                             "echo $ATB_HOME_PATH, $ASCEND_OPP_PATH, $HCCL_SOCKET_IFNAME, $LD_PRELOAD; umask"}
@@ -120,11 +121,11 @@ def test_when_nobody_watches_the_nodes_any_more_the_launcher_says_so(machine, tm
     said, token = tmp_path / "said", tmp_path / "token"
     token.touch()
     machine |= {**prepare("grpo_qwen3_30b_a3b_gsm8k_2x8npu", tmp_path, 2), "NO_PREFLIGHT": "1", "WATCH": "ls /nowhere",
-                "NODE_ADDR": "127.0.0.1", "RAY_AUTH_TOKEN_PATH": str(token), "SAID": str(said),
+                "NODE_ADDR": "10.0.0.1", "RAY_AUTH_TOKEN_PATH": str(token), "SAID": str(said),
                 "TRAINING": 'until grep -q "are watched no longer" $SAID; do :; done; exit 5'}
     with said.open("w") as output:
-        launcher = start(Box(dies=8), ["bash", str(TWO_NODES)], tmp_path / "box", machine, stdout=output,
-                         stderr=output)
+        launcher = start(Box(dies=8, address="10.0.0.1"), ["bash", str(TWO_NODES)], tmp_path / "box", machine,
+                         stdout=output, stderr=output)
     try:
         assert launcher.wait(timeout=60) == 5
     finally:

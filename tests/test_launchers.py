@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mindspeed_qerl.preflight.host import RAY_PORT, WORKERS
 from tests.fake_box.page import seen
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +148,7 @@ def test_dry_run_shows_everything_and_runs_nothing(script, dry_run):
     assert order == sorted(order)
     ray = shown[first.index(["ray", "start"])]
     assert f'--resources={{"NPU": {npus // nodes}}}' in ray
+    assert {f"--min-worker-port={WORKERS[0]}", f"--max-worker-port={WORKERS[-1]}", f"--port={RAY_PORT}"} <= {*ray}
     assert "--include-dashboard=false" in ray and "--dashboard-host=127.0.0.1" in ray
     assert f"--node-ip-address={'10.0.0.1' if nodes == 2 else '127.0.0.1'}" in ray
     assert f"--num-cpus={npus * 4 + 2 + 10}" in ray  # upstream's bundles, two tasks, the transfer dock
@@ -212,6 +214,34 @@ ONE_NODE, TWO_NODES = FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh", FOLDER / "
 def test_variables_that_cannot_be(script, name, value, rule, machine):
     said = refused({**machine, "NODE_ADDR": "10.0.0.2", "MASTER_ADDR": "10.0.0.1", name: value}, script, "--dry-run")
     assert said.startswith(f"launch: {name}={value} must be") and rule in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("variables", "said"), [
+    ({"NODE_ADDR": "fd00::5"}, "error: NODE_ADDR=fd00::5 must be an IPv4 address"),
+    ({"NODE_ADDR": "127.0.0.1"}, "error: NODE_ADDR=127.0.0.1 is this machine's own"),
+    ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1:6380"}, "error: MASTER_ADDR=10.0.0.1:6380 must be an IPv4 address"),
+    ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.2"}, "launch: NODE_ADDR=10.0.0.2 is MASTER_ADDR"),
+    ({"RAY_ADDRESS": "ray://10.0.0.1:1"}, "error: RAY_ADDRESS='ray://10.0.0.1:1' is none that a run can join")])
+def test_addresses_that_cannot_be(variables, said, machine):
+    refusal = refused({**machine, "NODE_ADDR": "10.0.0.2", **variables}, TWO_NODES, "--dry-run")
+    assert refusal.startswith(said) and len(refusal.splitlines()) == 1
+
+
+def test_ray_of_its_own_by_its_address(machine):
+    shown = commands(launch({**machine, "RAY_ADDRESS": "local"}, ONE_NODE, "--dry-run"))
+    assert any(command[:2] == ["ray", "start"] for command in shown)
+
+
+def test_a_node_tells_the_commit_of_a_path_of_any_kind(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    from wait_for_npus import look_here
+
+    root = tmp_path / "it's; touch x"
+    root.mkdir()
+    assert look_here(str(root))[0] == "no commit"
+    for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+    assert re.fullmatch(r"commit [0-9a-f]{7,}", look_here(str(root))[0])
 
 
 @pytest.mark.parametrize("port", ["1024", "65534"])

@@ -1,11 +1,12 @@
 """What launch.sh needs of a config and of this machine's network, checked, as assignments for its shell:
-python facts.py --config-name NAME [--nodes N] [--address ADDRESS] [key=value ...]
+python facts.py --config-name NAME [--nodes N] [--address ADDRESS] [--master ADDRESS] [key=value ...]
 
-exit status: 0, or 2 for a config that cannot be launched, whose layout cannot exist, or whose base weights would be
-converted into the folder of another layout
+exit status: 0, or 2 for an address that cannot be one, a config that cannot be launched, whose layout cannot exist, or
+whose base weights would be converted into the folder of another layout
 """
 
 import argparse
+import os
 import shlex
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import Case, case_of
 from mindspeed_qerl.preflight.files import conversion
+from mindspeed_qerl.preflight.network import fault_of_address, fault_of_ray_address
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 
@@ -40,9 +42,11 @@ def main() -> int:
     parser.add_argument("--config-name", required=True)
     parser.add_argument("--nodes", type=int, default=1, help="nodes that share the NPUs equally")
     parser.add_argument("--address", default="127.0.0.1", help="of this node; its interface is looked up")
+    parser.add_argument("--master", default="127.0.0.1", help="address of node 0")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     try:
+        check_addresses(args)
         facts, words = read(args.config_name, args.nodes, args.overrides)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,6 +55,16 @@ def main() -> int:
         print(f"{name}={shlex.quote(str(value))}")
     print(f"conversion=({shlex.join(words)})")
     return 0
+
+
+def check_addresses(args: argparse.Namespace) -> None:
+    """ConfigError unless nodes can have these addresses, and Ray be joined at RAY_ADDRESS."""
+    ray = os.environ.get("RAY_ADDRESS", "")
+    faults = [fault_of_address("NODE_ADDR", args.address, args.nodes),
+              fault_of_address("MASTER_ADDR", args.master, args.nodes),
+              f"RAY_ADDRESS={fault}" if ray not in ("", "auto") and (fault := fault_of_ray_address(ray)) else ""]
+    if any(faults):
+        raise ConfigError(next(filter(None, faults)))
 
 
 def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -105,6 +105,7 @@ case ${TRUST_REMOTE_CODE:-false} in
     *) fail "TRUST_REMOTE_CODE=$TRUST_REMOTE_CODE must be true or false" 2 ;;
 esac
 
+[[ ${RAY_ADDRESS:-} != local ]] || unset RAY_ADDRESS  # a Ray of the run's own, which is started here
 NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} RAY_PORT=${RAY_PORT:-6380} NODE_TIMEOUT=${NODE_TIMEOUT:-600}
 BOX_LOCK=${BOX_LOCK-/tmp/mindspeed_qerl.lock} BOX_WAIT=${BOX_WAIT:-0} STOP_TIMEOUT=${STOP_TIMEOUT:-60}
 check_number NODES 1 9999 "on how many nodes the launcher is started; leave it out for the launcher's own number"
@@ -143,6 +144,7 @@ elif ((NODE_RANK == 0)); then
     MASTER_ADDR=$NODE_ADDR
 else
     [[ -n ${NODE_ADDR:-} && -n ${MASTER_ADDR:-} ]] || fail "set MASTER_ADDR to node 0's address and NODE_ADDR to this node's" 2
+    [[ $NODE_ADDR != "$MASTER_ADDR" ]] || fail "NODE_ADDR=$NODE_ADDR is MASTER_ADDR, node 0's address: set it to this node's own" 2
 fi
 
 if ! $dry_run; then
@@ -157,7 +159,7 @@ trap 'interrupted SIGHUP 129' HUP
 # What the config asks for, as assignments to these; stops here if it cannot be launched, such as for a layout that cannot exist.
 npus='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=() interface='' interfaces=''
 facts=$(mktemp)
-attend 'the config is read' "$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" --address "$NODE_ADDR" \
+attend 'the config is read' "$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" --address "$NODE_ADDR" --master "$MASTER_ADDR" \
     ${overrides[@]+"${overrides[@]}"} > "$facts"
 # shellcheck source=/dev/null
 source "$facts"
@@ -202,7 +204,7 @@ fi
 
 # Before the preflight, which looks at what is set.
 if [[ -n ${RAY_ADDRESS:-} ]]; then
-    if [[ $RAY_ADDRESS =~ ^([^:/]+):([0-9]+)$ ]] && ! $dry_run && ! listens "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"; then
+    if [[ $RAY_ADDRESS =~ ^\[?([^]/]+)]?:([0-9]+)$ ]] && ! $dry_run && ! listens "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"; then
         fail "nobody answers at RAY_ADDRESS=$RAY_ADDRESS: \`unset RAY_ADDRESS\` for a Ray of this run's own, or start that one"
     fi
 elif ((NODES == 1)); then

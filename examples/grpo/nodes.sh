@@ -28,7 +28,7 @@ serve() {
         if ((began && SECONDS - began > 20)); then
             began=0
             grep -q 'runtime started' "$scratch/ray.log" || say "this node's Ray has not joined that of $MASTER_ADDR:$RAY_PORT after 20 s, \
-though that one answers: both need the same token (sha256sum $RAY_AUTH_TOKEN_PATH, on both) and the same version of Ray"
+though that one answers: both need the same token (sha256sum $(printf %q "$RAY_AUTH_TOKEN_PATH"), on both) and the same version of Ray"
         fi
         if ! kill -0 "$ray" 2> /dev/null; then
             cat "$scratch/ray.log" >&2

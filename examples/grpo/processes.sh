@@ -148,7 +148,7 @@ own_box() {
         (umask 0 && set -C && : > "$BOX_LOCK") 2> /dev/null || [[ -e $BOX_LOCK ]] || fail "BOX_LOCK=$BOX_LOCK cannot be made: name a file \
 that can, on a disk that all who use these NPUs see; empty for no lock" 2
     fi
-    { exec {lock}< "$BOX_LOCK"; } 2> /dev/null || fail "BOX_LOCK=$BOX_LOCK cannot be read: chmod a+rw $BOX_LOCK, or name another file" 2
+    { exec {lock}< "$BOX_LOCK"; } 2> /dev/null || fail "BOX_LOCK=$BOX_LOCK cannot be read: chmod a+rw $(printf %q "$BOX_LOCK"), or name another file" 2
     if ! flock --nonblock "$1" "$lock"; then
         ((BOX_WAIT)) || fail "$(holder)"
         printf '%s\n' "launch: $(holder). Waiting, at most $BOX_WAIT s"

@@ -138,8 +138,11 @@ def look_here(root: str) -> tuple[str, str, float]:
     import time
     from pathlib import Path
 
-    git = subprocess.run(f"git -C '{root}' rev-parse --short HEAD", shell=True, check=False, capture_output=True,
-                         text=True).stdout.strip()
+    try:
+        git = subprocess.run(["git", "-C", root, "rev-parse", "--short", "HEAD"], check=False, capture_output=True,
+                             text=True).stdout.strip()
+    except OSError:  # there is none
+        git = ""
     files = sorted(Path(root, "mindspeed_qerl").rglob("*.py"))
     code = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:12]
     return f"commit {git}" if git else "no commit", code if files else "none", time.time()

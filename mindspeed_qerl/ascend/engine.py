@@ -101,6 +101,9 @@ def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
         private_ray.start(runtime_env=runtime_env, num_cpus=needed_cpus(recipe),
                           resources={"NPU": recipe.layout.world})
         return
+    if os.environ.get("RAY_ADDRESS") == "local":  # Ray's own reading of it listens on every interface
+        private_ray.start(runtime_env=runtime_env)
+        return
     try:
         ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False, logging_level="ERROR")
     except ConnectionError:

@@ -40,7 +40,7 @@ from mindspeed_qerl.preflight.host import (
 )
 from mindspeed_qerl.preflight.imports import LIMIT, imports
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.network import between_nodes, host_name
+from mindspeed_qerl.preflight.network import addresses, between_nodes, host_name
 from mindspeed_qerl.preflight.npus import NO_NPU, npus, see_npus
 from mindspeed_qerl.preflight.software import environment, sources, versions, vllm_ascend
 from mindspeed_qerl.preflight.variables import variables
@@ -49,7 +49,7 @@ STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "dim"
 GROUPS = {
     "NPUs": (npus,),
     "host": (cpus, cpuset, host_memory, open_files, threads, user, shared_memory, ray_disk, disk, ports, host_name,
-             between_nodes, panic_on_oom, jemalloc, cann, helpers, operators),
+             addresses, between_nodes, panic_on_oom, jemalloc, cann, helpers, operators),
     "environment": (environment, variables),
     "versions": (versions, sources, vllm_ascend, imports),
     "config": (config, layout_rules, memory),

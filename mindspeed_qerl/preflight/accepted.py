@@ -12,7 +12,9 @@ KEY = "run.accepted_checks"
 # config, shape, layout and upstream's sources.
 NAMES = (
     "npu-smi", "/dev/davinci*", "CANN", "ASCEND_RT_VISIBLE_DEVICES", "Ray", "dies of a node", "CPUs",
-    "run.root", "/tmp", "disk for the run", "disk for the base", "host memory", "memory to convert", "ports of HCCL",
+    "run.root", "/tmp", "disk for the run", "disk for the base", "disk for the data",
+    "host memory", "memory to convert",
+    "ports of HCCL", "ports of Ray", "NODE_ADDR", "MASTER_ADDR",
     "CANN's paths", "CANN's version", "NNAL", "driver", "Megatron's helpers", "MindSpeed's operators",
     "VLLM_ASCEND_ENABLE_NZ", "VLLM_USE_V1", "VLLM_VERSION",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mindspeed_qerl.ascend.imports import SOURCE
 from mindspeed_qerl.emulation import CANN_VERSIONS
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, needs
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, needs, quoted
 from mindspeed_qerl.preflight.machine import Machine
 
 # MindSpeed README.md:52 and docs/features/moe-token-permute-and-unpermute.md:22 at the pin. vllm-ascend asks for
@@ -28,7 +28,7 @@ def cann(machine: Machine, case: Case) -> Iterator[Check]:
                     f"unset ASCEND_HOME_PATH && {SOURCE}")
     elif not acl:
         yield Check("CANN's paths", FAILED, "the module acl is not on PYTHONPATH; was it replaced, not added to?",
-                    f"export PYTHONPATH=$PYTHONPATH:{home}/python/site-packages")
+                    f"export PYTHONPATH=$PYTHONPATH:{quoted(home)}/python/site-packages")
     else:
         yield Check("CANN's paths", PASSED, f"ASCEND_HOME_PATH={home}, acl is importable")
         yield cann_version(machine, home)

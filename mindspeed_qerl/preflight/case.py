@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,10 @@ from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, read
 from mindspeed_qerl.recipe.types import Recipe
 
 PASSED, WARNING, FAILED, SKIPPED, ACCEPTED = "passed", "warning", "failed", "skipped", "accepted"
+# Words of npu-smi for a die's health, in lower case. Its Warning is a minor alarm: the die works.
+HEALTHY = ("ok", "normal", "正常")
+SICK = ("alarm", "critical", "unknown", "fault", "abnormal", "offline",
+        "告警", "重要告警", "紧急告警", "异常", "故障", "离线")
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,23 @@ class Check:
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB."""
+    """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB, None if not told."""
 
     card: int
     chip: int
     number: int
     health: str
-    used: int
-    total: int
+    used: int | None
+    total: int | None
+
+    @property
+    def healthy(self) -> bool:
+        return self.health.lower() in HEALTHY
+
+    @property
+    def sick(self) -> bool:
+        """Not the opposite of healthy: of other words neither is known."""
+        return self.health.lower() in SICK
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,8 @@ class Seen:
     """How many NPUs each part of the machine sees: a number, or a sentence why it could not be asked."""
 
     smi: list[Die] | str = "not asked"  # at least one
-    held: Mapping[int, list[str]] = field(default_factory=dict)  # number of a die -> processes by npu-smi, in words
+    # number of a die -> processes by npu-smi, in words; None if it does not tell them
+    held: Mapping[int, list[str]] | None = field(default_factory=dict)
     closed: tuple[str, ...] = ()  # device nodes that cannot be opened, and why
     driver: str | None = None  # its version by npu-smi
     mapped: tuple[int, ...] = ()  # the numbers of /dev/davinci*
@@ -62,6 +77,16 @@ class Seen:
     @property
     def any(self) -> bool:
         return bool(self.davinci or isinstance(self.smi, list) or isinstance(self.cann, int) and self.cann)
+
+    def taken(self, count: int) -> list[Die]:
+        """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other numbers than
+        /dev/davinci* (a container whose nodes have new names) the first of its list, or all if it lists more."""
+        if not isinstance(self.smi, list):
+            return []
+        numbers, mapped = {die.number for die in self.smi}, set(self.mapped)
+        if mapped and (numbers <= mapped or mapped <= numbers):
+            return [die for die in self.smi if die.number in self.mapped[:count]]
+        return self.smi if 0 < len(mapped) < len(self.smi) else self.smi[:count]
 
     @property
     def listed(self) -> int | None:
@@ -158,6 +183,15 @@ def plain(name: str) -> str:
     ('canns-version', 'dev-davinci')
     """
     return "-".join(re.findall(r"[a-z0-9._]+", name.lower().replace("'", "")))
+
+
+def quoted(path: object) -> str:
+    """A path as it is typed in a command.
+
+    >>> quoted("/data/my models")
+    "'/data/my models'"
+    """
+    return shlex.quote(str(path))
 
 
 def gigabytes(size: float) -> str:

@@ -62,8 +62,8 @@ def memory(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check("memory of an NPU", SKIPPED, "no legal layout to estimate")
         return
     full = settings_of(case.recipe)
-    smallest = min([full.memory_gb, *(die.total * 2**20 / 1e9 for die in case.seen.smi)]
-                   if isinstance(case.seen.smi, list) else [full.memory_gb])
+    dies = case.seen.smi if isinstance(case.seen.smi, list) else []
+    smallest = min([full.memory_gb, *(die.total * 2**20 / 1e9 for die in dies if die.total)])
     held = estimate(case.plan, replace(full, memory_gb=smallest))
     small = smallest < full.memory_gb  # a 910B4, a slice
     of = f" --memory-gb {smallest:.0f}    #" if small else "    #"

@@ -13,7 +13,7 @@ from mindspeed_qerl.files import TRACKER, rank_folder
 from mindspeed_qerl.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import BF16, training_weights
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, quoted
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.tasks.checks import check_rows, normalised
@@ -31,7 +31,8 @@ def training_data(machine: Machine, case: Case) -> Iterator[Check]:
     if not case.upstream:
         yield _converted("training rows", task.train_file)
         return
-    fix = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(task.data_path).parent} --format "
+    folder = quoted(Path(task.data_path).parent)
+    fix = (f"python tools/convert_gsm8k.py --input openai/gsm8k --output {folder} --format "
            f"mindspeed --tokenizer {Path(case.recipe.model.path)} --max-prompt-length {limit}")
     try:
         lengths, tokens = read_packed(f"{task.data_path}_packed_input_ids_document")
@@ -137,7 +138,7 @@ def _converted(name: str, file: str) -> Check:
         rows = read_rows(file)
     except (OSError, ValueError) as error:
         return Check(name, FAILED, _unreadable(error, file),
-                     f"python tools/convert_gsm8k.py --input openai/gsm8k --output {Path(file).parent}")
+                     f"python tools/convert_gsm8k.py --input openai/gsm8k --output {quoted(Path(file).parent)}")
     return Check(name, PASSED, f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
 
 
@@ -206,7 +207,7 @@ def _base(case: Case, load: str, layout: Layout) -> Check:
                      f"{fix}\nA directory holds one layout: for two, give actor_config.load a name of its own")
     if pointers := [path.parent.name for path in files.values() if is_pointer(path)]:
         return Check("base weights", FAILED, f"{len(pointers)} of {len(files)} files are pointers of git-lfs, not "
-                     "weights", f"(cd {load} && git lfs pull)")
+                     "weights", f"(cd {quoted(load)} && git lfs pull)")
     if cut := sorted(name for name, path in files.items() if not is_zipfile(path)):
         return Check("base weights", FAILED,
                      f"{cut[0]}/model_optim_rng.pt is not whole: a conversion or copy that was interrupted", fix)

@@ -1,5 +1,6 @@
 """The host: CPUs, limits, memory, disk, ports."""
 
+import itertools
 import multiprocessing
 import re
 import sys
@@ -17,7 +18,7 @@ from mindspeed_qerl.layout.memory import (
     settings_of,
     training_weights,
 )
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, gigabytes, needs, quoted
 from mindspeed_qerl.preflight.machine import Machine
 
 OPEN_FILES = 32768  # MindSpeed-RL examples/grpo/*.sh
@@ -29,6 +30,9 @@ THREADS, THREADS_OF_A_CPU = 300, 16  # of a rank's process, and of Ray's for eac
 CPUS_OF_A_DIE = 5  # vllm-ascend's own binding asks for as many (issue 6966)
 PORTS = range(1024, 65536)
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
+RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples/grpo/launch.sh)
+AGENT = range(52365, 52366)  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
+FEW = 1000  # ports that a run's workers take at most, of the first that Ray has for them (docs/preflight.md)
 
 
 def cpus(machine: Machine, case: Case) -> Iterator[Check]:
@@ -153,14 +157,24 @@ def ray_disk(machine: Machine, case: Case) -> Iterator[Check]:
 def disk(machine: Machine, case: Case) -> Iterator[Check]:
     """Room for the run's checkpoints and, while it is missing, for the converted base. Sizes are computed: 2 bytes a
     weight, and 12 of AdamW for each one that is trained, in every rank's file."""
-    run, load, plan = case.recipe.run, case.recipe.model.load, case.plan
+    run, load, plan, task = case.recipe.run, case.recipe.model.load, case.plan, case.recipe.task
     if not machine.writable(run.root):
         yield Check("run.root", FAILED, f"run.root = {run.root} cannot be written: the run directory is made in it",
                     "run.root=DIR    # an override of the config")
+    for key, file in (("task.test_file", task.test_file),
+                      ("megatron_training.data_path", f"{task.data_path}_packed_input_ids_document.bin")):
+        if case.upstream and not Path(file).is_file() and not machine.writable(Path(file).parent):
+            yield Check("disk for the data", FAILED, f"{key} is not there, and {Path(file).parent}, into which it is "
+                        "converted, cannot be written", "export DATA=DIR    # where it can")
+            break
+    base_is_made = case.upstream and load and not (Path(load) / TRACKER).is_file()
+    if base_is_made and not machine.writable(load):
+        yield Check("disk for the base", FAILED, f"actor_config.load = {load} cannot be written: the base weights are "
+                    "converted into it", "actor_config.load=DIR    # an override of the config")
     free = machine.disk_free(run.root)
     if not case.upstream:
         yield Check("disk for the run", PASSED if free > 10**9 else WARNING, f"{gigabytes(free)} free for {run.root}",
-                    "" if free > 10**9 else f"df -h {run.root}")
+                    "" if free > 10**9 else f"df -h {quoted(run.root)}")
         return
     if not case.legal:
         yield Check("disk for the run", SKIPPED,
@@ -175,7 +189,7 @@ def disk(machine: Machine, case: Case) -> Iterator[Check]:
                 max(1, run.train_iters // (run.save_interval or run.train_iters)),
                 f"run.root=DIR, or megatron_training.save_interval above {run.save_interval}    # overrides of the "
                 "config")
-    if load and not (Path(load) / TRACKER).is_file():
+    if base_is_made and machine.writable(load):
         yield _room("disk for the base", load, machine.disk_free(load), 2 * base, 1,
                     "actor_config.load=DIR    # an override of the config")
 
@@ -189,44 +203,110 @@ def _room(name: str, place: str, free: int, one: int, number: int, fix: str) -> 
 
 @needs("on_npus", "ports", "no HCCL, and a Ray of the run's own on free ports")
 def ports(machine: Machine, case: Case) -> Iterator[Check]:
+    """The ports that the run is told to listen on, against those that are taken now, those that the kernel may draw,
+    and each other. All others of a run are the kernel's draw: Ray's own, upstream's MASTER_PORT, its ZMQ server's."""
+    theirs = _ports_of_ray(machine, case)
+    try:
+        ours = _ports_of_hccl(machine, case)
+    except ValueError as error:
+        variable = str(error).partition("=")[0]
+        yield Check("ports of HCCL", FAILED, str(error), f"unset {variable}")
+    else:
+        yield _hccl(machine, case, *ours, theirs)
+    yield _ray(machine, case, theirs)
+
+
+def _ports_of_hccl(machine: Machine, case: Case) -> tuple[str, str, list[int]]:
     """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on, by the number of its die (vllm-ascend pull request
-    12318); Ray's head and dashboard have fixed ones."""
-    numbers = sorted({*range(case.npus_here), *case.seen.mapped[:case.npus_here]})
-    given, last_base = machine.environment.get("HCCL_IF_BASE_PORT"), PORTS[-1] - numbers[-1]
-    text = given or npu_environment()["HCCL_IF_BASE_PORT"]
+    12318), or somewhere in HCCL_HOST_SOCKET_PORT_RANGE: which variable, "12345-12360", and these ports. ValueError if
+    there are no such ports."""
+    shell = machine.environment
+    given = shell.get("HCCL_HOST_SOCKET_PORT_RANGE", "").replace(" ", "")
+    if given == "auto":
+        return "HCCL_HOST_SOCKET_PORT_RANGE", given, []
+    if given:
+        spans = [re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part) for part in given.split(",")]
+        found = [port for span in spans if span for port in range(int(span[1]), int(span[2] or span[1]) + 1)]
+        if not all(spans) or not found or min(found) < PORTS[0] or max(found) > PORTS[-1]:
+            raise ValueError(f"HCCL_HOST_SOCKET_PORT_RANGE={given} must be auto, or ports and ranges of them, such as "
+                             f"60000-60050, from {PORTS[0]} to {PORTS[-1]}")
+        if len(found) < case.npus_here:
+            raise ValueError(f"HCCL_HOST_SOCKET_PORT_RANGE={given} has fewer ports than the {case.npus_here} ranks")
+        return "HCCL_HOST_SOCKET_PORT_RANGE", given, found
+    dies = case.seen.mapped[:case.npus_here], [die.number for die in case.seen.taken(case.npus_here)]
+    numbers = sorted({*range(case.npus_here), *dies[0], *dies[1]})
+    text = shell.get("HCCL_IF_BASE_PORT") or npu_environment()["HCCL_IF_BASE_PORT"]
     base = int(text) if re.fullmatch(r"\d{1,9}", text) else 0
-    last = base + numbers[-1]
-    if not PORTS[0] <= base <= last_base:
-        yield Check("ports of HCCL", FAILED, f"HCCL_IF_BASE_PORT={given} must be a whole number from {PORTS[0]} to "
-                    f"{last_base}: each of the {case.npus_here} ranks has the next port", "unset HCCL_IF_BASE_PORT")
-    elif taken := [str(base + number) for number in numbers if not machine.port_free(base + number)]:
-        yield Check("ports of HCCL", FAILED, f"{base} to {last}: {', '.join(taken)} taken",
-                    f"ss -ltnp '( sport >= :{base} and sport <= :{last} )'    # whose?\nor export "
-                    "HCCL_IF_BASE_PORT=N, on every node")
-    elif drawn := _drawn_ports(machine, base, last):
-        yield Check("ports of HCCL", WARNING, f"{base} to {last} are free, and inside net.ipv4.ip_local_port_range = "
-                    f"{drawn}: any connection of this machine may draw one of them before HCCL listens",
-                    f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{last}")
+    last = PORTS[-1] - numbers[-1]
+    if not PORTS[0] <= base <= last:
+        raise ValueError(f"HCCL_IF_BASE_PORT={text} must be a whole number from {PORTS[0]} to {last}: each of the "
+                         f"{case.npus_here} ranks has the next port")
+    return "HCCL_IF_BASE_PORT", f"{base}-{base + numbers[-1]}", [base + number for number in numbers]
+
+
+def _ports_of_ray(machine: Machine, case: Case) -> dict[str, range]:
+    """The ports that Ray is told to take: the launcher's, or the workers' of the one that runs here. What else that
+    one has is taken already."""
+    if case.own_ray:
+        text = machine.environment.get("RAY_PORT") or str(RAY_PORT)
+        port = int(text) if re.fullmatch(r"\d{1,5}", text) else RAY_PORT  # the launcher refuses others
+        found = {f"Ray's head (RAY_PORT={port})": range(port, port + 1),
+                 "Ray's client server (RAY_PORT + 1)": range(port + 1, port + 2),
+                 "Ray's workers": WORKERS, "Ray's dashboard agent": AGENT}
     else:
-        yield Check("ports of HCCL", PASSED, f"{base} to {last} are free")
+        found: dict[str, range] = {}
+        for process in machine.processes("raylet"):
+            words = machine.read(f"/proc/{process}/cmdline") or ""
+            told = [re.search(rf"--{which}_worker_port=(\d+)", words) for which in ("min", "max")]
+            if all(told) and (first := int(told[0][1])):  # 0: the kernel draws them
+                found["the workers of the Ray that runs"] = range(first, min(first + FEW, int(told[1][1]) + 1))
+    return found
+
+
+def _hccl(machine: Machine, case: Case, variable: str, spans: str, ours: list[int],
+          theirs: Mapping[str, range]) -> Check:
+    words = spans.replace("-", " to ").replace(",", " and ")
+    fix = f"export {variable}=..., on every node    # other ports; or RAY_PORT"
+    both = [f"{', '.join(map(str, common))} {'is' if len(common) == 1 else 'are'} {what} too"
+            for what, other in theirs.items() if (common := [port for port in ours if port in other])]
+    if both:
+        return Check("ports of HCCL", FAILED if case.own_ray else WARNING, f"{words}: {'; '.join(both)}", fix)
+    taken = [port for port in ours if not machine.port_free(port)]
+    spare = 0 if variable == "HCCL_IF_BASE_PORT" else len(ours) - case.npus_here
+    if len(taken) > max(spare, 0):
+        return Check("ports of HCCL", FAILED, f"{words}: {', '.join(map(str, taken))} taken",
+                     f"ss -ltnp '( sport >= :{ours[0]} and sport <= :{ours[-1]} )'    # whose?\nor {fix}")
+    if drawn := _drawn_ports(machine, ours):
+        return Check("ports of HCCL", WARNING, f"{words} are free, and inside net.ipv4.ip_local_port_range = {drawn}: "
+                     "any connection of this machine may draw one of them before HCCL listens",
+                     f"sysctl -w net.ipv4.ip_local_reserved_ports={spans}")
+    return Check("ports of HCCL", PASSED, f"{words} are free" if ours else "HCCL takes what is free")
+
+
+def _ray(machine: Machine, case: Case, theirs: Mapping[str, range]) -> Check:
+    both = [f"{one} is among {other}, {second[0]} to {second[-1]}" if len(second) > 1 else f"{one} is {other} too"
+            for (one, first), (other, second) in itertools.combinations(theirs.items(), 2)
+            if first[0] in second or second[0] in first]
+    if both:
+        return Check("ports of Ray", FAILED, "; ".join(both), "export RAY_PORT=N    # the first of two free ports, "
+                     "the same on every node")
     if case.own_ray or machine.processes("raylet"):
-        yield Check("ports of Ray", PASSED, "the launcher chooses them" if case.own_ray else "a Ray is running")
-    elif taken := [f"{port} ({what})" for port, what in RAY_PORTS.items() if not machine.port_free(port)]:
-        yield Check("ports of Ray", WARNING, f"{', '.join(taken)} taken, and no Ray is running",
-                    "ray start --head --port=6380 --dashboard-port=8266    # the engine's own Ray takes free ones")
-    else:
-        yield Check("ports of Ray", PASSED, f"{', '.join(map(str, RAY_PORTS))} are free")
+        return Check("ports of Ray", PASSED, "the launcher chooses them" if case.own_ray else "a Ray is running")
+    if taken := [f"{port} ({what})" for port, what in RAY_PORTS.items() if not machine.port_free(port)]:
+        return Check("ports of Ray", WARNING, f"{', '.join(taken)} taken, and no Ray is running",
+                     "ray start --head --port=6380 --dashboard-port=8266    # the engine's own Ray takes free ones")
+    return Check("ports of Ray", PASSED, f"{', '.join(map(str, RAY_PORTS))} are free")
 
 
-def _drawn_ports(machine: Machine, base: int, last: int) -> str:
+def _drawn_ports(machine: Machine, ports: list[int]) -> str:
     """net.ipv4.ip_local_port_range where the kernel may give a connection one of these ports, else ""."""
     drawn = (machine.read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
-    if len(drawn) != 2 or last < int(drawn[0]) or base > int(drawn[1]):
-        return ""
     reserved = machine.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""
     spans = [tuple(map(int, span.split("-"))) for span in re.findall(r"\d+(?:-\d+)?", reserved)]
     kept = {port for span in spans for port in range(span[0], span[-1] + 1)}
-    return "" if kept.issuperset(range(max(base, int(drawn[0])), min(last, int(drawn[1])) + 1)) else "-".join(drawn)
+    if len(drawn) == 2 and any(int(drawn[0]) <= port <= int(drawn[1]) for port in {*ports} - kept):
+        return "-".join(drawn)
+    return ""
 
 
 @needs("on_npus", "host memory", "no NPU is used")
@@ -287,7 +367,7 @@ def jemalloc(machine: Machine, case: Case) -> Iterator[Check]:
     preloaded = [path for path in re.split(r"[\s:]+", machine.environment.get("LD_PRELOAD", "")) if "jemalloc" in path]
     there = machine.glob("/usr/lib/*/libjemalloc.so.2") + machine.glob("/usr/lib*/libjemalloc.so.2")
     install = "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)"
-    fix = f"export LD_PRELOAD={there[0]}" if there else install
+    fix = f"export LD_PRELOAD={quoted(there[0])}" if there else install
     if not preloaded:
         yield Check("jemalloc", WARNING, "not in LD_PRELOAD; the workers' host memory fragments without it", fix)
     elif not machine.glob(preloaded[0]):

@@ -4,12 +4,83 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from urllib.parse import urlsplit
 
-from mindspeed_qerl.preflight.case import PASSED, WARNING, Case, Check
+from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 HCCN = "/etc/hccn.conf"
 TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
+
+
+def fault_of_address(name: str, value: str, nodes: int) -> str:
+    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can. MASTER_ADDR may be a name:
+    only Ray connects to it.
+
+    >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
+    "NODE_ADDR=fd00::5 must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
+    """
+    if name == "MASTER_ADDR" and re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value):
+        value = "127.0.0.1" if value == "localhost" else ""
+        if not value:
+            return ""
+    try:
+        address = ipaddress.ip_address(value)
+    except ValueError:
+        return f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no port, no spaces, no name"
+    if address.version != 4:
+        return f"{name}={value} must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
+    if address.is_unspecified or address.is_multicast or address.is_reserved:
+        return f"{name}={value} is the address of no machine"
+    if nodes > 1 and address.is_loopback:
+        return f"{name}={value} is this machine's own for itself: the other node needs one that both reach"
+    return ""
+
+
+def plain_address(text: str) -> str:
+    """An address as psutil writes it, without the interface; other text as it is.
+
+    >>> plain_address("FD00:0::5%eth0")
+    'fd00::5'
+    """
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(text.partition("%")[0]))
+    return text
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Of HOST:PORT, in which an IPv6 address has brackets; None of anything else.
+
+    >>> host_and_port("10.0.0.1:6379"), host_and_port("[fd00::5]:6379"), host_and_port("ray://10.0.0.1:10001")
+    (('10.0.0.1', 6379), ('fd00::5', 6379), None)
+    """
+    try:
+        parts = urlsplit(f"//{address}")
+        found = parts.hostname, parts.port
+    except ValueError:
+        return None
+    plain = re.fullmatch(r"[\w.:\[\]-]+", address, re.ASCII)
+    return found if all(found) and plain and parts.netloc == address else None
+
+
+def fault_of_ray_address(address: str) -> str:
+    """Why no run can join Ray there; "" if it is in a form in which one may."""
+    if host_and_port(address):
+        return ""
+    client = "Ray's client cannot do what upstream asks of Ray" if address.startswith("ray://") else (
+        "it must be HOST:PORT of Ray's head, [IPv6]:PORT, auto, or local for a Ray of the run's own")
+    return f"{address!r} is none that a run can join: {client}. Its head is asked by HOST:PORT, such as 10.0.0.1:6379"
+
+
+def addresses(machine: Machine, case: Case) -> Iterator[Check]:
+    """What the launcher of two nodes is told; it looks too."""
+    if not case.on_npus or case.nodes == 1 or not case.own_ray:
+        return
+    for name in ("NODE_ADDR", "MASTER_ADDR"):
+        value = machine.environment.get(name)
+        if value and (fault := fault_of_address(name, value, case.nodes)):
+            yield Check(name, FAILED, fault, f"export {name}=ADDRESS    # in the network that the nodes share")
 
 
 def host_name(machine: Machine, case: Case) -> Iterator[Check]:

@@ -11,8 +11,9 @@ from typing import Any
 from mindspeed_qerl.ascend.cluster import holders, placed
 from mindspeed_qerl.ascend.imports import DRIVER, SOURCE, way_out
 from mindspeed_qerl.layout.memory import estimate, settings_of
-from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, Die, Seen, gigabytes
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check, Die, Seen, gigabytes, quoted
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
+from mindspeed_qerl.preflight.network import fault_of_ray_address, host_and_port
 
 NO_NPU = ", this machine has none"
 LIST = "ASCEND_RT_VISIBLE_DEVICES"
@@ -44,11 +45,12 @@ except ModuleNotFoundError:
 print("devices", count)
 """
 RAY_PROBE = """
-import json, os
+import json, os, sys
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ.pop("RAY_ADDRESS", None)  # would go before the address that is given
 import ray
 from mindspeed_qerl.ascend.cluster import look
-ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 print("cluster", json.dumps(look()))
 """
 
@@ -56,8 +58,9 @@ print("cluster", json.dumps(look()))
 def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
     """Ask npu-smi, /dev, CANN, the environment and, unless one is started for the run, Ray, each with a time limit."""
     visible = machine.environment.get(LIST)
-    raylets = {} if own_ray else machine.processes("raylet")
-    address = None if raylets or own_ray else machine.environment.get("RAY_ADDRESS")
+    given = machine.environment.get("RAY_ADDRESS", "")
+    raylets = {} if own_ray or given == "local" else machine.processes("raylet")  # local: a Ray of the run's own
+    address = None if own_ray or given in ("", "auto", "local") else given
     without_list = {name: value for name, value in machine.environment.items() if name != LIST}
     asked: dict[str, Any] = {"ray": None, "cann": "acl and torch_npu are not importable"}
     with ThreadPoolExecutor() as pool:  # what hangs is waited for once
@@ -67,10 +70,12 @@ def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
         ask("smi", ["npu-smi", "info"], r"(?s)(.*)", str)
         if machine.importable("acl") or machine.importable("torch_npu"):
             ask("cann", [sys.executable, "-c", CANN_PROBE], r"^devices (\d+)$", int, without_list)
-        if address and re.fullmatch(r"[\w.-]+:\d+", address) and not machine.listens(*address.split(":")):
+        if address and (fault := fault_of_ray_address(address)):
+            asked["ray"] = fault
+        elif address and not raylets and not machine.listens(*host_and_port(address)):
             asked["ray"] = "nothing listens there"
         elif raylets or address:
-            ask("ray", [sys.executable, "-c", RAY_PROBE], r"^cluster (.*)$", json.loads)
+            ask("ray", [sys.executable, "-c", RAY_PROBE, address or "auto"], r"^cluster (.*)$", json.loads)
     smi, cann, ray = (answer.result() if isinstance(answer := asked[what], Future) else answer
                       for what in ("smi", "cann", "ray"))
     driver = re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", smi)
@@ -97,40 +102,86 @@ def _ask(machine: Machine, command: list[str], pattern: str, read: Callable,
 
 
 def dies(table: str) -> list[Die]:
-    """The NPUs in the output of `npu-smi info`: two lines each, name and health above bus and memory. Processes come
-    after them.
+    """The NPUs in the output of `npu-smi info`: two lines each, below two lines of titles that say what is in them.
 
+        | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+        | Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
         | 0     Ascend910           | OK            | 178.5       36                0    / 0             |
         | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
 
-    On a 910C a card has two chips and the second line a Phy-ID, the number of its /dev/davinci*; on a 910B one chip
-    and no Phy-ID: the card's number is that of the device.
+    The number of a die's /dev/davinci* is its Phy-ID (910C, two chips a card) or Device (310P), else that of the card
+    (910B). Memory is that of HBM, else the other; one that is not told is None.
     """
-    found, above = [], None
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        memory = re.search(r"(\d+)\s*/\s*(\d+)$", cells[-1])
-        if above and memory and re.fullmatch(r"\d+(\s+\d+)?", cells[0]):
-            chip, *number = map(int, cells[0].split())
-            found.append(Die(above[0], chip, *(number or above[:1]), above[1], int(memory[1]), int(memory[2])))
-            above = None
-        elif len(cells) == 3 and (name := re.fullmatch(r"(\d+)\s+\S*[^\d\s]\S*", cells[0])):
-            above = int(name[1]), cells[1]
+    titles: dict[str, list[str]] = {}
+    found, above = [], {}
+    for cells in _rows(table):
+        first = cells[0].partition(" ")[0]
+        if first in ("NPU", "Chip"):
+            if "Process id" in cells:
+                break
+            titles[first] = cells
+        elif len(titles) < 2 or not first.isdecimal():
+            above = {}
+        elif not above:
+            above = _named(titles["NPU"], cells)
+        else:
+            below = _named(titles["Chip"], cells)
+            card, chip = above.get("NPU", ""), below.get("Chip", "")
+            number = below.get("Phy-ID") or below.get("Device") or card
+            usages = [below.get("HBM-Usage", ""), below.get("Memory-Usage", "")]
+            told = [usage for usage in usages if re.fullmatch(r"\d+/0*[1-9]\d*", usage)]
+            used, total = map(int, told[0].split("/")) if told else (None, None)
+            if all(each.isdecimal() for each in (card, chip, number)):
+                found.append(Die(int(card), int(chip), int(number), above.get("Health", ""), used, total))
+            above = {}
     return found
 
 
-def processes(table: str) -> dict[int, list[str]]:
-    """The processes in the output of `npu-smi info`, by the number of their die. Those of other containers are there
-    too, if all devices are, with NA for what cannot be seen (vllm-ascend issue 12980).
+def processes(table: str) -> dict[int, list[str]] | None:
+    """The processes in the output of `npu-smi info`, by the number of their die; None if it has no table of them.
+    Those of other containers are there too, if all devices are, with NA for what cannot be seen; 26.0 has one more
+    column (vllm-ascend issue 12980).
 
-        | 0       0                 | 632268        | python3.1                | 197                     |
+        | NPU     Chip   | Process id    | Process name    | Process memory(MB)    | Process id in container |
+        | 0       0      | 632268        | python3.1       | 197                   | NA                      |
     """
-    numbers, found = {(die.card, die.chip): die.number for die in dies(table)}, {}
-    for card, chip, pid, name, memory in re.findall(
-            r"(?m)^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+|NA)\s*\|\s*([^|]*?)\s*\|\s*(\d+|NA)\s*\|\s*$", table):
-        if (place := (int(card), int(chip))) in numbers:
-            found.setdefault(numbers[place], []).append(f"{name} (process {pid}, {memory} MB)")
-    return found
+    numbers = {(str(die.card), str(die.chip)): die.number for die in dies(table)}
+    titles, found = None, {}
+    for cells in _rows(table):
+        if "Process id" in cells:
+            titles = cells
+        elif titles:
+            row = _named(titles, cells)
+            place = row.get("NPU", ""), row.get("Chip", "0")
+            if place in numbers:
+                name, memory = row.get("Process name") or "a process", row.get("Process memory", "NA")
+                pid = row.get("Process id", "NA")
+                found.setdefault(numbers[place], []).append(f"{name} (process {pid}, {memory} MB)")
+    return found if titles else None
+
+
+def _rows(table: str) -> Iterator[list[str]]:
+    """The cells of each line of a table, without a terminal's colours; [""] for a line between."""
+    for line in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", table).splitlines():
+        line = line.strip()
+        yield [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] if line[:1] == "|" else [
+            ""]
+
+
+def _named(titles: list[str], cells: list[str]) -> dict[str, str]:
+    """What stands below each title. A cell has several, and as many values, but for the title of a process, which is
+    of several words; units are left out.
+
+    >>> _named(["NPU   Name", "Temp(C)   Hugepages-Usage(page"], ["0     Ascend910", "36          0    / 15"])
+    {'NPU': '0', 'Name': 'Ascend910', 'Temp': '36', 'Hugepages-Usage': '0/15'}
+    """
+    named = {}
+    for title, cell in zip(titles, cells):
+        title = re.sub(r"\s*\([^)]*\)?", "", title)
+        names = [title] if title.startswith("Process") else title.split()
+        values = re.sub(r"\s*/\s*", "/", cell).split() if len(names) > 1 else [cell]
+        named |= zip(names, values)
+    return named
 
 
 def npus(machine: Machine, case: Case) -> Iterator[Check]:
@@ -149,8 +200,8 @@ def npus(machine: Machine, case: Case) -> Iterator[Check]:
             yield Check(name, SKIPPED, found)
         return
     checks = [_smi(seen, asked, case), *_held(seen, asked), _davinci(seen, asked), _cann(seen, asked, case),
-              _visible(seen, asked, case), _ray(seen, case), *_groups(seen, case)]
-    said = {"npu-smi": sum(die.health == "OK" for die in seen.smi) if isinstance(seen.smi, list) else None,
+              _visible(seen, asked, case), *_container(machine, seen), _ray(seen, case), *_groups(seen, case)]
+    said = {"npu-smi": sum(not die.sick for die in seen.smi) if isinstance(seen.smi, list) else None,
             "/dev/davinci*": seen.davinci, "CANN": seen.cann, LIST: seen.listed,
             "Ray": _free(seen) if isinstance(seen.ray, Mapping) else None}
     counts = {name: count for name, count in said.items() if isinstance(count, int)}
@@ -168,12 +219,12 @@ def _smi(seen: Seen, asked: int, case: Case) -> Check:
         fix = next(fix for words, fix in SMI_FIXES.items() if words in seen.smi)
         return Check("npu-smi", FAILED if "no answer" in seen.smi else WARNING,
                      f"{seen.smi}; health and memory of the dies are not known", fix)
-    count, taken = f"{len(seen.smi)} dies", set(seen.mapped[:asked])  # Ray's number goes straight to set_device
-    sick = [die for die in seen.smi if die.health != "OK"]
-    healthy = [die.number for die in seen.smi if die.health == "OK"]
+    count, taken = f"{len(seen.smi)} dies", seen.taken(asked)  # Ray's number goes straight to set_device
+    sick = [die for die in seen.smi if die.sick]
+    healthy = [die.number for die in seen.smi if not die.sick]
     if sick:
         count += f", {len(sick)} not healthy: " + ", ".join(f"{_name(die)}: {die.health}" for die in sick)
-    if faulty := [die for die in sick if die.number in taken]:
+    if faulty := [die for die in sick if die in taken]:
         commands = "".join(f"npu-smi info -t health -i {die.card} -c {die.chip}\n" for die in faulty)
         return Check("npu-smi", FAILED, f"{count}; the run would use {_numbers(die.number for die in faulty)}, of the "
                      f"first {asked} that are mapped", f"{commands}A faulty die is a case for the vendor. Until then "
@@ -187,13 +238,28 @@ def _smi(seen: Seen, asked: int, case: Case) -> Check:
         return Check("npu-smi", FAILED, count + (f"; one chip of NPU {odd} is missing" if odd else ""),
                      f"On the host `npu-smi info` should list {asked}: if it does, map all of them into the "
                      "container; if not, it is a case for the vendor")
-    if busy := [die for die in seen.smi if die.number in taken and die.used > die.total * IDLE]:
-        return _busy(busy, count if sick else f"{count}, all healthy", case)
+    if all(die.healthy for die in seen.smi):
+        count += ", all healthy"
+    if busy := [die for die in taken if die.total and die.used > die.total * IDLE]:
+        return _busy(busy, count, case)
     if sick:
         them = "it" if len(sick) == 1 else "them"
-        return Check("npu-smi", PASSED, f"{count}; the run does not use {them}: it takes the first {asked} that are "
-                     "mapped")
-    return Check("npu-smi", PASSED, f"{count}, all healthy")
+        count += f"; the run does not use {them}: it takes the first {asked} that are mapped"
+    if untold := list(_untold(seen)):
+        return Check("npu-smi", WARNING, f"{count}; {'; '.join(untold)}", "npu-smi info    # look yourself: are the "
+                     "dies of the run well, and free?")
+    return Check("npu-smi", PASSED, count)
+
+
+def _untold(seen: Seen) -> Iterator[str]:
+    """What the table of npu-smi does not tell, or in words that are not known here."""
+    words = Counter(die.health for die in seen.smi if not die.healthy and not die.sick)
+    for word, count in words.items():
+        yield f"of {count} the health is {word!r}" + ("" if word.lower() == "warning" else ", which is not known here")
+    if without := sum(die.total is None for die in seen.smi):
+        yield f"of {without} no memory is told"
+    if seen.held is None:
+        yield "processes on them are not told"
 
 
 def _busy(busy: list[Die], count: str, case: Case) -> Check:
@@ -220,7 +286,7 @@ def _busy(busy: list[Die], count: str, case: Case) -> Check:
 def _held(seen: Seen, asked: int) -> Iterator[Check]:
     """Processes on dies that the run takes, however little they hold: HCCL listens on one port of a die's own network
     interface (vllm-ascend issues 1955, 4725 and 11968)."""
-    held = {number: seen.held[number] for number in seen.mapped[:asked] if number in seen.held}
+    held = {die.number: seen.held[die.number] for die in seen.taken(asked) if die.number in (seen.held or ())}
     if held:
         first = [f"davinci{number}: {', '.join(names)}" for number, names in held.items()]
         more = f" and {len(first) - 4} more" if len(first) > 4 else ""
@@ -275,15 +341,38 @@ def _cann(seen: Seen, asked: int, case: Case) -> Check:
 def _visible(seen: Seen, asked: int, case: Case) -> Check:
     if seen.visible is None:
         return Check(LIST, PASSED, "not set: all are visible")
+    entries = seen.visible.split(",") if seen.listed else []
+    odd = [entry for entry in entries if not entry.isdecimal()]
+    twice = [entry for entry, count in Counter(entries).items() if count > 1]
+    why = (f"; {', '.join(map(repr, odd))} is no number of a die: {LIST} has neither ranges nor spaces" if odd else
+           f"; {', '.join(twice)} is there more than once" if twice else "")
     if seen.listed < asked:
-        return Check(LIST, FAILED, f"{seen.listed} entries: {seen.visible or repr('')}",
+        return Check(LIST, FAILED, f"{seen.listed} entries: {seen.visible or repr('')}{why}",
                      f"unset {LIST}    # in the shell, and where the container sets it\nor ask for fewer NPUs: "
                      f"{_layouts(seen.listed, case)}")
     first = [str(number) for number in range(asked)]
-    if seen.visible.split(",")[:asked] != first:
-        return Check(LIST, FAILED, f"{seen.visible}: a worker gives Ray's number straight to set_device "
-                     "(base_worker.py:89)", f"export {LIST}={','.join(first)}")
+    if why or entries[:asked] != first:
+        why = why or ": a worker gives Ray's number straight to set_device (base_worker.py:89)"
+        return Check(LIST, FAILED, f"{seen.visible}{why}", f"export {LIST}={','.join(first)}")
+    there = seen.cann if isinstance(seen.cann, int) else seen.davinci
+    if beyond := [entry for entry in entries if int(entry) >= there > 0]:
+        return Check(LIST, WARNING, f"{seen.visible}: there are {there} dies, from 0 on, and no {', '.join(beyond)}",
+                     f"export {LIST}={','.join(first)}")
     return Check(LIST, PASSED, f"{seen.listed} entries")
+
+
+def _container(machine: Machine, seen: Seen) -> Iterator[Check]:
+    """The container runtime's list, in which ranges are allowed: it has chosen the device nodes, and CANN does not
+    read it. Names of a cluster's (Ascend910-3) or none at all (void) are passed over."""
+    given = machine.environment.get("ASCEND_VISIBLE_DEVICES", "")
+    spans = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in given.split(",")]
+    if not seen.mapped or not all(spans):
+        return
+    named = {number for span in spans for number in range(int(span[1]), int(span[2] or span[1]) + 1)}
+    if named != set(seen.mapped):
+        yield Check("ASCEND_VISIBLE_DEVICES", WARNING, f"{given}, and {seen.davinci} dies are mapped: it is read by "
+                    f"the container's runtime when that starts, not by CANN, whose list is {LIST}",
+                    "unset ASCEND_VISIBLE_DEVICES")
 
 
 def _ray(seen: Seen, case: Case) -> Check:
@@ -357,4 +446,4 @@ def _enough(name: str, count: int, asked: int, found: str) -> Check:
 
 
 def _layouts(npus: int, case: Case) -> str:
-    return f"python tools/plan_layout.py --ranks {npus} --model {case.recipe.model.path}"
+    return f"python tools/plan_layout.py --ranks {npus} --model {quoted(case.recipe.model.path)}"

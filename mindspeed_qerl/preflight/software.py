@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator
 
 from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.settings import npu_environment
-from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check, needs
+from mindspeed_qerl.errors import unknown
+from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check, needs, quoted
 from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight.network import fault_of_address, plain_address
 
 # Variables that stop a run, or spoil it, with a value other than the engine's; the others are somebody's choice.
 HARMFUL = {
@@ -26,16 +28,15 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
         why = HARMFUL.get(name)
         if name == "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES" and not value:
             why = "Ray would hide all but one die from a worker, and set_device(Ray's number) fails"
-        if name == "PYTORCH_NPU_ALLOC_CONF" and re.search(r"(?i)expandable_segments:true", value) and re.search(
-                "max_split_size_mb|garbage_collection_threshold", value):  # vllm-ascend pull request 5855
-            why = "torch_npu does not take them together"
+        if name == "PYTORCH_NPU_ALLOC_CONF":
+            why = allocator_fault(value)
         yield Check(name, FAILED if why else WARNING, f"{value!r} in the shell, the engine would set {ours[name]!r}"
                     + (f": {why}" if why else ""), f"unset {name}")
     for name in ("VLLM_DP_SIZE", "HCCL_BUFFSIZE"):
         if name in shell:
             yield Check(name, WARNING, f"{shell[name]!r} in the shell is not used: the engine takes it from the "
                         "config", f"unset {name}")
-    if (blocking := shell.get("ASCEND_LAUNCH_BLOCKING", "0")) != "0":
+    if (blocking := shell.get("ASCEND_LAUNCH_BLOCKING", "").strip()) not in ("", "0"):
         yield Check("ASCEND_LAUNCH_BLOCKING", WARNING, f"{blocking!r}: every kernel is waited for, for debugging only",
                     "unset ASCEND_LAUNCH_BLOCKING")
     yield from leftovers(machine, case)
@@ -46,6 +47,40 @@ def environment(machine: Machine, case: Case) -> Iterator[Check]:
     if case.recipe.run.wandb_project and not shell.get("WANDB_API_KEY") and shell.get("WANDB_MODE") != "offline":
         yield Check("WANDB_MODE", WARNING, "run.wandb_project is set, and no WANDB_API_KEY",
                     "export WANDB_MODE=offline")
+
+
+# What torch_npu reads of PYTORCH_NPU_ALLOC_CONF, with the values that it takes (NPUCachingAllocator.cpp,
+# NPUAllocatorConfig.cpp): as written, True is neither true nor 1. Those of versions after the pin are among them.
+ALLOCATOR = {
+    **dict.fromkeys(("expandable_segments", "pin_memory_expandable_segments", "pinned_mem_register",
+                     "multi_stream_lazy_reclaim", "release_lock_on_npumalloc", "pinned_use_background_threads"),
+                    "True|False"),
+    **dict.fromkeys(("segment_size_mb", "large_segment_size_mb", "pinned_reserve_segment_size_mb",
+                     "max_non_split_rounding_mb"), r"\d+"),
+    "max_split_size_mb": r"0*(2[1-9]|[3-9]\d|[1-9]\d{2,})", "garbage_collection_threshold": r"0*\.0*[1-9]\d*",
+    "base_addr_aligned_kb": r"\d|1[0-6]", "page_size": "1g", "per_process_memory_fraction": r"0?\.\d+|[01](\.0*)?",
+    "roundup_power2_divisions": r".+"}
+
+
+def allocator_fault(text: str) -> str:
+    """Why torch_npu stops at this PYTORCH_NPU_ALLOC_CONF; "" if it does not. It passes over spaces, wherever they are.
+
+    >>> allocator_fault("max_split_size_mb: 256, expandable_segments: True")
+    'torch_npu does not take them together'
+    >>> allocator_fault("expandable_segments:true")
+    "torch_npu takes no 'true' for expandable_segments, only True or False"
+    """
+    text = re.sub(r"\[.*?]", "[]", text.replace(" ", "")).removesuffix(",")
+    given = dict(option.partition(":")[::2] for option in text.split(",")) if text else {}
+    for name, value in given.items():
+        if name not in ALLOCATOR:
+            return unknown("option of torch_npu", name, ALLOCATOR)
+        if not re.fullmatch(ALLOCATOR[name], value):
+            only = ", only True or False" if ALLOCATOR[name] == "True|False" else ""
+            return f"torch_npu takes no {value!r} for {name}{only}"
+    if given.get("expandable_segments") == "True" and {"max_split_size_mb", "garbage_collection_threshold"} & {*given}:
+        return "torch_npu does not take them together"  # vllm-ascend pull request 5855
+    return ""
 
 
 def leftovers(machine: Machine, case: Case) -> Iterator[Check]:
@@ -60,9 +95,11 @@ def leftovers(machine: Machine, case: Case) -> Iterator[Check]:
             yield Check(variable, FAILED, f"{variable}={value}: no network interface of this machine is that; {names}",
                         f"unset {variable}")
     address = shell.get("HCCL_IF_IP")
-    if address and address not in [each for addresses in there.values() for each in addresses]:
+    if address and plain_address(address) not in [each for addresses in there.values() for each in addresses]:
         yield Check("HCCL_IF_IP", FAILED, f"HCCL_IF_IP={address}: no network interface of this machine has it",
                     "unset HCCL_IF_IP")
+    elif address and case.nodes > 1 and (fault := fault_of_address("HCCL_IF_IP", address, case.nodes)):
+        yield Check("HCCL_IF_IP", FAILED, fault, "unset HCCL_IF_IP")
     if table := shell.get("RANK_TABLE_FILE"):
         gone = "" if machine.read(table) is not None else ", which cannot be read"
         yield Check("RANK_TABLE_FILE", FAILED, f"RANK_TABLE_FILE={table}{gone}: HCCL would take ranks and addresses "
@@ -136,7 +173,7 @@ def vllm_ascend(machine: Machine, case: Case) -> Iterator[Check]:
     root = machine.checkout("vllm_ascend")
     if not case.on_npus or root is None:
         return
-    install = f"(cd {root} && COMPILE_CUSTOM_KERNELS=1 python setup.py install)    # docs/ascend.md, Install"
+    install = f"(cd {quoted(root)} && COMPILE_CUSTOM_KERNELS=1 python setup.py install)    # docs/ascend.md, Install"
     if "ascend" not in machine.entry_points("vllm.platform_plugins"):
         yield Check("vLLM's platform", FAILED, f"vllm-ascend in {root} is not installed: no entry point ascend of "
                     "vllm.platform_plugins, so vLLM ends with \"Failed to infer device type\"", install)
@@ -159,7 +196,7 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
     for report in reports:
         if report.changed or report.unused or not report.at_pin:
             first = "".join(f"; {each.change} {each.file} {each.name}".rstrip() for each in report.changed[:3])
-            fix = f"(cd {report.root} && git checkout {report.pin.commit[:7]})" if report.commit else \
+            fix = f"(cd {quoted(report.root)} && git checkout {report.pin.commit[:7]})" if report.commit else \
                 f"export PYTHONPATH=$PWD/{report.pin.title}:$PYTHONPATH    # a checkout of {report.pin}"
             yield Check(report.pin.title, FAILED if report.changed else WARNING, f"{report}{first}",
                         f"{fix}\npython tools/check_upstream.py    # shows each")

@@ -25,7 +25,7 @@ HARMFUL = {
                      "vLLM loads no other plugins, so not vllm-ascend's platform: \"Failed to infer device type\""),
     # hiascend.com canncommercial 850 envref_07_0143; vllm-ascend issue 405
     "HCCL_HOST_SOCKET_PORT_RANGE": (
-        r".+", False, "HCCL listens there: the ports that are checked above, from HCCL_IF_BASE_PORT on, are others"),
+        r".+", False, "HCCL listens there, and not from HCCL_IF_BASE_PORT on: of a guide for several runs on a die"),
     "HCCL_NPU_SOCKET_PORT_RANGE": (r".+", False, "ports of the NPUs' own interfaces, of a guide for several nodes"),
     # vllm-ascend issues 7711 and 14506
     "HCCL_INTRA_ROCE_ENABLE": (ON, False, "traffic inside this machine leaves HCCS for the NPUs' network ports"),
@@ -54,7 +54,7 @@ def variables(machine: Machine, case: Case) -> Iterator[Check]:
 
 def _harmful(shell: Mapping[str, str], case: Case) -> Iterator[Check]:
     layout, plan = case.recipe.layout, case.plan
-    mode = shell.get("HCCL_OP_EXPANSION_MODE", "")
+    mode = shell.get("HCCL_OP_EXPANSION_MODE", "").strip()
     if mode.upper().startswith("AIV"):
         # vllm-ascend issues 14928 (A3, eager: hangs in profile_run), 13688 and 3881; its docs dropped it (pull 5419)
         experts = plan is not None and plan.shape.moe and layout.enable_expert_parallel and layout.infer_ep > 1
@@ -65,5 +65,5 @@ def _harmful(shell: Mapping[str, str], case: Case) -> Iterator[Check]:
                         "hang"),
                     "unset HCCL_OP_EXPANSION_MODE")
     for name, (values, stops, why) in HARMFUL.items():
-        if name in shell and re.fullmatch(values, shell[name]):
+        if name in shell and re.fullmatch(values, shell[name].strip()):
             yield Check(name, FAILED if stops else WARNING, f"{shell[name]!r} in the shell: {why}", f"unset {name}")

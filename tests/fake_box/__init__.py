@@ -78,6 +78,7 @@ class Box:
     links: str = "UP"  # of the NPUs' own interfaces, by hccn_tool; empty: there is none
     without: tuple[str, ...] = ()  # commands of /usr/bin and /usr/sbin that are not installed
     network: bool = True  # of its own; False: the caller's
+    address: str = ""  # one more of its loopback interface
 
     @property
     def nodes(self) -> list[int]:
@@ -196,7 +197,7 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
     return {"devices": [f"davinci{die}" for die in box.nodes] + [*MANAGERS] * bool(box.nodes), "folder": str(folder),
             "binds": binds, "hidden": _of_this_python(), "runs": str(ROOT / "runs"), "left": str(folder / "left.json"),
             **{name: value for name, value in asdict(box).items()
-               if name in ("shm", "disk", "cgroup", "without", "etc")}}
+               if name in ("shm", "disk", "cgroup", "without", "etc", "address")}}
 
 
 def _meminfo(box: Box) -> str:

@@ -26,7 +26,7 @@ def main() -> int:
     stage = Path(plan["folder"]) / "stage"
     stage.mkdir(exist_ok=True)
     if socket.if_nameindex() == [(1, "lo")]:
-        loopback_up()
+        loopback_up(plan["address"])
     mount("proc", "/proc", "proc")
     devices(stage, plan["devices"], plan["shm"])
     mirror(stage, "/usr/local", {"Ascend": f"{plan['folder']}/Ascend"}, without=("bin", "Ascend"),
@@ -102,10 +102,17 @@ def devices(stage: Path, names: Iterable[str], shm: str) -> None:
     mount(str(dev), "/dev", flags=MOVE)
 
 
-def loopback_up() -> None:
-    """ip link set lo up (netdevice(7): SIOCSIFFLAGS with IFF_UP)."""
+def loopback_up(address: str) -> None:
+    """ip link set lo up (netdevice(7): SIOCSIFFLAGS with IFF_UP); ip address add ADDRESS/32 dev lo, unless it is ""
+    (rtnetlink(7): RTM_NEWADDR with IFA_ADDRESS and IFA_LOCAL)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))
+    if address:
+        packed = socket.inet_aton(address)
+        body = struct.pack("BBBBi", socket.AF_INET, 32, 0, 0, 1)
+        body += struct.pack("HH4sHH4s", 8, 1, packed, 8, 2, packed)
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
+            kernel.send(struct.pack("IHHII", 16 + len(body), 20, 1 | 0x400, 1, 0) + body)
 
 
 def wait_for(command: list[str], left: Path) -> int:

@@ -31,8 +31,8 @@ from mindspeed_qerl.preflight.case import Seen
 from mindspeed_qerl.preflight.files import read_packed
 from mindspeed_qerl.preflight.imports import PACKAGES as PACKAGES_OF_A_WORKER
 from mindspeed_qerl.preflight.machine import Machine, ProbeError, cgroup_room, cgroup_threads
-from mindspeed_qerl.preflight.npus import CANN_PROBE, _cann, dies, see_npus
-from mindspeed_qerl.preflight.software import VERSIONS
+from mindspeed_qerl.preflight.npus import CANN_PROBE, _cann, dies, processes, see_npus
+from mindspeed_qerl.preflight.software import VERSIONS, allocator_fault
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert
@@ -99,7 +99,7 @@ class Box:
     folders: tuple[str, ...] = (CANN, "/cann", ATB, OPERATORS)  # that are there
     plugins: tuple[str, ...] = ("ascend",)
     files: dict[str, str] = field(default_factory=dict)  # path -> content
-    listening: tuple[tuple[str, str], ...] = ()  # (host, port)
+    listening: tuple[tuple[str, int], ...] = ()  # (host, port)
     network: dict[str, list[str]] = field(
         default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1"]})
     room: dict[str, int] = field(default_factory=lambda: {"MemAvailable": 1500 * 10**9})
@@ -1126,6 +1126,228 @@ def test_npu_smi_of_a_910b():
     assert [asdict(die) for die in dies(table)] == [
         dict(card=0, chip=0, number=0, health="OK", used=3397, total=65536)]
     assert dies("nothing of the kind") == dies("") == []
+
+
+# First lines and dies of public reports: 26.0 (vllm-ascend issue 12980), 310P on 24.1 (Ascend/pytorch issue 94), 310P
+# and 310B on 23.0, and others in their manner.
+FORMS = {
+    "26.0, one more column of processes": ("""\
+| NPU   Name                | Health        | Power(W)             Temp(C)                 Hugepages-Usage(page)   |
+| Chip  Phy-ID              | Bus-Id        | AICore(%)            Memory-Usage(MB)        HBM-Usage(MB)           |
++===========================+===============+======================================================================+
+| 0     Ascend910           | OK            | 162.6                34                      0    / 0                |
+| 0     8                   | 0000:9D:00.0  | 0                    0    / 0                31877/ 65536            |
++---------------------------+---------------+----------------------------------------------------------------------+
+| NPU     Chip              | Process id    | Process name       | Process memory(MB)    | Process id in container |
++===========================+===============+======================================================================+
+| 0       0                 | 632268        | python3.1          | 197                   | NA                      |
+""", (0, 0, 8, "OK", 31877, 65536), ["python3.1 (process 632268, 197 MB)"]),
+    "310P, Device, no HBM, no processes": ("""\
+| NPU     Name                  | Health          | Power(W)     Temp(C)           Hugepages-Usage(page) |
+| Chip    Device                | Bus-Id          | AICore(%)    Memory-Usage(MB)                        |
++===============================+=================+======================================================+
+| 1792    310P3                 | OK              | NA           36                0     / 0             |
+| 1       1                     | 0000:07:00.0    | 0            1041 / 43693                            |
+""", (1792, 1, 1, "OK", 1041, 43693), None),
+    "narrow, a title that is cut": ("""\
+| NPU   Name   | Health      | Power(W)  Temp(C)           Hugepages-Usage(page|
+| Chip  Device | Bus-Id      | AICore(%) Memory-Usage(MB)                      |
+| 64    310P3  | OK          | NA        48                0     / 0           |
+| 0     1      | NA          | 0         1764 / 21527                          |
+""", (64, 0, 1, "OK", 1764, 21527), None),
+    "910A, both memories, colours": ("""\
+| NPU   Name  | Health  | Power(W)   Temp(C)   Hugepages-Usage(page) |
+| Chip        | Bus-Id  | AICore(%)  Memory-Usage(MB)  HBM-Usage(MB) |
+| 3     910A  | \x1b[32mok\x1b[0m | 65.7  36  0 / 0 |
+| 0           | 0000:C1:00.0 | 0   591  / 15137   0 / 32768 |
+| NPU     Chip              | Process id    | Process name       | Process memory(MB)    |
+| 3       0                 | 7             |                    | 50128                 |
+""", (3, 0, 3, "ok", 0, 32768), ["a process (process 7, 50128 MB)"]),
+    "a name of digits, one with a space, no memory": ("""\
+| NPU   Name       | Health          | Power(W)   Temp(C)  |
+| Chip             | Bus-Id          | AICore(%)           |
+| 5     Ascend 310 | General Warning | 12.8       43       |
+| 0                | 0000:85:00.0    | 0                   |
+| NPU     Chip     | Process id      | Process name  | Process memory(MB) |
+| No running processes found in NPU 5 |
+""", (5, 0, 5, "General Warning", None, None), []),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_npu_smi(form):
+    table, die, held = FORMS[form]
+    [found] = dies(table)
+    assert tuple(asdict(found).values()) == die
+    assert processes(table) == (None if held is None else {die[2]: held} if held else {})
+
+
+def test_no_form_of_npu_smi_breaks_the_preflight():
+    """Columns and rows taken away, one at a time, from every form: what is left is read, or not."""
+    for table, *_ in FORMS.values():
+        lines = table.splitlines()
+        for number, line in enumerate(lines):
+            cells = line.split("|")
+            for place in range(len(cells)):
+                fewer = "|".join(cells[:place] + cells[place + 1:])
+                changed = "\n".join([*lines[:number], fewer, *lines[number + 1:]])
+                dies(changed), processes(changed)
+        for title in re.findall(r"[A-Z][\w-]+", table):
+            dies(table.replace(title, "")), processes(table.replace(title, ""))
+
+
+@pytest.mark.parametrize(("words", "state", "found"), [
+    (["ok"] * 16, PASSED, "16 dies, all healthy"), (["正常"] * 16, PASSED, "16 dies, all healthy"),
+    (["Warning"] * 16, WARNING, "16 dies; of 16 the health is 'Warning'"),
+    (["OK"] * 15 + ["Gut"], WARNING, "16 dies; of 1 the health is 'Gut', which is not known here"),
+    (["CRITICAL"] + ["OK"] * 15, FAILED, "16 dies, 1 not healthy: NPU 0 chip 0: CRITICAL"),
+    (["异常"] + ["OK"] * 15, FAILED, "16 dies, 1 not healthy: NPU 0 chip 0: 异常")])
+def test_words_for_health(ready, words, state, found):
+    checks = look(ready, Box(smi=npu_smi(16, health=dict(enumerate(words)))))
+    assert checks["npu-smi"].state == state and checks["npu-smi"].found.startswith(found)
+    assert (checks["ranks"].state == FAILED) == (state == FAILED)
+
+
+def test_what_npu_smi_does_not_tell_is_a_warning_once(ready):
+    table = npu_smi(16).replace("HBM-Usage(MB)", "").replace("Memory-Usage(MB)", "").replace("Process id", "PID")
+    checks = look(ready, Box(smi=table))
+    assert not_passed(checks) == {"npu-smi": WARNING}
+    assert checks["npu-smi"].found == ("16 dies, all healthy; of 16 no memory is told; processes on them are not told")
+
+
+def test_dies_that_the_container_has_under_other_names(ready):
+    """16 nodes named 0 to 15, and Phy-IDs of 16 to 31: all are used."""
+    table = re.sub(r"(?m)^\| ([01])     (\d+)( +\| 0000)", lambda row: f"| {row[1]}     {int(row[2]) + 16}{row[3]}",
+                   npu_smi(16, health={3: "Alarm"}))
+    check = look(ready, Box(smi=table + PROCESS))
+    assert check["npu-smi"].state == FAILED and "the run would use davinci19" in check["npu-smi"].found
+    assert check["processes on the dies"].found.startswith("davinci17: ")
+    taken = look(ready, Box(smi=table, taken=(12345 + 30,)))["ports of HCCL"]
+    assert taken.state == FAILED and taken.found == "12345 to 12376: 12375 taken"
+
+
+SIXTEEN = ",".join(map(str, range(16)))
+
+
+@pytest.mark.parametrize(("given", "state", "found"), [
+    (SIXTEEN, PASSED, "16 entries"), (f"{SIXTEEN},15", FAILED, "15 is there more than once"),
+    (f"{SIXTEEN},", FAILED, "'' is no number of a die"), (f"{SIXTEEN}, 16", FAILED, "' 16' is no number of a die"),
+    ("0-15", FAILED, "1 entries: 0-15; '0-15' is no number of a die: ASCEND_RT_VISIBLE_DEVICES has neither ranges"),
+    (f"{SIXTEEN},99", WARNING, "there are 16 dies, from 0 on, and no 99")])
+def test_the_whole_list_is_read(ready, given, state, found):
+    box = Box()
+    box.environment["ASCEND_RT_VISIBLE_DEVICES"] = given
+    check = look(ready, box)["ASCEND_RT_VISIBLE_DEVICES"]
+    assert check.state == state and found in check.found
+
+
+@pytest.mark.parametrize(("given", "warned"), [("0-15", False), (SIXTEEN, False), ("0-7", True), ("void", False)])
+def test_the_list_of_the_containers_runtime(ready, given, warned):
+    box = Box()
+    box.environment["ASCEND_VISIBLE_DEVICES"] = given
+    assert ("ASCEND_VISIBLE_DEVICES" in look(ready, box)) == warned
+
+
+@pytest.mark.parametrize(("shell", "name", "found"), [
+    ({"HCCL_IF_BASE_PORT": "20000"}, "ports of HCCL", "20002, 20003, 20004"),
+    ({"HCCL_IF_BASE_PORT": "19988"}, "ports of HCCL", "19988 to 20003: 20002, 20003 are Ray's workers too"),
+    ({"HCCL_IF_BASE_PORT": "19986"}, "", ""), ({"HCCL_IF_BASE_PORT": "30000"}, "", ""),
+    ({"RAY_PORT": "12350"}, "ports of HCCL", "12350 is Ray's head (RAY_PORT=12350) too; 12351 is Ray's client"),
+    ({"RAY_PORT": "12344"}, "ports of HCCL", "12345 is Ray's client server"), ({"RAY_PORT": "12361"}, "", ""),
+    ({"RAY_PORT": "20001"}, "ports of Ray", "Ray's client server (RAY_PORT + 1) is among Ray's workers"),
+    ({"RAY_PORT": "52364"}, "ports of Ray", "is Ray's dashboard agent too"),
+    ({"HCCL_IF_BASE_PORT": "52360"}, "ports of HCCL", "52365 is Ray's dashboard agent too")])
+def test_ports_of_the_launchers_ray_against_hccls(ready, shell, name, found):
+    box = Box()
+    box.environment |= shell
+    checks = {check.name: check for check in preflight(ready, NAME, box, own_ray=True)}
+    failed = [check.name for check in checks.values() if check.state == FAILED]
+    assert failed == [name] * bool(name) and found in checks[name or "ports of HCCL"].found
+
+
+def test_ports_of_the_workers_of_a_ray_that_runs(ready):
+    """Ray gives them out in order: only the first count."""
+    for first, state in ((10002, PASSED), (12000, WARNING), (12361, PASSED), (0, PASSED)):
+        words = f"raylet\0--min_worker_port={first}\0--max_worker_port=19999\0"
+        box = Box(ray=cluster(16), raylets={7: {}}, files={"/proc/7/cmdline": words})
+        assert look(ready, box)["ports of HCCL"].state == state
+
+
+@pytest.mark.parametrize(("given", "taken", "state", "found"), [
+    ("60000-60050", (60003,), PASSED, "60000 to 60050 are free"), ("auto", (), PASSED, "HCCL takes what is free"),
+    ("60000-60003", (), FAILED, "has fewer ports than the 16 ranks"), ("60000 - x", (), FAILED, "must be auto, or"),
+    ("60000-60015", (60003,), FAILED, "60003 taken"), ("1-99999", (), FAILED, "must be auto, or"),
+    ("60050-60000", (), FAILED, "must be auto, or")])
+def test_the_range_of_hccls_ports(ready, given, taken, state, found):
+    box = Box(taken=taken)
+    box.environment["HCCL_HOST_SOCKET_PORT_RANGE"] = given
+    check = look(ready, box)["ports of HCCL"]
+    assert check.state == state and found in check.found
+
+
+@pytest.mark.parametrize(("address", "found"), [
+    ("local", "none is running"), ("", "none is running"), ("auto", "none is running"),
+    ("10.0.0.9:6379", "one is running with 16"), ("[fd00::5]:6379", "one is running with 16"),
+    ("10.0.0.8:6379", "nothing listens there"), ("ray://10.0.0.9:10001", "Ray's client cannot"),
+    ("anyscale://c", "it must be HOST:PORT"), ("fd00::5:6379", "it must be HOST:PORT"), ("head", "must be HOST:PORT"),
+    (" 10.0.0.9:6379", "must be HOST:PORT"), ("10.0.0.9:99999", "must be HOST:PORT"), ("10.0.0.9:", "must be HOST")])
+def test_addresses_of_ray(ready, address, found, monkeypatch):
+    """A Ray is asked only where one listens, by that address; none is ever started."""
+    asked = []
+    monkeypatch.setattr(Box, "run", lambda box, command, timeout=20, environment=None, run=Box.run: (
+        asked.extend(command[3:]) if "ray.init" in " ".join(command) else None,
+        run(box, command, timeout, environment))[1])
+    box = Box(ray=cluster(16), listening=(("10.0.0.9", 6379), ("fd00::5", 6379)))
+    box.environment["RAY_ADDRESS"] = address
+    assert found in look(ready, box)["Ray"].found
+    assert asked == ([address] if found.startswith("one is") else [])
+
+
+@pytest.mark.parametrize("value", ["fd00::5", "127.0.0.1", "0.0.0.0", "10.0.0.1:6380", "host-1", "010.0.0.1",
+                                   " 10.0.0.1", "224.0.0.1", "10.0.0.1/24"])
+def test_addresses_that_nodes_cannot_have(ready, value):
+    box = Box(smi=npu_smi(8), davinci=8, acl=8)
+    for name in ("NODE_ADDR", "MASTER_ADDR"):
+        box.environment = {**Box().environment, name: value}
+        checks = {check.name: check for check in preflight(ready, NAME, box, nodes=2, own_ray=True)}
+        assert (name in checks) != (name == "MASTER_ADDR" and value == "host-1")  # only Ray connects there
+        box.environment[name] = "10.0.0.1"
+        assert name not in {check.name for check in preflight(ready, NAME, box, nodes=2, own_ray=True)}
+
+
+def test_the_address_of_hccl_is_compared_as_an_address(ready):
+    box = Box()
+    for value, known in (("FE80::0:1", True), ("fe80::1%eth0", True), ("10.0.0.1", True), ("10.0.0.2", False)):
+        box.environment["HCCL_IF_IP"] = value
+        assert ("HCCL_IF_IP" in look(ready, box)) != known
+
+
+def test_places_that_are_made_must_be_writable(ready, monkeypatch):
+    """Before anything is converted; what is there already is only read."""
+    load, data = Path(ready["actor_config"]["load"]), Path(ready["task"]["test_file"])
+    monkeypatch.setattr(Box, "writable", lambda box, path: Path(path) not in (load, data.parent))
+    assert not_passed(look(ready, Box())) == {}
+    (load / "latest_checkpointed_iteration.txt").unlink()
+    check = look(ready, Box())["disk for the base"]
+    assert check.state == FAILED and f"{load} cannot be written" in check.found
+    data.unlink()
+    assert look(ready, Box())["disk for the data"].state == FAILED
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ("expandable_segments:True", ""), (" expandable_segments : True ,", ""), ("", ""), ("max_split_size_mb:256", ""),
+    ("expandable_segments:False,max_split_size_mb:256", ""), ("page_size:1g,expandable_segments:True", ""),
+    ("garbage_collection_threshold:0.8", ""), ("max_split_size_mb:256, expandable_segments: True", "them together"),
+    ("expandable_segments:True,garbage_collection_threshold : 0.9", "them together"),
+    ("expandable_segments:true", "only True or False"), ("expandable_segments:1", "only True or False"),
+    ("expandable_segments", "takes no ''"), ("Expandable_segments:True", "did you mean 'expandable_segments'"),
+    ("expandable_segments=True", "unknown option"), ("max_split_size_mb:20", "takes no '20'"),
+    ("garbage_collection_threshold:1.5", "takes no '1.5'"), ("max_split_size_mb:x", "takes no 'x'"),
+    ("expandable_segments:True,,max_split_size_mb:256", "unknown option")])
+def test_the_grammar_of_torch_npus_allocator(text, fault):
+    """Of NPUCachingAllocator.cpp: lexArgs and parseArgs."""
+    found = allocator_fault(text)
+    assert fault in found and bool(found) == bool(fault)
 
 
 PLAYED = {  # docs/preflight.md shows these
