@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from mindspeed_qerl.ascend.settings import TRANSFER_DOCK_CPUS, needed_cpus
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.recipe.types import Recipe
@@ -40,6 +42,18 @@ def other_nodes() -> dict[str, str]:
     own = ray.get_runtime_context().get_node_id()
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()
             if node["Alive"] and node["NodeID"] != own}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has `address`; None if none has, as behind an address translation.
+
+    >>> interface_of("127.0.0.1"), interface_of("203.0.113.1")
+    ('lo', None)
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [each.address.partition("%")[0] for each in addresses]:
+            return name
+    return None
 
 
 def ask(nodes: Collection[str], question: Callable[[str], Answer], of: Path, seconds: float) -> dict[str, Answer]:

@@ -7,6 +7,7 @@ What another process took in between is an error that is logged and passed over;
 Here each socket binds to port 0 and tells the port that it got: the server's addresses are broadcast afterwards.
 """
 
+import os
 from typing import Any
 
 import ray
@@ -14,6 +15,8 @@ import zmq
 from mindspeed_rl.utils import utils
 from mindspeed_rl.utils.zmq_communication import ZmqServer
 from mindspeed_rl.workers import actor_hybrid_worker, base_worker
+
+from mindspeed_qerl.ascend.cluster import interface_of
 
 
 class BoundZmqServer(ZmqServer):
@@ -42,8 +45,12 @@ def install(seconds: int) -> None:
 
 def install_address() -> None:
     """Let upstream take this node's address from Ray, which has NODE_ADDR of the launcher (`ray start
-    --node-ip-address`), in the constructor of a worker, which takes it for MASTER_ADDR (base_worker.py:94,119).
+    --node-ip-address`), in the constructor of a worker, which takes it for MASTER_ADDR (base_worker.py:94,119); and
+    gloo the interface with that address, if GLOO_SOCKET_IFNAME is not set.
 
     Upstream's own is that of the interface that routes to 8.8.8.8 (utils.py:679), which may be another network than
-    the one that the nodes share; without a route, what `ifconfig` or the host's name says."""
+    the one that the nodes share; without a route, what `ifconfig` or the host's name says. Gloo's own is that of the
+    host's name: 127.0.1.1 on a Debian, where one rank is refused at once and the others wait for it."""
     base_worker.get_current_node_ip = utils.get_current_node_ip = ray.util.get_node_ip_address
+    if interface := interface_of(ray.util.get_node_ip_address()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

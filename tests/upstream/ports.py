@@ -1,17 +1,19 @@
 """Starts upstream's ZMQ server and client as two ranks do; test_ports.py reads what it prints."""
 
 import json
+import os
 import queue
 import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import ray
 import torch
 import zmq
 from mindspeed_rl.utils.zmq_communication import ZmqClient, ZmqClientInfo, ZmqServer, ZmqServerInfo
 
-from mindspeed_qerl.ascend.ports import BoundZmqServer
+from mindspeed_qerl.ascend.ports import BoundZmqServer, install_address
 
 
 def server_info(ports):
@@ -81,5 +83,11 @@ with socket.socket() as taken:
     of_upstream, ours = error_of(ZmqServer, server_info(ports), None), error_of(start_pair, BoundZmqServer, ports)
 elsewhere = server_info(drawn_ports())
 elsewhere.ip_addr = "203.0.113.1"
-print("RESULT", json.dumps({"arrived": arrived, "upstream": of_upstream, "ours": ours,
+interfaces = []
+for address, variable in (("203.0.113.1", ""), ("127.0.0.1", ""), ("127.0.0.1", "eth7")):
+    os.environ.update({"GLOO_SOCKET_IFNAME": variable} if variable else {})
+    ray.util.get_node_ip_address = lambda address=address: address
+    install_address()
+    interfaces.append(os.environ.pop("GLOO_SOCKET_IFNAME", None))
+print("RESULT", json.dumps({"arrived": arrived, "upstream": of_upstream, "ours": ours, "interfaces": interfaces,
                             "elsewhere": error_of(BoundZmqServer, elsewhere, None)}))

@@ -44,4 +44,5 @@ def test_300_starts_beside_a_process_that_takes_ports(upstream, taker):
     assert result["arrived"] == [SENT] * 300
     assert result["upstream"] == "AttributeError: 'NoneType' object has no attribute 'recv_json'"
     assert result["ours"] == SENT
+    assert result["interfaces"] == [None, "lo", "eth7"], "gloo's; what is set stays"
     assert result["elsewhere"] == "ZMQError: Cannot assign requested address (addr='tcp://203.0.113.1:*')"
