@@ -117,9 +117,9 @@ _JOINT = (rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}| ?[{_HAN_SCALES}] ?| ?(
 _PIECE = rf"(?:[0-9{_ODD}]++|{_FRACTION})"
 _PIECES = rf"{_PIECE}(?:{_JOINT}?{_PIECE})*+"
 # A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
-_NUMBER = rf"(?P<sign>(?<![\w)\]}}%])[-+])?(?P<currency>\$)?(?P<run>(?:(?<![\w.])\.)?{_PIECES})"
+_NUMBER = rf"(?P<sign>(?<![\w)\]}}%])[-+])?(?P<currency>\$|(?<=\$))?(?P<run>(?:(?<![\w.])\.)?{_PIECES})"
 _WRAPPERS = r"(?:boxed|fbox|mbox|text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|bm|boldsymbol|underline)"
-_REVERSED_WRAPPERS = r"(?:dexob|xobf|xobm|(?:fb|ti|mr|fs)?(?:txet|htam)|mb|lobmysdlob|enilrednu)"
+_REVERSED_WRAPPERS = r"(?:dexob|xobf|xobm|(?:fb|ti|mr|fs)?txet|(?:fb|ti|mr|fs)htam|mb|lobmysdlob|enilrednu)"
 _ANY_NUMBER = re.compile(_PIECES)
 # What is in front of a number, read backwards: a point, a currency sign, a sign; or what makes it a part of something
 # else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
@@ -142,14 +142,14 @@ _NOT_READ = (  # words that change a value, or may: a scale that can be a unit, 
 _COMMANDS = rf"(?:{_WRAPPERS}|l?dots|circ|degree|end|right|par|times|div|cdot|approx)(?![a-zA-Z])"
 # What stands behind a number: another one it goes on into, or, in ways that are known, a scale or the end.
 _AFTER = re.compile(
-    r"(?=\.?(?:\n|$))"  # most often
+    r"(?=[.)}$*%]{0,2}(?:\n|$))"  # most often
     r"|(?P<on>,? \$?[0-9]"
     r"|[ *_$%)}\\(,]{0,8}(?:[-+*/^=:;&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8}[0-9])"
     rf"|(?:{_GAP}(?P<scale>{_SCALE}))?+(?!{_GAP}(?:{_SCALE}|{_NOT_READ}))"
     rf"(?! ?\\(?!{_COMMANDS})[a-zA-Z])(?![)}}\]*$]{{0,4}}(?:\^(?!\\circ)|{_ODD}))"
     rf"(?=$|[^\W_]|_(?![\w{{])|[\s)\]}}*`\"'$%.,;:!?<>=|&/#@-]|\((?!\$?[0-9.-])|\^\\circ|\\(?:[\\()\[\]]|{_COMMANDS}))"
 )
-_MONEY_SCALE = re.compile(r" ?[mbt](?!\w)")  # $5m is no length
+_MONEY_SCALE = re.compile(r" ?[mbt](?![\w$])")  # $5m is no length, $5 m$ is
 _WELL_FORMED = re.compile(
     r"(?:[0-9]{1,3}(?P<by>[, '_])[0-9]{3}(?:(?P=by)[0-9]{3})*|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]*)(?:\.[0-9]+)?")
 _GROUPING = str.maketrans("", "", ", '_")
@@ -276,8 +276,9 @@ def _last_number(text: str) -> Ratio | None:
         last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
         if last is not None:
             begin, end = last.span()
-            front = _FRONT.match(line[max(begin - _LONGEST_FRONT, 0):begin][::-1])
-            point, currency, sign, cut = front.groups()
+            point = currency = sign = cut = None
+            if line[begin - 1:begin] != " " or "\\" in line or "{" in line:
+                point, currency, sign, cut = _FRONT.match(line[max(begin - _LONGEST_FRONT, 0):begin][::-1]).groups()
             return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
         end = start
     return None
@@ -312,7 +313,7 @@ def _value_of(
     goes_on, scale = after.groups()
     if goes_on:
         return None, None
-    value = None if currency and _MONEY_SCALE.match(text, end) else _quotient(*_parts(run))
+    value = None if currency is not None and _MONEY_SCALE.match(text, end) else _quotient(*_parts(run))
     if value is None:
         return None, end
     top, bottom = value
