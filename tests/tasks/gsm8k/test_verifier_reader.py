@@ -59,17 +59,16 @@ STARTS = ["#### ", "####", "#### **", "#### $", "\\boxed{", "\\boxed{\\text{", "
 GROUPS = [",", " ", "\u00a0", "\u2009", "\u202f", "\u2007", "'", "\u2019", "_", "\u066c", "\uff0c", "{,}", ",\\!",
           "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "\\thinspace ", "\\text{ }", "{}", "\u200b", ".", "\u00b7", ";",
           "\u2063", "`", "  "]
-BEHINDS = ["", "", ".", "%", "\\%", " %", "\u20ac", "}", "**", "$", " dollars", " km", " kg", " miles", " m", "m",
-           " months", " minutes", "k", " k", "K", " K", "M", " M", "m ", " bn", " thousand", " Million", "-million",
-           "} million", "** hundred", " lakh", " crores", " dozen", " dozens", " dozenth", " hundredths", " tenth",
-           " thousand million", " million 5", " hundred and 5", " percent", "\u2030", "\u00b0",
-           "^\\circ", "^2", "^{10}", " m^2", " \\text{m}^{2}", " m\u00b2", "\u00b2", "\u00bd", " 1/2",
-           " and 1/2", " and a half", "\\frac{1}{2}", " \\dfrac12", "/7", "/0", "/day", "e5", "e-5", "x8",
-           "\\pi", " \u03c0", "\\text{ cm}", " m$", "\\\\", "+", "+x", "!", "?", "\u2705", " \u2705", "\u4e2a", "\u4e07", "\u5343\u514b", "\u5143", ":30",
-           "_8", "_", " (or ", " or ", " to ", ", ", "-", " = ", " apples or ", "\\times ", " ($", "\r", "\n",
-           "\n72", "</b>", " squared", ", so 5 times 3", ". Check: 3", " (48 + 24)", " #### ", "\n#### ", "\ud800", "\x00",
-           "\u0336", "\u3002"]
-
+BEHINDS = ["", "", ".", "%", "\\%", " %", "\u20ac", "}", "**", "$", " dollars", " km", " kg", " miles", " m",
+           "m", " months", " minutes", "k", " k", "K", " K", "M", " M", "m ", " bn", " thousand", " Million",
+           "-million", "} million", "** hundred", " lakh", " crores", " dozen", " dozens", " dozenth",
+           " hundredths", " tenth", " thousand million", " million 5", " hundred and 5", " percent", "\u2030",
+           "\u00b0", "^\\circ", "^2", "^{10}", " m^2", " \\text{m}^{2}", " m\u00b2", "\u00b2", "\u00bd",
+           " 1/2", " and 1/2", " and a half", "\\frac{1}{2}", " \\dfrac12", "/7", "/0", "/day", "e5", "e-5",
+           "x8", "\\pi", " \u03c0", "\\text{ cm}", " m$", "\\\\", "+", "+x", "!", "?", "\u2705", " \u2705",
+           "\u4e2a", "\u4e07", "\u5343\u514b", "\u5143", ":30", "_8", "_", " (or ", " or ", " to ", ", ", "-",
+           " = ", " apples or ", "\\times ", " ($", "\r", "\n", "\n72", "</b>", " squared", ", so 5 times 3",
+           ". Check: 3", " (48 + 24)", " #### ", "\n#### ", "\ud800", "\x00", "\u0336", "\u3002"]
 OTHERS = ["1,00,000", "12,34,567", "1,00", "1.2.3", ".5", "3\u00bd", "3/4", "\\frac{3}{4}", "\\frac34", "007",
           "\\frac{x}{4}", "\\frac{ 3 }{4}", "\u0667\u0662", "\uff17\uff12", "\U0001d7d5\u0662", "1e3", "0x48"]
 
