@@ -2,29 +2,25 @@ r"""Read the number that a response commits to, and compare it with the gold num
 
     >>> score("48 / 2 = 24, 48 + 24 = 72\n#### $72.00", "72", method="strict")
     1.0
-    >>> extract_answer(r"so it is \boxed{1{,}000}", "flexible")
-    '1000'
+    >>> extract_answer(r"so it is \boxed{10\,000}", "flexible")
+    '10000'
 
 An answer is stated by a marker and a number right behind it; only spaces, markup and a currency sign may stand
 between.
 
-- `strict` knows one marker, `####`. Several `####` with different numbers are hedging: no answer.
+- `strict` knows one marker, `####`, and its line may hold no second number: `#### 72 apples or 73` states nothing.
+  Several `####` must be equal.
 - `flexible` tries `####`, `\boxed{`, "answer is" / "answer:", "A:" in this order and takes the last statement of the
-  first form that is there; if there is none, or it cannot be read, the last number of the response. One number is
-  read, never a choice of several, so hedging buys nothing.
+  first form that is there. If there is none, or it goes on into another number (`#### 48+24=72`), the last number of
+  the response counts. One number is read, never a choice of several, so hedging buys nothing.
 
-A statement that goes on into another number (`#### 48+24`, `#### 72 or 73`, `#### 10:30`) states no single number and
-is not read. Neither is an unreadable number: badly grouped (`1,00`, `1.2.3`), in exponent notation (`7e1`), with a
-superscript, a fraction sign or a foreign digit in it (`7²`, `7½`), or written with more than `MAX_NUMBER_CHARS`
-characters. An unreadable number is never replaced by a piece of itself. Behind a marker, groups of three may stand
-apart: `#### 1 000` is 1000.
+A number is all that stands together: `10\,000`, `3 1/2`, `1e5` and `2 million` are one number each. If its value is
+not known for sure, or a sign that is not known touches it, it is not read, and nothing is read in its place.
+docs/verifier.md has the rules, and a table of verdicts beside those of other verifiers.
 
-Signs other than a percent or currency sign are part of the number, units are not: 50% = 50, $72 = 72 = 72 kg. `3/4`
-and `\frac{3}{4}` are fractions. docs/verifier.md has a table of verdicts beside those of other verifiers.
-
-The whole response is read, in time linear in its length: every repetition in the patterns below is bounded, or runs
-over characters that nothing next to it can also match, and no number is parsed before its length is known. As a
-rule only its end meets a pattern: words are looked for first, and what stands before them is not matched.
+The whole response is read, in time linear in its length: every repetition in the patterns below is possessive or
+bounded, and no number is parsed before its length is known. As a rule only its end meets a pattern: words are looked
+for first, and what stands before them is not matched.
 """
 
 import re
@@ -37,31 +33,132 @@ from math import gcd
 Ratio = tuple[int, int]  # a number as numerator and denominator in lowest terms: a Fraction is compared much slower
 
 METHODS = ("strict", "flexible")
-MAX_NUMBER_CHARS = 64  # digits, commas and the point, as written
+MAX_NUMBER_CHARS = 64  # digits, and the signs between them
 
-# Superscripts, fractions and digits of other scripts become this, which makes the number they stand in unreadable. One
-# ASCII character, since a class that holds others is slower to search for.
-_ODD = "\0"
-_FULL_WIDTH = {chr(0xff10 + digit): str(digit) for digit in range(10)}
-_DIGITS = "0123456789" + "".join(_FULL_WIDTH)
-_CHARACTERS = str.maketrans(
-    {chr(code): _ODD for code in range(128, 0x10000) if unicodedata.category(chr(code)) in ("Nd", "No")}
-    | _FULL_WIDTH
-    | dict.fromkeys("\u2212\u2010\u2011\u2013\uff0d\ufe63", "-")  # minus, hyphens, en dash, full-width and small minus
-    | dict.fromkeys("\u00a0\u2009\u202f", " ")  # no-break and thin spaces
+# ---- characters: many ways to write the same become one, in ASCII ----
+
+_ODD = "\0"  # a superscript, a fraction sign, a digit in a circle: unreadable, as is what it touches
+_UNKNOWN = "\1"  # a sign that means nothing here: what it touches is unreadable
+_SAME = {
+    "'": "\u2018\u2019\u02b9\u02bb\u02bc\u2032\u00b4",
+    ",": "\uff0c\ufe50\u066c\u201a",
+    ".": "\uff0e\ufe52\u066b",
+    "/": "\uff0f\u2044\u2215",
+    "-": "\u2212\uff0d\ufe63\u2010\u2011\u2012\u2013",
+    "*": "\u00d7\u00f7\u2217\uff0a",
+    "=": "\uff1d\u2248\u2264\u2265\u2190\u2192\u21d2",
+    "(": "\uff08", ")": "\uff09", "+": "\uff0b", "%": "\uff05\u00b0\u2103\u2109", " ": "\x85",
+    _UNKNOWN: "\u00b7\u2027\u30fb\u2030\u2031",  # middle dots, per mille
+}
+_SAME_AS = {character: plain for plain, characters in _SAME.items() for character in characters}
+_OF_CATEGORY = {"No": _ODD, "Nl": _ODD, "Z": " ", "Cf": "'", "Sc": "$", "P": ";"}
+
+
+class _Characters(dict):
+    """For `str.translate`: what a character beyond ASCII is read as; it fills as they come."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        category = unicodedata.category(character)
+        if category == "Nd":
+            read = str(unicodedata.decimal(character))
+        elif category[0] == "L":
+            read = character
+        else:
+            of_category = _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], _UNKNOWN))
+            read = _SAME_AS.get(character, of_category)
+        self[code] = read
+        return read
+
+
+_CHARACTERS = _Characters({ord(letter): "'" for letter in "\u02b9\u02bb\u02bc"})  # apostrophes that are letters
+_FOREIGN = re.compile(r"[^\x00-\x7f]+")
+_SPACES = re.compile("  +")
+_TEX = re.compile(
+    r"\\(?:(?P<kept>\\)|(?P<sign>[$%])|[,:;>! ]|(?:(?:thin|med|thick|neg|en|hair|nobreak)?space|q?quad)(?![a-zA-Z]) ?"
+    r"|(?:text|mbox|mathrm)\{(?:[ ~]*|(?P<point>,))\})"
+    r"|(?P<comma>,\\[!,]|\{,\})|(?P<power>\^\{ ?)|\{(?:\\[,:;>! ]| )\}|~"
 )
-_RUN = rf"(?:(?<![\w.])\.)?[0-9][0-9,.{_ODD}]*"  # all the digits, commas and points that stand together
-_SPACED = rf"[0-9]{{1,3}}(?: [0-9]{{3}})++[0-9,.{_ODD}]*"
+_TEX_SIGNS = {"kept": r"\\", "comma": ",", "point": ",", "power": "^", None: " "}
+
+
+def _tex_sign(match: re.Match[str]) -> str:
+    return match["sign"] or _TEX_SIGNS[match.lastgroup]
+
+
+# The power of a unit or a footnote behind a word: m^2, $m$^2, m². It is no number.
+_POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{_ODD}++)")
+
+
+def _normalise(text: str) -> str:
+    """ASCII for digits, signs and spaces of other scripts and of TeX, single spaces, and no powers of units."""
+    if not text.isascii():
+        text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
+    text = text.replace("\t", " ")
+    if "\\" in text or "{" in text or "~" in text:
+        text = _TEX.sub(_tex_sign, text)
+    if "  " in text:
+        text = _SPACES.sub(" ", text)
+    if "^" in text or _ODD in text:
+        text = _POWER.sub(r"\1;", text)
+    return text
+
+
+# ---- numbers ----
+
+_FRACTION = r"\\[dtc]?frac ?(?:\{[^{}\n]*+\}|[0-9]) ?(?:\{[^{}\n]*+\}|[0-9])"
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "lakh": 10**5, "lac": 10**5, "million": 10**6, "crore": 10**7,
+           "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALE = rf"(?i:{'|'.join(_SCALES)})(?i:s?)(?!\w)"
+_HAN_SCALES = "\u4e07\u842c\u4ebf\u5104\u5341\u767e\u5343"  # from ten thousand and a hundred million to a thousand
+# What stands between the pieces of one number.
+_JOINT = (rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}| ?[{_HAN_SCALES}] ?| ?(?=[a-zA-Z]){_SCALE},?(?: and)? "
+          r"| and (?=[0-9]++/[0-9])| )")
+_PIECE = rf"(?:[0-9{_ODD}]++|{_FRACTION})"
+_PIECES = rf"{_PIECE}(?:{_JOINT}?{_PIECE})*+"
 # A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
-_NUMBER = (
-    r"(?P<sign>(?<![\w)\]}%])[-+])?(?:\\?[$€£¥])?"
-    rf"(?:\\[dt]?frac\{{(?P<over>{_RUN})\}}\{{(?P<under>{_RUN})\}}"
-    rf"|(?P<run>{_RUN})(?:/(?P<divisor>{_RUN}))?(?P<exponent>[eE][-+]?[0-9]+)?)"
-)
-_MARKUP = r"(?:[ *_`\"'$€£¥({]|\\[$(\[,;!]|\\(?:boxed|text|textbf|mathbf|mathrm)\{){0,16}"
-_STATED = _MARKUP + _NUMBER.replace("(?P<run>", f"(?P<run>{_SPACED}|")
+_NUMBER = rf"(?P<sign>(?<![\w)\]}}%])[-+])?(?P<currency>\$|(?<=\$))?(?P<run>(?:(?<![\w.])\.)?{_PIECES})"
+_WRAPPERS = r"(?:boxed|fbox|mbox|text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|bm|boldsymbol|underline)"
+_REVERSED_WRAPPERS = r"(?:dexob|xobf|xobm|(?:fb|ti|mr|fs)?txet|(?:fb|ti|mr|fs)htam|mb|lobmysdlob|enilrednu)"
+_ANY_NUMBER = re.compile(_PIECES)
+# What is in front of a number, read backwards: a point, a currency sign, a sign; or what makes it a part of something
+# else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
+_FRONT = re.compile(
+    r"(?P<point>\.(?![\w.]))?(?P<currency>\$)?(?P<sign>[-+](?![\w)\]}%]))?"
+    rf"(?P<cut>[{_UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?")
+_LONGEST_FRONT = 24
+_DIGIT = re.compile(rf"[0-9{_ODD}\x80-\U0010ffff]")  # or what may be one in another script
+_LAST_DIGIT = re.compile(rf"(?s:.*){_DIGIT.pattern}")
+_DIGIT_IN_LINE = re.compile(rf"[0-9{_ODD}]|\n|####")
 
-_ANY_NUMBER = re.compile(_NUMBER)  # holds no space
+_GAP = r"[ *_`$)}\\'\"(-]{0,6}+(?:\\?(?:text|textbf|mathrm)\{ ?)?+"
+_NOT_READ = (  # words that change a value, or may: a scale that can be a unit, a scale of another language, a part
+    r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd|grand|squared|cubed)(?!\w)"
+    r"|(?i:ten|hundred|thousand|million|billion)ths?(?!\w)"
+    r"|and [a-z]+ (?:half|halves|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)(?!\w)"
+    "|\u043c\u043b\u043d|\u043c\u043b\u0440\u0434|\u0442\u044b\u0441|\u043c\u0438\u043b\u043b\u0438"
+    rf"|[{_HAN_SCALES}\ub9cc\uc5b5\ucc9c\ubc31](?![\u514b\u7c73\u74e6\u5361])|\u03c0)"
+)
+_COMMANDS = rf"(?:{_WRAPPERS}|l?dots|circ|degree|end|right|par|times|div|cdot|approx)(?![a-zA-Z])"
+# What stands behind a number: another one it goes on into, or, in ways that are known, a scale or the end.
+_AFTER = re.compile(
+    r"(?=[.)}$*%]{0,2}(?:\n|$))"  # most often
+    r"|(?P<on>,? \$?[0-9]"
+    r"|[ *_$%)}\\(,]{0,8}(?:[-+*/^=:;&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8}[0-9])"
+    rf"|(?:{_GAP}(?P<scale>{_SCALE}))?+(?!{_GAP}(?:{_SCALE}|{_NOT_READ}))"
+    rf"(?! ?\\(?!{_COMMANDS})[a-zA-Z])(?![)}}\]*$]{{0,4}}(?:\^(?!\\circ)|{_ODD}))"
+    rf"(?=$|[^\W_]|_(?![\w{{])|[\s)\]}}*`\"'$%.,;:!?<>=|&/#@-]|\((?!\$?[0-9.-])|\^\\circ|\\(?:[\\()\[\]]|{_COMMANDS}))"
+)
+_MONEY_SCALE = re.compile(r" ?[mbt](?![\w$])")  # $5m is no length, $5 m$ is
+_WELL_FORMED = re.compile(
+    r"(?:[0-9]{1,3}(?P<by>[, '_])[0-9]{3}(?:(?P=by)[0-9]{3})*|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]*)(?:\.[0-9]+)?")
+_GROUPING = str.maketrans("", "", ", '_")
+_FRACTION_PARTS = re.compile(r"\\[dtc]?frac ?(?:\{ ?([^{}]*?) ?\}|(.)) ?(?:\{ ?([^{}]*?) ?\}|(.))")
+
+# ---- forms ----
+
+_MARKUP = rf"(?:[ *_`\"'$({{]|\\[(\[]|\\{_WRAPPERS}\{{){{0,16}}+"
+_STATED = _MARKUP + _NUMBER
 
 
 def _find(literal: str, character: str, text: str) -> int:
@@ -82,12 +179,8 @@ _FORMS = {  # where each can stand first, and the pattern
     "A:": (partial(_find, "A:", ":"), re.compile(r"A:(?<!\wA:)" + _STATED)),
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
-_CONTINUES = re.compile(  # another number stands right behind, or behind an operator or a conjunction
-    r"(?: |[*_$%)}\\]{0,8} ?(?:[-+*/×÷^=:;~&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8})[0-9]"
-)
-_SPACES = re.compile("  +")
-_CHANGED = re.compile(f"[{''.join(map(chr, _CHARACTERS))}]+")
-_WELL_FORMED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
+_GOLD = re.compile(_STATED)
+_REST_OF_GOLD = re.compile(r"[ .,%$*_`'\")}\]\\]*")
 
 
 def extract_answer(text: str, method: str = "flexible") -> str | None:
@@ -137,9 +230,12 @@ def canonical_number(text: str) -> str:
 
 
 def _read_number(text: str) -> Ratio:
-    match = _ANY_NUMBER.fullmatch(_normalise(str(text)).strip())
-    value = _value(match) if match else None
-    if value is None:
+    written = str(text).strip()
+    if written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS:  # nearly always
+        return int(written), 1
+    match = _GOLD.match(_normalise(written).strip())
+    value, end = _value(match) if match else (None, None)
+    if value is None or not _REST_OF_GOLD.fullmatch(match.string, end):
         raise ValueError(
             f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', '-7' or '1,000.5'")
     return value
@@ -151,14 +247,14 @@ def _extract(text: str, method: str) -> tuple[Ratio | None, str]:
     if method == "strict":
         find, form = _FORMS["####"]
         start = find(text)
-        stated = {_stated_value(match) for match in form.finditer(_normalised_from(start, text))} if start >= 0 else ()
+        stated = set(map(_value_of_line, form.finditer(_normalised_from(start, text)))) if start >= 0 else ()
         return (stated.pop() if len(stated) == 1 else None), "####"
     for rule, (find, form) in _FORMS.items():
         start = find(text)
         last = _last(form, _normalised_from(start, text)) if start >= 0 else None
         if last is not None:
-            value = _stated_value(last)
-            if value is not None:
+            value, end = _value(last)
+            if end is not None:
                 return value, rule
             break  # an equation such as "#### 48+24=72": its result is the last number
     return _last_number(text), "last number"
@@ -169,69 +265,90 @@ def _normalised_from(start: int, text: str) -> str:
     return _normalise(text[max(start - 1, 0):])
 
 
-def _normalise(text: str) -> str:
-    """One kind of minus, single spaces, and plain commas for LaTeX's `{,}` and `,\\!`."""
-    if not text.isascii():
-        text = _CHANGED.sub(lambda run: run[0].translate(_CHARACTERS), text)
-    text = text.replace("\t", " ")
-    if "  " in text:
-        text = _SPACES.sub(" ", text)
-    if "\\" in text or "{,}" in text:
-        text = text.replace("{,}", ",").replace(",\\!", ",")
-    return text
-
-
 def _last_number(text: str) -> Ratio | None:
-    """The value of the last match of `_ANY_NUMBER`: it is in the word with the last digit."""
-    digit = max(map(text.rfind, "0123456789" if text.isascii() else _DIGITS))
-    if digit < 0:
-        return None
-    start, end = text.rfind(" ", 0, digit) + 1, text.find(" ", digit)
-    return _value(_last(_ANY_NUMBER, _normalise(text[start:] if end < 0 else text[start:end])))
+    """The value of the last number; it is in the last line with a digit, or a line before if that is a unit's."""
+    end = len(text) if _DIGIT.search(text) else 0
+    while digit := _LAST_DIGIT.match(text, 0, end):
+        start = text.rfind("\n", 0, digit.end()) + 1
+        line_end = text.find("\n", digit.end(), end)
+        line = _normalise(text[start:end if line_end < 0 else line_end])
+        equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
+        last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
+        if last is not None:
+            begin, end = last.span()
+            point = currency = sign = cut = None
+            if line[begin - 1:begin] != " " or "\\" in line or "{" in line:
+                point, currency, sign, cut = _FRONT.match(line[max(begin - _LONGEST_FRONT, 0):begin][::-1]).groups()
+            return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
+        end = start
+    return None
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
     last = None
-    for last in pattern.finditer(text):
+    for last in pattern.finditer(text, start):
         pass
     return last
 
 
-def _stated_value(match: re.Match[str]) -> Ratio | None:
-    text, end = match.string, match.end()
-    sentence_ends = text[end - 1] == "."  # "#### 72. 48 of them in May" does not go on
-    if not sentence_ends and _CONTINUES.match(text, end):
+def _value_of_line(match: re.Match[str]) -> Ratio | None:
+    """What a `####` and its line state: None if there is a second number, or an unreadable one."""
+    value, end = _value(match)
+    if value is None:
         return None
-    return _value(match)
+    second = _DIGIT_IN_LINE.search(match.string, end)
+    return value if second is None or second[0] in ("\n", "####") else None
 
 
-def _value(match: re.Match[str]) -> Ratio | None:
-    """The exact value of a match of `_NUMBER`, None if it is unreadable."""
-    sign, over, under, run, divisor, exponent = match.groups()
-    if exponent:
-        return None
-    value = _decimal(run or over)
-    if divisor or under:
-        value = _quotient(value, _decimal(divisor or under))
-    if value is None or sign != "-":
-        return value
-    return -value[0], value[1]
+def _value(match: re.Match[str]) -> tuple[Ratio | None, int | None]:
+    """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if it goes on."""
+    return _value_of(*match.groups(), match.string, match.end())
 
 
-def _decimal(run: str) -> Ratio | None:
-    """The value of digits, commas, spaces and points, None if they are not one number."""
-    digits = run.rstrip(".,")
-    if len(digits) > MAX_NUMBER_CHARS:
+def _value_of(
+        sign: str | None, currency: str | None, run: str, text: str, end: int) -> tuple[Ratio | None, int | None]:
+    after = _AFTER.match(text, end)
+    if after is None:
+        return None, end
+    goes_on, scale = after.groups()
+    if goes_on:
+        return None, None
+    value = None if currency is not None and _MONEY_SCALE.match(text, end) else _quotient(*_parts(run))
+    if value is None:
+        return None, end
+    top, bottom = value
+    if scale:
+        top, bottom = _lowest(top * _SCALES[scale.lower().removesuffix("s")], bottom)
+    return (-top if sign == "-" else top, bottom), after.end()
+
+
+def _parts(run: str) -> tuple[Ratio | None, Ratio | None]:
+    """Numerator and denominator of what is written."""
+    if "/" not in run and "\\" not in run:
+        return _decimal(run), (1, 1)
+    if fraction := _FRACTION_PARTS.fullmatch(run):
+        over, over_digit, under, under_digit = fraction.groups()
+        return _decimal(over_digit or over), _decimal(under_digit or under)
+    over, _, under = run.partition("/")
+    mixed = " " in run  # "3 1/2"
+    return (None if mixed else _decimal(over)), _decimal(under)
+
+
+def _decimal(digits: str) -> Ratio | None:
+    """The value of digits, the signs that group them and a point; None if they are not one number."""
+    if not digits or len(digits) > MAX_NUMBER_CHARS:
         return None
     if digits.isdecimal():
         return int(digits), 1
     if not _WELL_FORMED.fullmatch(digits):
         return None
-    whole, _, decimals = digits.replace(",", "").replace(" ", "").partition(".")
+    whole, _, decimals = digits.translate(_GROUPING).partition(".")
     return _lowest(int(whole + decimals), 10 ** len(decimals))
 
 
 def _quotient(top: Ratio | None, bottom: Ratio | None) -> Ratio | None:
+    if bottom == (1, 1):
+        return top
     if top is None or bottom is None or bottom[0] == 0:
         return None
     return _lowest(top[0] * bottom[1], top[1] * bottom[0])

@@ -1,6 +1,7 @@
 """The verifier against a reader by character (reader.py), on made-up answers and on ones of a megabyte."""
 
 import json
+import random
 import sys
 from fractions import Fraction
 from itertools import product
@@ -46,9 +47,64 @@ def assert_read_alike(text: str) -> None:
 @given(texts)
 @example("an\u017fwer is 5, 6")
 @example("answer \u0130s 5, 6")
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_answer(text):
     assert_read_alike(text)
+
+
+# A grammar of answers: what stands in front, the number in many hands, what touches it, what follows.
+BODIES = ["", "", "48 + 24 = 72\n", "In 2020, 1 000 of 3 1/2.\n", "#### 72\n", "\u2713 x^2 = 16\n"]
+STARTS = ["#### ", "####", "#### **", "#### $", "\\boxed{", "\\boxed{\\text{", "The answer is ", "**Answer:** ", "A: ",
+          "= ", "so ", "\\sqrt{", "\\binom{9}{", "x_{", "\u221a", "\u00b1", "\u2248", "#### about ", "("]
+GROUPS = [",", " ", "\u00a0", "\u2009", "\u202f", "\u2007", "'", "\u2019", "_", "\u066c", "\uff0c", "{,}", ",\\!",
+          "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "\\thinspace ", "\\text{ }", "{}", "\u200b", ".", "\u00b7", ";",
+          "\u2063", "`", "  "]
+BEHINDS = ["", "", ".", "%", "\\%", " %", "\u20ac", "}", "**", "$", " dollars", " km", " kg", " miles", " m",
+           "m", " months", " minutes", "k", " k", "K", " K", "M", " M", "m ", " bn", " thousand", " Million",
+           "-million", "} million", "** hundred", " lakh", " crores", " dozen", " dozens", " dozenth",
+           " hundredths", " tenth", " thousand million", " million 5", " hundred and 5", " percent", "\u2030",
+           "\u00b0", "^\\circ", "^2", "^{10}", " m^2", " \\text{m}^{2}", " m\u00b2", "\u00b2", "\u00bd",
+           " 1/2", " and 1/2", " and a half", "\\frac{1}{2}", " \\dfrac12", "/7", "/0", "/day", "e5", "e-5",
+           "x8", "\\pi", " \u03c0", "\\text{ cm}", " m$", "\\\\", "+", "+x", "!", "?", "\u2705", " \u2705",
+           "\u4e2a", "\u4e07", "\u5343\u514b", "\u5143", ":30", "_8", "_", " (or ", " or ", " to ", ", ", "-",
+           " = ", " apples or ", "\\times ", " ($", "\r", "\n", "\n72", "</b>", " squared", ", so 5 times 3",
+           ". Check: 3", " (48 + 24)", " #### ", "\n#### ", "\ud800", "\x00", "\u0336", "\u3002"]
+OTHERS = ["1,00,000", "12,34,567", "1,00", "1.2.3", ".5", "3\u00bd", "3/4", "\\frac{3}{4}", "\\frac34", "007",
+          "\\frac{x}{4}", "\\frac{ 3 }{4}", "\u0667\u0662", "\uff17\uff12", "\U0001d7d5\u0662", "1e3", "0x48"]
+
+
+def spelt(rng: random.Random) -> str:
+    """A number in one of the ways it is written."""
+    value = rng.choice([72, 5, 10000, 1000, 0, 123456, rng.randrange(10**rng.randint(1, 9)), 10**rng.randint(1, 70)])
+    kind = rng.randrange(10)
+    if kind < 4:
+        text = str(value)
+    elif kind < 8:
+        text = f"{value:,}".replace(",", rng.choice(GROUPS))
+    elif kind == 8:
+        text = rng.choice(OTHERS)
+    else:
+        text = str(value) + rng.choice(GROUPS) + str(rng.randrange(1000)).zfill(rng.randint(1, 3))
+    text += rng.choice(["", "", "", ".0", ".50", ",5"])
+    return rng.choice(SIGNS) + rng.choice(CURRENCIES) + text
+
+
+def made_answer(rng: random.Random) -> str:
+    text = rng.choice(BODIES) + rng.choice(STARTS)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        text += spelt(rng) + rng.choice(BEHINDS) + rng.choice(["", "", rng.choice(BEHINDS), rng.choice(MARKS)])
+    return text
+
+
+@pytest.mark.parametrize("count", [4000, pytest.param(10**6, marks=pytest.mark.full)])
+def test_answers_of_the_grammar(count):
+    """Most are seen once, and many are read: a reader that reads nothing would agree with itself."""
+    rng, read_ones = random.Random(count), 0
+    for _ in range(count):
+        text = made_answer(rng)
+        assert_read_alike(text)
+        read_ones += extract_answer(text) is not None
+    assert read_ones > count / 4
 
 
 def test_answers_to_gsm8k():
