@@ -99,8 +99,7 @@ def quoted(override: str) -> str:
     """
     key, _, value = override.partition("=")
     is_path = key.rpartition(".")[2] in PATHS
-    is_number = is_path and isinstance(_parsed(value), (int, float))  # bool is an int
-    if is_path and value and value != "null" and (is_number or os.path.exists(os.path.expanduser(value))):
+    if is_path and value and value != "null" and os.path.exists(os.path.expanduser(value)):
         return f"{key}={_in_quotes(value)}"
     if _parsed(value) is not REFUSED:
         return override
