@@ -21,7 +21,7 @@ def weight_files(directory: Path) -> list[str]:
     index = directory / INDEX
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return sorted({Path(name).as_posix() for name in json.loads(index.read_text())["weight_map"].values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(unreadable(index, error)) from error
     if (directory / SINGLE).is_file():
@@ -31,6 +31,8 @@ def weight_files(directory: Path) -> list[str]:
 
 def unreadable(file: Path, error: Exception) -> str:
     """What to say of a file that should be safetensors or their index."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{file} cannot be read: {error.strerror}"
     if is_pointer(file):
         return f"{file} is a pointer of git-lfs, not weights: (cd {file.parent} && git lfs pull)"
     return f"{file} cannot be read; it may be cut short: {error}. Fetch it again"

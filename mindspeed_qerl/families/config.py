@@ -49,8 +49,8 @@ def _answer_of(text: str) -> str:
         done = subprocess.run([sys.executable, "-c", ASK], input=text, capture_output=True, text=True,
                               check=True, timeout=PATIENCE, env=environment)
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        raise ConfigError(f"config.json is read by transformers, which does not start: {said}. "
+        said = str(getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)]
+        raise ConfigError(f"config.json is read by transformers, which does not start: {said[-1]}. "
                           f"Try: {sys.executable} -c 'import transformers'") from error
     return done.stdout.rpartition(ANSWER)[2]
 

@@ -60,10 +60,12 @@ def start_vllm(model_dir: str, dtype: str, max_model_len: int, max_num_seqs: int
     gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start, the same numbers.
     torch.compiler.set_stance("force_eager")
+    architecture = family_of(read_shape(model_dir)).architecture  # config.json may leave it out
     # "hf": else a consolidated.safetensors beside the weights is taken for Mistral's, and nothing else is read
     return LLM(model=model_dir, dtype=dtype, load_format="hf", max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False,
-               enable_prefix_caching=share_prompts, **({"block_size": 32} if share_prompts else {}), **more)
+               hf_overrides={"architectures": [architecture]}, enable_prefix_caching=share_prompts,
+               **({"block_size": 32} if share_prompts else {}), **more)
 
 
 def name_shared_memory(name: str) -> None:

@@ -85,7 +85,7 @@ def variants(choices: dict) -> list[dict]:
 
 
 @pytest.mark.parametrize("choices", [ROPE, DEFAULTS], ids=["rope", "defaults"])
-@pytest.mark.parametrize("name", ["Qwen2-7B-Instruct", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B-Chat",
+@pytest.mark.parametrize("name", ["Qwen2-7B-Instruct", "Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B-Chat",
                                   "Meta-Llama-3-8B"])
 def test_every_mixture_is_read_as_transformers_reads_it_or_refused(tmp_path, name, choices):
     left_out = {*choices, "tie_word_embeddings", "rms_norm_eps"}

@@ -134,6 +134,7 @@ REFUSED = {
     "an index that is a pointer": (content(INDEX, POINTER.encode()), f"{INDEX} is a pointer of git-lfs.*git lfs pull"),
     "an index that is cut": (content(INDEX, b'{"weight_map": {'), f"{INDEX} cannot be read"),
     "an index of another kind": (content(INDEX, b'{"weights": []}'), f"{INDEX} cannot be read.*'weight_map'"),
+    "an index of numbers": (content(INDEX, b'{"weight_map": {"x": 1}}'), f"{INDEX} cannot be read"),
     "an index that is a list": (content(INDEX, b"[]"), f"{INDEX} cannot be read"),
     "a page that says not found": (content(SINGLE, b"<html>Not found</html>"), f"{SINGLE} cannot be read"),
 }
