@@ -1,5 +1,6 @@
 """Gloo between two nodes whose host's name has no address that the other node reaches."""
 
+import socket
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 from tests.fake_box.network import ADDRESSES, UNREACHABLE, joined, why_no_cable
 
 pytestmark = pytest.mark.skipif(bool(why_no_cable()), reason=why_no_cable())
-# The rank that is not refused waits for the other: whoever ends first ends the test.
+# Rank 1 is the one that is refused, at once; rank 0 would wait for it.
 RANK = f"""
 import os, sys, torch
 from mindspeed_qerl.ascend.cluster import interface_of
@@ -27,8 +28,7 @@ WITH_HOSTS = 'mount --bind "$1" /etc/hosts; shift; exec "$@"'
 def test_gloo_takes_the_interface_of_the_nodes_address(address, tmp_path):
     """Debian's own line, a bridge that both nodes have, another machine's address."""
     hosts = tmp_path / "hosts"
-    name = subprocess.run(["hostname"], check=True, capture_output=True, text=True).stdout.strip()
-    hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
+    hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
     with joined() as cables:
         ranks = [subprocess.Popen([*cable, "unshare", "--mount", "bash", "-c", WITH_HOSTS, "bash", hosts,
                                    sys.executable, "-c", RANK, str(rank)], stdout=subprocess.PIPE, text=True)
