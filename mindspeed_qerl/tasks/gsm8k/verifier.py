@@ -132,10 +132,13 @@ _LAST_DIGIT = re.compile(rf"(?s:.*){_DIGIT.pattern}")
 _DIGIT_IN_LINE = re.compile(rf"[0-9{_ODD}]|\n|####")
 
 _GAP = r"[ *_`$)}\\'\"(-]{0,6}+(?:\\?(?:text|textbf|mathrm)\{ ?)?+"
+# How scale words of other languages begin: Millionen, millones, milhões, milioni, miliardi, miljoner, milyon, tausend.
+_FOREIGN_SCALE = r"(?i:mill(?:ione|[oó]n|iard)|mil(?:h|io|iard|jo|jard|yo|ya)|bilh|tausend|hundert|tusen|duizend)"
 _NOT_READ = (  # words that change a value, or may: a scale that can be a unit, a scale of another language, a part
     r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd|grand|squared|cubed)(?!\w)"
     r"|(?i:ten|hundred|thousand|million|billion)ths?(?!\w)"
     r"|and [a-z]+ (?:half|halves|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)(?!\w)"
+    rf"|{_FOREIGN_SCALE}"
     "|\u043c\u043b\u043d|\u043c\u043b\u0440\u0434|\u0442\u044b\u0441|\u043c\u0438\u043b\u043b\u0438"
     rf"|[{_HAN_SCALES}\ub9cc\uc5b5\ucc9c\ubc31](?![\u514b\u7c73\u74e6\u5361])|\u03c0)"
 )

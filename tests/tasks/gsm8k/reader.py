@@ -23,6 +23,8 @@ AMBIGUOUS = ("k K M MM B T mn bn tn Mn MN Bn BN Tn TN mln mld MiO Mio MIO MIo Mi
              "grand squared cubed").split()
 PARTS = ("half halves third thirds quarter quarters fourth fourths fifth fifths eighth eighths tenth tenths").split()
 FOREIGN = ("млн", "млрд", "тыс", "милли", "π")
+STEMS = ("millione", "millon", "millón", "milliard", "milh", "milio", "miliard", "miljo", "miljard", "milyo", "milya",
+         "bilh", "tausend", "hundert", "tusen", "duizend")
 
 
 def read(text: str, method: str) -> Fraction | None:
@@ -379,6 +381,8 @@ def value_changes(text: str, end: int) -> bool:
     if text[at:at + 1] in tuple(HAN) and text[at + 1:at + 2] not in tuple("克米瓦卡"):
         return True
     if any(text.startswith(name, at) for name in FOREIGN):
+        return True
+    if any(text[at:at + len(stem)].lower() == stem for stem in STEMS):
         return True
     ends = [at + len(name) for name in AMBIGUOUS if text.startswith(name, at)]
     for name in ("ten", "hundred", "thousand", "million", "billion"):

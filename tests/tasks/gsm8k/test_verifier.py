@@ -196,11 +196,15 @@ GROUPING = [",", "\uff0c", "\u066c", "_", "'", "\u2019", " ", "\u00a0", "\u2007"
 NOT_GROUPING = ["\u00b7", "{}", "`", "\u2063\u2063", "\U0001f600", ":", "^"]
 UNITS = [" apples", "kg", " km", " kilos", " m", " miles", " months", " minutes", " millimetres", " mm", " min", " t",
          " Kelvin", " boxes", " bottles", " tons", "%", " %", "\\%", " percent", "\u20ac", " \u00b0C", "\u5343\u514b",
-         "\u5143", "\\text{ cm}", " \\mathrm{kg}", "-inch", "/day", "!", "**", "$", " \u2705", " thousandaires"]
+         "\u5143", "\\text{ cm}", " \\mathrm{kg}", "-inch", "/day", "!", "**", "$", " \u2705", " thousandaires",
+         " millionaires", " milligrams", " millilitres", " mills", " milkshakes", " miles per hour"]
 READ_SCALES = {"hundred": 100, "Thousand": 1000, "lakh": 10**5, "lac": 10**5, "MILLION": 10**6, "crores": 10**7,
                "billion": 10**9, "trillion": 10**12, "dozen": 12}
 UNREAD_SCALES = ["k", " k", "K", " K", "M", " M", "MM", "B", " bn", " mln", " mio", "T", "\u4e07",
                  " \u043c\u043b\u043d", "\u5104", " hundredths", " thousand million", " squared", "e3",
+                 " Millionen", " milliards", " millones", " mill\u00f3n", " milh\u00f5es", " milioni", " miliardi",
+                 " miljoner", " milyon", " milyar", " miljard", " bilh\u00f5es", " Tausend", " hundert", " tusen",
+                 " duizend",
                  "\u2030", "\u00bd", "\u00b2", "^2", " and a half"]
 
 
