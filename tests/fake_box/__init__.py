@@ -256,9 +256,10 @@ def _of_this_python() -> list[str]:
 
 
 NO_HCCL = "libhccl.so: cannot open shared object file: No such file or directory"
-# The packages of what a worker imports, besides upstream's; torch_npu cannot do without CANN's libraries.
+# The packages of what a worker imports, besides upstream's and this Python's transformers; torch_npu cannot do
+# without CANN's libraries.
 STUBS = {
-    "torch": "", "transformers": "", "tensordict": "", "vllm": "",
+    "torch": "", "tensordict": "", "vllm": "",
     "torch_npu": f"import importlib.util as it\nif not it.find_spec('acl'):\n    raise ImportError({NO_HCCL!r})\n",
     "torch_npu.op_plugin": "", "torch_npu.op_plugin.atb": "",
     "torch_npu.op_plugin.atb._atb_ops": "def _register_atb_extensions(): pass\n",
@@ -271,7 +272,7 @@ OF_UPSTREAM = {"mindspeed_rl.workers": "MindSpeed-RL", "mindspeed_rl.workers.int
 def _imported(box: Box, folder: Path) -> None:
     """Modules for the imports of a worker, with what `raises`."""
     shutil.rmtree(folder / "upstream", ignore_errors=True)
-    for name, code in {**STUBS, **dict.fromkeys(OF_UPSTREAM, "")}.items():
+    for name, code in {**dict.fromkeys([*box.raises, *OF_UPSTREAM], ""), **STUBS}.items():
         place = folder / "upstream" / OF_UPSTREAM[name] if name in OF_UPSTREAM else folder / "site"
         module = place.joinpath(*name.split("."))
         module.mkdir(parents=True, exist_ok=True)
