@@ -62,7 +62,10 @@ def write_model(folder: Path, size: int) -> None:
                           ("tokenizer_config.json", {"chat_template": "..."}),
                           ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": weights}})):
         (folder / file).write_text(json.dumps(content))
-    hole(folder / weights, size)
+    header = json.dumps({"lm_head.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    hole(folder / weights, 8 + len(header) + size)
+    with open(folder / weights, "r+b") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
 
 
 def write_base(folder: Path, sizes: dict[str, int]) -> None:
