@@ -267,8 +267,11 @@ def _hccl(machine: Machine, case: Case, variable: str, spans: str, ours: list[in
           theirs: Mapping[str, range]) -> Check:
     words = spans.replace("-", " to ").replace(",", " and ")
     fix = f"export {variable}=..., on every node    # other ports; or RAY_PORT"
-    both = [f"{', '.join(map(str, common))} {'is' if len(common) == 1 else 'are'} {what} too"
-            for what, other in theirs.items() if (common := [port for port in ours if port in other])]
+    both = []
+    for what, other in theirs.items():
+        if common := [port for port in ours if port in other]:
+            last = f" to {common[-1]}" if len(common) > 1 else ""
+            both.append(f"{common[0]}{last} {'are' if last else 'is'} {what} too")
     if both:
         return Check("ports of HCCL", FAILED if case.own_ray else WARNING, f"{words}: {'; '.join(both)}", fix)
     taken = [port for port in ours if not machine.port_free(port)]

@@ -1249,8 +1249,8 @@ def test_the_list_of_the_containers_runtime(ready, given, warned):
 
 
 @pytest.mark.parametrize(("shell", "name", "found"), [
-    ({"HCCL_IF_BASE_PORT": "20000"}, "ports of HCCL", "20002, 20003, 20004"),
-    ({"HCCL_IF_BASE_PORT": "19988"}, "ports of HCCL", "19988 to 20003: 20002, 20003 are Ray's workers too"),
+    ({"HCCL_IF_BASE_PORT": "20000"}, "ports of HCCL", "20002 to 20015 are Ray's workers too"),
+    ({"HCCL_IF_BASE_PORT": "19988"}, "ports of HCCL", "19988 to 20003: 20002 to 20003 are Ray's workers too"),
     ({"HCCL_IF_BASE_PORT": "19986"}, "", ""), ({"HCCL_IF_BASE_PORT": "30000"}, "", ""),
     ({"RAY_PORT": "12350"}, "ports of HCCL", "12350 is Ray's head (RAY_PORT=12350) too; 12351 is Ray's client"),
     ({"RAY_PORT": "12344"}, "ports of HCCL", "12345 is Ray's client server"), ({"RAY_PORT": "12361"}, "", ""),
