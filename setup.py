@@ -1,4 +1,6 @@
-"""Package metadata. The exact versions that work together are in requirements/*.txt; see the Makefile."""
+"""Package metadata. The exact versions that work together are in requirements/*.txt; see the
+Makefile.
+"""
 
 from pathlib import Path
 
@@ -9,17 +11,26 @@ ROOT = Path(__file__).parent
 
 def names(file: str) -> list[str]:
     """The requirements of one file, comments left out."""
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements" / file).read_text().splitlines())
+    lines = (
+        line.partition("#")[0].strip()
+        for line in (ROOT / "requirements" / file).read_text().splitlines()
+    )
     return [line for line in lines if line]
 
 
-INSIDE = {f"mindspeed_qerl.{folder}": folder for folder in ("cli", "tools", "configs")}  # the package
-COMMANDS = ["train", *(file.stem.replace("_", "-") for file in sorted((ROOT / "tools").glob("*.py")))]
+INSIDE = {
+    f"mindspeed_qerl.{folder}": folder for folder in ("cli", "tools", "configs")
+}  # the package
+COMMANDS = [
+    "train",
+    *(file.stem.replace("_", "-") for file in sorted((ROOT / "tools").glob("*.py"))),
+]
 
 setup(
     name="mindspeed_qerl",
     version="0.1.0",
-    description="GRPO + LoRA + AQN for Megatron models: a MindSpeed-RL extension, and an engine that needs no NPU",
+    description="GRPO + LoRA + AQN for Megatron models: a MindSpeed-RL extension, and an engine "
+    "that needs no NPU",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -29,9 +40,15 @@ setup(
         "mindspeed_qerl.ascend": ["contract.yaml"],
         "mindspeed_qerl.configs": ["**/*.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],
-        "mindspeed_qerl.emulation": ["stand_ins/**/*"],  # packages of other names, for emulation.environment
+        "mindspeed_qerl.emulation": [
+            "stand_ins/**/*"
+        ],  # packages of other names, for emulation.environment
     },
-    entry_points={"console_scripts": [f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS]},
+    entry_points={
+        "console_scripts": [
+            f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS
+        ]
+    },
     python_requires=">=3.11",
     install_requires=names("base.in"),
     extras_require={

@@ -1,10 +1,10 @@
-"""What each kind of hardware error does to the logprobs of the quickstart's model, in float32 and bfloat16: the
-table of docs/hardware_error.md.
+"""What each kind of hardware error does to the logprobs of the quickstart's model, in float32 and
+bfloat16: the table of docs/hardware_error.md.
 
     python benchmarks/hardware_error.py            about a minute on 2 cores
 
-Answers are sampled as they are, then the same answers are scored again with each kind on; |difference| of the logprobs
-of their tokens.
+Answers are sampled as they are, then the same answers are scored again with each kind on;
+|difference| of the logprobs of their tokens.
 """
 
 import argparse
@@ -21,12 +21,15 @@ if __name__ == "__main__":  # a file of a checkout
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = (("gaussian, std 0.05", dict(kinds=["gaussian"])),
-         ("gaussian, std 0.01", dict(kinds=["gaussian"], gaussian_std=0.01)),
-         ("bf16_blocks of 64", dict(kinds=["bf16_blocks"])),
-         ("bf16_blocks of 16", dict(kinds=["bf16_blocks"], block=16)),
-         ("reordered blocks of 64", dict(kinds=["reordered"])), ("silu_table", dict(kinds=["silu_table"])),
-         ("gaussian 0.05 and silu_table", dict(kinds=["gaussian", "silu_table"])))
+CASES = (
+    ("gaussian, std 0.05", dict(kinds=["gaussian"])),
+    ("gaussian, std 0.01", dict(kinds=["gaussian"], gaussian_std=0.01)),
+    ("bf16_blocks of 64", dict(kinds=["bf16_blocks"])),
+    ("bf16_blocks of 16", dict(kinds=["bf16_blocks"], block=16)),
+    ("reordered blocks of 64", dict(kinds=["reordered"])),
+    ("silu_table", dict(kinds=["silu_table"])),
+    ("gaussian 0.05 and silu_table", dict(kinds=["gaussian", "silu_table"])),
+)
 
 
 def measure(model: Path, dtype: str) -> None:
@@ -38,34 +41,57 @@ def measure(model: Path, dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts(str(model / "data/test_chat.parquet"), tokenizer, "plain", 96, 200).prompts
     engine = RolloutEngine(str(model), dtype, 128, 256, 1)
-    answers, _ = engine.generate(prompts, 1, 0,
-                                 dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id]))
+    answers, _ = engine.generate(
+        prompts, 1, 0, dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
+    )
     sequences = [[*prompt, *answer[0].token_ids] for prompt, answer in zip(prompts, answers)]
 
     def scored(hardware_error: dict | None) -> np.ndarray:
-        return np.concatenate([logprobs[len(prompt) - 1:] for prompt, logprobs in zip(
-            prompts, engine.logprobs(sequences, hardware_error=hardware_error))])
+        return np.concatenate(
+            [
+                logprobs[len(prompt) - 1 :]
+                for prompt, logprobs in zip(
+                    prompts, engine.logprobs(sequences, hardware_error=hardware_error)
+                )
+            ]
+        )
 
     clean = scored(None)
     for name, arguments in CASES:
         difference = np.abs(scored(arguments) - clean)
-        print(f"| {dtype} | {name} | {difference.mean():.2g} | {np.quantile(difference, 0.99):.2g} | "
-              f"{difference.max():.2g} |", flush=True)
+        print(
+            f"| {dtype} | {name} | {difference.mean():.2g} | {np.quantile(difference, 0.99):.2g} | "
+            f"{difference.max():.2g} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny_qwen3_moe")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: both, each in a process of its own")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: both, each in a process of its own",
+    )
     arguments = parser.parse_args()
     if arguments.dtype:
         measure(arguments.model, arguments.dtype)
         return
     print("| dtype | kind | mean | 99 % | largest |\n|---|---|---|---|---|", flush=True)
     for dtype in ("float32", "bfloat16"):
-        done = subprocess.run([sys.executable, __file__, "--model", arguments.model, "--dtype", dtype], cwd=ROOT,
-                              check=True, text=True, stdout=subprocess.PIPE)
-        print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--model", arguments.model, "--dtype", dtype],
+            cwd=ROOT,
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        print(
+            "\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True
+        )
 
 
 if __name__ == "__main__":

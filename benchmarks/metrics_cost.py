@@ -1,14 +1,17 @@
-"""What the metrics of the loss cost: the update of our local engine with them and without, in one run.
+"""What the metrics of the loss cost: the update of our local engine with them and without, in one
+run.
 
     python benchmarks/step.py --metrics                    both sizes of the step benchmark, 8 pairs
     python benchmarks/step.py --metrics --size large --pairs 4
 
-Two ranks (expert parallel 2, one thread each) update on the same batch again and again, in turn with all metrics and
-with the loss alone: no entropy, no mismatch, no effective sample size, no clip fractions, nothing but what is
-backpropagated. Which comes first changes from pair to pair. Of each pair the ratio is taken, of all pairs the median,
-of seconds and of the seconds that the processors were busy with it, which others on the machine disturb less. A third
-update of each pair has a clock around the functions that differ: what they take beyond the loss alone, by all that the
-update takes, which nothing beside them disturbs. A step has sampling, too (`benchmarks/step.py`): of that it is less.
+Two ranks (expert parallel 2, one thread each) update on the same batch again and again, in turn
+with all metrics and with the loss alone: no entropy, no mismatch, no effective sample size, no clip
+fractions, nothing but what is backpropagated. Which comes first changes from pair to pair. Of each
+pair the ratio is taken, of all pairs the median, of seconds and of the seconds that the processors
+were busy with it, which others on the machine disturb less. A third update of each pair has a clock
+around the functions that differ: what they take beyond the loss alone, by all that the update
+takes, which nothing beside them disturbs. A step has sampling, too (`benchmarks/step.py`): of that
+it is less.
 """
 
 import contextlib
@@ -43,8 +46,9 @@ def loss_alone(inputs, algorithm, correction):
 
 
 class Clock:
-    """Processor seconds in the functions that make metrics: `spent`, those of the loss alone taken off; `added` are
-    those that the clock itself costs."""
+    """Processor seconds in the functions that make metrics: `spent`, those of the loss alone taken
+    off; `added` are those that the clock itself costs.
+    """
 
     def __init__(self, module):
         self.module, self.loss, self.entropy = module, module.loss, module.token_entropy
@@ -94,12 +98,16 @@ def measure_rank(rank: int, recipe, setting, pairs: int, folder: str) -> None:
     update(), update(**alone)
     measured = []
     for pair in range(pairs):
-        first, second = (update(**changed) for changed in (({}, alone) if pair % 2 else (alone, {})))
+        first, second = (
+            update(**changed) for changed in (({}, alone) if pair % 2 else (alone, {}))
+        )
         clock = Clock(module)
         _, busy = update(loss=clock.timed_loss, token_entropy=clock.timed_entropy)
         own = torch.tensor([clock.spent, clock.added])
         dist.all_reduce(own)
-        measured.append((*((first, second) if pair % 2 else (second, first)), (own[0] / (busy - own[1])).item()))
+        measured.append(
+            (*((first, second) if pair % 2 else (second, first)), (own[0] / (busy - own[1])).item())
+        )
     if rank == 0:
         torch.save(measured, f"{folder}/measured.pt")
 
@@ -107,23 +115,41 @@ def measure_rank(rank: int, recipe, setting, pairs: int, folder: str) -> None:
 def report(setting, parameters: int, measured: list, console) -> None:
     from rich.table import Table
 
-    table = Table("an update", "with metrics", "without", "with / without", "lowest - highest",
-                  title=f"{parameters / 1e6:.1f}M parameters, {setting.answers} answers of {setting.tokens} tokens",
-                  caption=f"medians of {len(measured)} pairs; load average {os.getloadavg()[0]:.1f}")
+    table = Table(
+        "an update",
+        "with metrics",
+        "without",
+        "with / without",
+        "lowest - highest",
+        title=f"{parameters / 1e6:.1f}M parameters, {setting.answers} answers of {setting.tokens} "
+        "tokens",
+        caption=f"medians of {len(measured)} pairs; load average {os.getloadavg()[0]:.1f}",
+    )
     for column, name in enumerate(("seconds", "processor seconds")):
         both = [(one[column], other[column]) for one, other, _ in measured]
         ratios = [one / other for one, other in both]
-        table.add_row(name, *(f"{statistics.median(side):.3f}" for side in zip(*both)),
-                      f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} - {max(ratios):.3f}")
+        table.add_row(
+            name,
+            *(f"{statistics.median(side):.3f}" for side in zip(*both)),
+            f"{statistics.median(ratios):.3f}",
+            f"{min(ratios):.3f} - {max(ratios):.3f}",
+        )
     shares = [share for *_, share in measured]
-    table.add_row("in metrics, of it", "", "", f"{statistics.median(shares):.2%}",
-                  f"{min(shares):.2%} - {max(shares):.2%}")
+    table.add_row(
+        "in metrics, of it",
+        "",
+        "",
+        f"{statistics.median(shares):.2%}",
+        f"{min(shares):.2%} - {max(shares):.2%}",
+    )
     console.print(table)
 
 
 def measure_cost(setting, overrides: list[str], pairs: int, work: Path) -> list:
-    """[(with, without, share)]: (seconds, processor seconds of all ranks) of an update with metrics and without, and
-    the share of an update that its metrics take. overrides: of the quickstart's config."""
+    """[(with, without, share)]: (seconds, processor seconds of all ranks) of an update with metrics
+    and without, and the share of an update that its metrics take. overrides: of the quickstart's
+    config.
+    """
     import torch
     import torch.multiprocessing as mp
 

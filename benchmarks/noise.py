@@ -1,14 +1,16 @@
-"""What the noise does: to the weights, in bfloat16 and float32, and to the distance between the policy that samples
-and the one that is trained.
+"""What the noise does: to the weights, in bfloat16 and float32, and to the distance between the
+policy that samples and the one that is trained.
 
-    python benchmarks/noise.py    # about 6 minutes on 2 cores; draws docs/images/noise_{precision,kl,routing}.png
+    python benchmarks/noise.py    # about 6 minutes on 2 cores; draws
+    docs/images/noise_{precision,kl,routing}.png
 
-First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights of 1, in both
-dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs of the quickstart, float32 and
-bfloat16, with a sigma that rises from stage to stage and a learning rate that moves nothing; the KL between rollout
-and training policy (k3, nats per token), mean over the draws of a stage, beside c sigma^2. Third: what keeps it from
-that law, the choice of experts: the KL over the whole vocabulary by transformers, with two experts per token and with
-all of them, where nothing is chosen.
+First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights
+of 1, in both dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs
+of the quickstart, float32 and bfloat16, with a sigma that rises from stage to stage and a learning
+rate that moves nothing; the KL between rollout and training policy (k3, nats per token), mean over
+the draws of a stage, beside c sigma^2. Third: what keeps it from that law, the choice of experts:
+the KL over the whole vocabulary by transformers, with two experts per token and with all of them,
+where nothing is chosen.
 """
 
 import argparse
@@ -41,15 +43,20 @@ NAMES = ("aqn/measured_std", "mismatch/k3", "mismatch/effective_sample_size")
 
 
 def norms(dtype, value: float | None):
-    """RMSNorms with the weights of the model's norms before the experts, repeated to 65,536 of them, or with all
-    weights `value`."""
+    """RMSNorms with the weights of the model's norms before the experts, repeated to 65,536 of
+    them, or with all weights `value`.
+    """
     import torch
 
     from mindspeed_qerl.families.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(MODEL)
     names = [name for name in checkpoint.files if name.endswith("post_attention_layernorm.weight")]
-    weights = torch.cat([checkpoint.read(name).float() for name in names]) if value is None else torch.tensor([value])
+    weights = (
+        torch.cat([checkpoint.read(name).float() for name in names])
+        if value is None
+        else torch.tensor([value])
+    )
     weights = weights.repeat(-(-65536 // len(weights)))[:65536].to(dtype)
     model = torch.nn.Sequential(torch.nn.RMSNorm(len(weights), dtype=dtype))
     model[0].weight.data.copy_(weights)
@@ -67,7 +74,11 @@ def precision(image: Path) -> None:
 
     logging.disable()  # the warnings that say the same
     print("measured std / nominal, stage by stage")
-    print("| schedule | dtype | weights | " + " | ".join(f"stage {stage}" for stage in range(1, 10)) + " |")
+    print(
+        "| schedule | dtype | weights | "
+        + " | ".join(f"stage {stage}" for stage in range(1, 10))
+        + " |"
+    )
     print("|---" * 12 + "|")
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 3.4), layout="constrained")
@@ -76,16 +87,27 @@ def precision(image: Path) -> None:
             schedule = recipe.noise.noise_schedule(10)
             sigmas = schedule.sigmas()[1:]
             axis.loglog(sigmas, sigmas, color="black", linewidth=1, label="nominal")
-            for dtype, value, color, marker in (("float32", None, GREEN, "o"), ("bfloat16", None, BLUE, "s"),
-                                                ("bfloat16", 1.0, RED, "^")):
+            for dtype, value, color, marker in (
+                ("float32", None, GREEN, "o"),
+                ("bfloat16", None, BLUE, "s"),
+                ("bfloat16", 1.0, RED, "^"),
+            ):
                 injector = NoiseInjector(norms(getattr(torch, dtype), value), schedule, "*", seed=0)
                 measured = [injector.apply(step).measured_std for step in range(1, 10)]
                 injector.remove()
                 weights = "1" if value else "the model's"
-                axis.plot(sigmas, [found or np.nan for found in measured], marker, color=color,
-                          label=f"{dtype}, weights {weights}")
-                print(f"| {preset} | {dtype} | {weights} | "
-                      + " | ".join(f"{found / sigma:.2f}" for found, sigma in zip(measured, sigmas)) + " |")
+                axis.plot(
+                    sigmas,
+                    [found or np.nan for found in measured],
+                    marker,
+                    color=color,
+                    label=f"{dtype}, weights {weights}",
+                )
+                print(
+                    f"| {preset} | {dtype} | {weights} | "
+                    + " | ".join(f"{found / sigma:.2f}" for found, sigma in zip(measured, sigmas))
+                    + " |"
+                )
             axis.set(title=f"aqn={preset}", xlabel="nominal sigma")
             axis.invert_xaxis()
         figure.axes[0].set_ylabel("measured std of (noisy - clean)")
@@ -95,18 +117,34 @@ def precision(image: Path) -> None:
 
 
 def rows_by_sigma(root: Path, dtype: str, *more: str) -> list[list[dict]]:
-    """The metrics of each stage of a run whose sigma rises to 0.3 and that learns nothing; the first stage is without
-    noise. `more` are overrides."""
-    overrides = ["aqn=qerl", f"aqn.sigma_start={LEAST_SIGMA[dtype]}", "aqn.sigma_end=0.3", f"aqn.num_stages={STAGES}",
-                 f"megatron_training.train_iters={STAGES * DRAWS}", "megatron_training.save_interval=100000",
-                 "actor_config.lr=1e-12", f"generate_config.dtype={dtype}", "eval.n_problems=1", "eval.every=1000",
-                 f"run.root={root}",
-                 f"run.name={'-'.join([dtype, *more])}", "run.tensorboard=false", *more]
-    subprocess.run([sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu", *overrides], cwd=ROOT,
-                   check=True, stdout=subprocess.DEVNULL)
+    """The metrics of each stage of a run whose sigma rises to 0.3 and that learns nothing; the
+    first stage is without noise. `more` are overrides.
+    """
+    overrides = [
+        "aqn=qerl",
+        f"aqn.sigma_start={LEAST_SIGMA[dtype]}",
+        "aqn.sigma_end=0.3",
+        f"aqn.num_stages={STAGES}",
+        f"megatron_training.train_iters={STAGES * DRAWS}",
+        "megatron_training.save_interval=100000",
+        "actor_config.lr=1e-12",
+        f"generate_config.dtype={dtype}",
+        "eval.n_problems=1",
+        "eval.every=1000",
+        f"run.root={root}",
+        f"run.name={'-'.join([dtype, *more])}",
+        "run.tensorboard=false",
+        *more,
+    ]
+    subprocess.run(
+        [sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu", *overrides],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     (file,) = (root / "-".join([dtype, *more])).glob("*/metrics.jsonl")
     rows = read_jsonl(file)
-    return [rows[start:start + DRAWS] for start in range(0, len(rows), DRAWS)]
+    return [rows[start : start + DRAWS] for start in range(0, len(rows), DRAWS)]
 
 
 def growth(image: Path) -> None:
@@ -117,26 +155,55 @@ def growth(image: Path) -> None:
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         kl, size = figure.subplots(1, 2)
         for dtype, color, marker in (("float32", GREEN, "o"), ("bfloat16", BLUE, "s")):
-            rows = [{name: np.mean([row[name] for row in stage]) for name in NAMES}
-                    for stage in rows_by_sigma(Path(root), dtype)]
+            rows = [
+                {name: np.mean([row[name] for row in stage]) for name in NAMES}
+                for stage in rows_by_sigma(Path(root), dtype)
+            ]
             floor, noisy = rows[0]["mismatch/k3"], rows[1:]
-            sigma, k3 = (np.array([row[name] for row in noisy]) for name in ("aqn/measured_std", "mismatch/k3"))
-            large = sigma > 0.02  # below it a single token that goes to other experts outweighs all the rest
+            sigma, k3 = (
+                np.array([row[name] for row in noisy])
+                for name in ("aqn/measured_std", "mismatch/k3")
+            )
+            large = (
+                sigma > 0.02
+            )  # below it a single token that goes to other experts outweighs all the rest
             slope = np.polyfit(np.log(sigma[large]), np.log(k3[large] - floor), 1)[0]
             factor = (k3[-1] - floor) / sigma[-1] ** 2
-            print(f"{dtype}: k3 without noise {floor:.2g}; from sigma 0.02 to {sigma[-1]:.2g} it grows like "
-                  f"sigma^{slope:.2f}, to {k3[-1]:.2g}; that is {factor:.2g} sigma^2, which at sigma {sigma[0]:.2g} "
-                  f"would be {factor * sigma[0] ** 2:.2g}, and it is {k3[0] - floor:.2g} above no noise; effective "
-                  f"sample size at the end {noisy[-1]['mismatch/effective_sample_size']:.3f}", flush=True)
+            print(
+                f"{dtype}: k3 without noise {floor:.2g}; from sigma 0.02 to {sigma[-1]:.2g} it "
+                f"grows like sigma^{slope:.2f}, to {k3[-1]:.2g}; that is {factor:.2g} sigma^2, "
+                f"which at sigma {sigma[0]:.2g} would be {factor * sigma[0] ** 2:.2g}, and it is "
+                f"{k3[0] - floor:.2g} above no noise; effective sample size at the end "
+                f"{noisy[-1]['mismatch/effective_sample_size']:.3f}",
+                flush=True,
+            )
             kl.loglog(sigma, k3, marker, color=color, label=dtype)
-            kl.loglog(sigma, factor * sigma**2 + floor, "-", color=color, linewidth=1,
-                      label=f"{floor:.1g} + {factor:.2g} sigma^2")
-            size.semilogx(sigma, [row["mismatch/effective_sample_size"] for row in noisy], marker, color=color,
-                          label=dtype)
-        kl.set(title="KL between rollout and training policy", xlabel="sigma, as measured",
-               ylabel="k3, nats per token")
-        size.set(title="Effective sample size", xlabel="sigma, as measured", ylabel="share of the tokens",
-                 ylim=(None, 1.0005))
+            kl.loglog(
+                sigma,
+                factor * sigma**2 + floor,
+                "-",
+                color=color,
+                linewidth=1,
+                label=f"{floor:.1g} + {factor:.2g} sigma^2",
+            )
+            size.semilogx(
+                sigma,
+                [row["mismatch/effective_sample_size"] for row in noisy],
+                marker,
+                color=color,
+                label=dtype,
+            )
+        kl.set(
+            title="KL between rollout and training policy",
+            xlabel="sigma, as measured",
+            ylabel="k3, nats per token",
+        )
+        size.set(
+            title="Effective sample size",
+            xlabel="sigma, as measured",
+            ylabel="share of the tokens",
+            ylim=(None, 1.0005),
+        )
         kl.legend()
         size.legend()
         figure.savefig(image, dpi=130)
@@ -144,24 +211,35 @@ def growth(image: Path) -> None:
 
 
 def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
-    """KL(noisy || clean) over the vocabulary, nats per token of the right answers to 64 held-out problems, mean over
-    `DRAWS`, for each of `sigmas`."""
+    """KL(noisy || clean) over the vocabulary, nats per token of the right answers to 64 held-out
+    problems, mean over `DRAWS`, for each of `sigmas`.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mindspeed_qerl.aqn.injector import NoiseInjector
     from mindspeed_qerl.aqn.schedule import NoiseSchedule
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, num_experts_per_tok=experts).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, num_experts_per_tok=experts
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    rows = [json.loads(line)
-            for line in (MODEL / "data" / "raw" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:64]]
-    batch = tokenizer([f"{row['question']}\n{row['answer']}" for row in rows], padding=True, return_tensors="pt",
-                      return_token_type_ids=False)
+    rows = [
+        json.loads(line)
+        for line in (MODEL / "data" / "raw" / "test.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()[:64]
+    ]
+    batch = tokenizer(
+        [f"{row['question']}\n{row['answer']}" for row in rows],
+        padding=True,
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
     asked = torch.zeros_like(batch.attention_mask, dtype=torch.bool)
     for i, row in enumerate(rows):
         # padded on the left; what predicts the answer's tokens
-        asked[i, -len(tokenizer(row["answer"]).input_ids) - 1:-1] = True
+        asked[i, -len(tokenizer(row["answer"]).input_ids) - 1 : -1] = True
 
     def logprobs():
         with torch.no_grad():
@@ -169,8 +247,14 @@ def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
 
     clean, kl = logprobs(), []
     for sigma in sigmas:
-        injector = NoiseInjector(model, NoiseSchedule(kind="constant", sigma_start=float(sigma), num_stages=2,
-                                                      total_steps=2 * DRAWS), "auto", seed=0)
+        injector = NoiseInjector(
+            model,
+            NoiseSchedule(
+                kind="constant", sigma_start=float(sigma), num_stages=2, total_steps=2 * DRAWS
+            ),
+            "auto",
+            seed=0,
+        )
         kl.append(0.0)
         for draw in range(DRAWS):
             injector.apply(DRAWS + draw)
@@ -194,19 +278,27 @@ def routing(image: Path) -> None:
         for experts, color, marker in ((2, RED, "o"), (8, BLUE, "s")):
             kl = exact_kl(experts, sigmas)
             slope = np.polyfit(np.log(sigmas[sigmas < 0.05]), np.log(kl[sigmas < 0.05]), 1)[0]
-            print(f"{experts} of 8 experts: where sigma < 0.05 the KL grows like sigma^{slope:.2f}; KL / sigma^2 is "
-                  f"{kl[0] / sigmas[0] ** 2:.3g} at sigma {sigmas[0]:g} and {kl[-1] / sigmas[-1] ** 2:.3g} at "
-                  f"{sigmas[-1]:g}")
-            axis.loglog(sigmas, kl, marker, color=color, label=f"{experts} of 8 experts: sigma^{slope:.2f}")
+            print(
+                f"{experts} of 8 experts: where sigma < 0.05 the KL grows like sigma^{slope:.2f}; "
+                f"KL / sigma^2 is {kl[0] / sigmas[0] ** 2:.3g} at sigma {sigmas[0]:g} and "
+                f"{kl[-1] / sigmas[-1] ** 2:.3g} at {sigmas[-1]:g}"
+            )
+            axis.loglog(
+                sigmas, kl, marker, color=color, label=f"{experts} of 8 experts: sigma^{slope:.2f}"
+            )
             axis.loglog(sigmas, kl[-1] * (sigmas / sigmas[-1]) ** 2, "-", color=color, linewidth=1)
-        axis.set(title="KL(noisy || clean); lines: sigma^2", xlabel="sigma", ylabel="nats per token")
+        axis.set(
+            title="KL(noisy || clean); lines: sigma^2", xlabel="sigma", ylabel="nats per token"
+        )
         axis.legend()
         figure.savefig(image, dpi=130)
     print(image)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     images = parser.parse_args().images
     precision(images / "noise_precision.png")

@@ -1,15 +1,17 @@
-"""How near a rollout and an update at a real model's size come to what this machine's matrix products reach alone.
+"""How near a rollout and an update at a real model's size come to what this machine's matrix
+products reach alone.
 
-    python benchmarks/real_size.py --threads 2      SmolLM2-135M (make real-model), float32 and bfloat16, 10 minutes
-    python benchmarks/real_size.py --config grpo_steps_moe_cpu --answers 64
-    python tools/make_tiny_model.py --large --output models/large      # 10M parameters
-    python benchmarks/real_size.py --config grpo_tiny_moe_cpu --model models/large --answers 64
+    python benchmarks/real_size.py --threads 2      SmolLM2-135M (make real-model), float32 and
+    bfloat16, 10 minutes python benchmarks/real_size.py --config grpo_steps_moe_cpu --answers 64
+    python tools/make_tiny_model.py --large --output models/large      # 10M parameters python
+    benchmarks/real_size.py --config grpo_tiny_moe_cpu --model models/large --answers 64
 
-Rollout: answers of exactly 24 tokens to prompts of 100, sampled by the local engine's vLLM, with linear layers as it
-packs them (local/packing.py) and as torch multiplies ("torch's", before they were packed); a round of each, in turn.
-Update: forward, backward and optimizer of one rank on answers of 124 tokens. A clock around every matrix product says
-how long they take inside (experts' fused kernel aside), and the same products are then made again, alone: the rate
-that is there to be had. Seconds are medians of --rounds.
+Rollout: answers of exactly 24 tokens to prompts of 100, sampled by the local engine's vLLM, with
+linear layers as it packs them (local/packing.py) and as torch multiplies ("torch's", before they
+were packed); a round of each, in turn. Update: forward, backward and optimizer of one rank on
+answers of 124 tokens. A clock around every matrix product says how long they take inside (experts'
+fused kernel aside), and the same products are then made again, alone: the rate that is there to be
+had. Seconds are medians of --rounds.
 """
 
 import argparse
@@ -61,7 +63,9 @@ class Products:
         return sum(2.0 * m * k * n * count for (m, k, n, _), count in self.made.items())
 
     def seconds_alone(self) -> float:
-        """Of the same products, made one after the other with the operands of a layer that is used again."""
+        """Of the same products, made one after the other with the operands of a layer that is used
+        again.
+        """
         seconds = 0.0
         for (m, k, n, dtype), count in self.made.items():
             a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
@@ -93,8 +97,12 @@ def rollout(recipe, dtype: str, answers: int, rounds: int):
     from mindspeed_qerl.local.packing import packed_linears
     from mindspeed_qerl.local.rollout import RolloutEngine
 
-    engine = RolloutEngine(recipe.model.path, dtype, PROMPT + ANSWER, answers, recipe.local.kv_cache_gib)
-    prompts = torch.randint(10, 60, (answers // 8, PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
+    engine = RolloutEngine(
+        recipe.model.path, dtype, PROMPT + ANSWER, answers, recipe.local.kv_cache_gib
+    )
+    prompts = torch.randint(
+        10, 60, (answers // 8, PROMPT), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     layers = packed_linears(engine.model)
     packed = [layer.cpu_linear for layer in layers]
     found = {"packed": [], "torch's": []}
@@ -105,7 +113,9 @@ def rollout(recipe, dtype: str, answers: int, rounds: int):
                 call = of_layer if name == "packed" else torch.nn.functional.linear
                 layer.cpu_linear = partial(products.linear, call)
             started = time.perf_counter()
-            engine.generate(prompts, 8, 1, dict(temperature=1.0, max_tokens=ANSWER, ignore_eos=True))
+            engine.generate(
+                prompts, 8, 1, dict(temperature=1.0, max_tokens=ANSWER, ignore_eos=True)
+            )
             seconds.append((time.perf_counter() - started, products))
     for name, seconds in found.items():  # the first round packs, and warms up
         yield f"rollout, {name} linear layers", [one for one, _ in seconds[1:]], seconds[-1][1]
@@ -123,8 +133,12 @@ def update(recipe, dtype: str, answers: int, rounds: int):
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype=dtype))
     rng = np.random.default_rng(1)
     tokens = [rng.integers(10, 60, PROMPT + ANSWER).tolist() for _ in range(answers)]
-    batch = build_batch([row[:PROMPT] for row in tokens], [row[PROMPT:] for row in tokens],
-                        [[-4.0] * ANSWER] * answers, rng.normal(size=answers))
+    batch = build_batch(
+        [row[:PROMPT] for row in tokens],
+        [row[PROMPT:] for row in tokens],
+        [[-4.0] * ANSWER] * answers,
+        rng.normal(size=answers),
+    )
     with tempfile.TemporaryDirectory() as folder:
         rank, seconds = TrainRank(recipe, 0, f"file://{folder}/rendezvous"), []
         for counted in range(rounds + 1):
@@ -144,12 +158,21 @@ def main() -> None:
     from mindspeed_qerl.engines import checked
     from mindspeed_qerl.recipe.compose import compose
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="grpo_smollm2_135m_gsm8k_cpu")
     parser.add_argument("--model", metavar="DIR", help="another than the config's")
-    parser.add_argument("--answers", type=int, nargs="+", default=[16, 64],
-                        help="of a rollout; an update has the first (default: 16 64)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="a number of threads each (default: 1)")
+    parser.add_argument(
+        "--answers",
+        type=int,
+        nargs="+",
+        default=[16, 64],
+        help="of a rollout; an update has the first (default: 16 64)",
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1], help="a number of threads each (default: 1)"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -157,15 +180,28 @@ def main() -> None:
     if arguments.model:
         overrides.append(f"megatron_training.tokenizer_name_or_path={arguments.model}")
     recipe = checked(compose(arguments.config, overrides))[0]
-    table = Table("what", "dtype", "threads", "answers", "seconds", "tokens/s", "in products", "GFLOPS there", "alone",
-                  title=recipe.model.path, caption=f"load average {os.getloadavg()[0]:.1f}")
+    table = Table(
+        "what",
+        "dtype",
+        "threads",
+        "answers",
+        "seconds",
+        "tokens/s",
+        "in products",
+        "GFLOPS there",
+        "alone",
+        title=recipe.model.path,
+        caption=f"load average {os.getloadavg()[0]:.1f}",
+    )
     for dtype in arguments.dtypes:
         for threads in arguments.threads:
             for number, answers in enumerate(arguments.answers):
                 for part in (rollout, update) if number == 0 else (rollout,):
                     # each in a process of its own
                     with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
-                        rows = pool.apply(measured, (part, recipe, dtype, answers, arguments.rounds, threads))
+                        rows = pool.apply(
+                            measured, (part, recipe, dtype, answers, arguments.rounds, threads)
+                        )
                     for row in rows:
                         table.add_row(*row)
                         print("  ".join(row), flush=True)
@@ -181,9 +217,19 @@ def measured(part, recipe, dtype: str, answers: int, rounds: int, threads: int) 
         torch.set_num_threads(threads)  # vLLM sets it, too
         median = statistics.median(seconds)
         tokens = answers * (ANSWER if part is rollout else ANSWER + PROMPT) / median
-        rows.append([what, dtype, str(threads), str(answers), f"{median:.2f}", f"{tokens:,.0f}",
-                     f"{products.seconds / seconds[-1]:.0%}", f"{products.operations / products.seconds / 1e9:.0f}",
-                     f"{products.operations / products.seconds_alone() / 1e9:.0f}"])
+        rows.append(
+            [
+                what,
+                dtype,
+                str(threads),
+                str(answers),
+                f"{median:.2f}",
+                f"{tokens:,.0f}",
+                f"{products.seconds / seconds[-1]:.0%}",
+                f"{products.operations / products.seconds / 1e9:.0f}",
+                f"{products.operations / products.seconds_alone() / 1e9:.0f}",
+            ]
+        )
     return rows
 
 

@@ -1,12 +1,13 @@
-"""What our merge and our noise cost beside upstream's own resharding, in one run of the real upstream on the emulated
-NPU.
+"""What our merge and our noise cost beside upstream's own resharding, in one run of the real
+upstream on the emulated NPU.
 
     UPSTREAM=DIR .venv-upstream/bin/python benchmarks/resharding.py [--repeats 5]
 
-A Qwen3-MoE of 4 layers, hidden 512, 32 experts of width 256, LoRA r=32 on the four targets, two ranks with EP=2. Each
-repeat syncs the training weights to vLLM three times: as upstream does it without adapters, with the adapters merged,
-and with merge and noise. The clock is the slowest rank's, around `sharding_manager.enter_infer_mode`, offload
-included. On CPUs: the ratio says what our part adds, not how long either takes on an NPU.
+A Qwen3-MoE of 4 layers, hidden 512, 32 experts of width 256, LoRA r=32 on the four targets, two
+ranks with EP=2. Each repeat syncs the training weights to vLLM three times: as upstream does it
+without adapters, with the adapters merged, and with merge and noise. The clock is the slowest
+rank's, around `sharding_manager.enter_infer_mode`, offload included. On CPUs: the ratio says what
+our part adds, not how long either takes on an NPU.
 """
 
 import argparse
@@ -56,24 +57,35 @@ def bench_classes(repeats: int):
                         times[kind].append(seconds)
             base = median(times[KINDS[0]])
             for kind in KINDS:
-                print(f"{kind:22s} {median(times[kind]):7.3f} s a sync, x {median(times[kind]) / base:.2f}   (each: "
-                      + " ".join(f"{t:.3f}" for t in times[kind]) + ")", flush=True)
+                print(
+                    f"{kind:22s} {median(times[kind]):7.3f} s a sync, x "
+                    f"{median(times[kind]) / base:.2f}   (each: "
+                    + " ".join(f"{t:.3f}" for t in times[kind])
+                    + ")",
+                    flush=True,
+                )
             ray.shutdown()
 
     return BenchWorker, BenchTrainer
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5, help="syncs of each kind that count")
     arguments = parser.parse_args()
     if "UPSTREAM" not in os.environ:
-        parser.error("UPSTREAM must name the folder with the checkouts of MindSpeed-RL, MindSpeed-LLM, MindSpeed and "
-                     "Megatron-LM")
+        parser.error(
+            "UPSTREAM must name the folder with the checkouts of MindSpeed-RL, MindSpeed-LLM, "
+            "MindSpeed and Megatron-LM"
+        )
     import rehearsal
 
     if "RESHARDING" not in os.environ:  # once more, with the checkouts on the path from the start
-        os.environ |= rehearsal.environment(Path(os.environ["UPSTREAM"]).resolve()) | {"RESHARDING": "1"}
+        os.environ |= rehearsal.environment(Path(os.environ["UPSTREAM"]).resolve()) | {
+            "RESHARDING": "1"
+        }
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
     from mindspeed_qerl import train
@@ -82,8 +94,21 @@ def main() -> int:
     config_class, shape, megatron = rehearsal.FAMILIES["qwen3_moe"]
     rehearsal.FAMILIES["qwen3_moe"] = (
         config_class,
-        {**shape, "num_hidden_layers": 4, "hidden_size": 512, "num_experts": 32, "moe_intermediate_size": 256},
-        {**megatron, "num_layers": 4, "hidden_size": 512, "num_experts": 32, "moe_ffn_hidden_size": 256})
+        {
+            **shape,
+            "num_hidden_layers": 4,
+            "hidden_size": 512,
+            "num_experts": 32,
+            "moe_intermediate_size": 256,
+        },
+        {
+            **megatron,
+            "num_layers": 4,
+            "hidden_size": 512,
+            "num_experts": 32,
+            "moe_ffn_hidden_size": 256,
+        },
+    )
     load_upstream = engine.load_upstream
 
     def load_with_clock(settings, observer):
@@ -91,17 +116,32 @@ def main() -> int:
         from mindspeed_rl.workers.scheduler import launcher
 
         worker, trainer = bench_classes(arguments.repeats)
-        launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
+        launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: (
+            config.actor_resource
+        )
         module.IntegratedWorker, module.RayGRPOTrainer = worker, partial(trainer, observer=observer)
         return module
 
     engine.load_upstream = load_with_clock
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        model, data = rehearsal.make_model("qwen3_moe", folder / "model"), rehearsal.make_data(
-            folder / "model", folder / "data")
-        config = rehearsal.make_config("qwen3_moe", model, data, folder, ep=2, infer_ep=2, changes={
-            "megatron_training.lora_r": 32, "megatron_training.lora_alpha": 64, "aqn.num_stages": 2})
+        model, data = (
+            rehearsal.make_model("qwen3_moe", folder / "model"),
+            rehearsal.make_data(folder / "model", folder / "data"),
+        )
+        config = rehearsal.make_config(
+            "qwen3_moe",
+            model,
+            data,
+            folder,
+            ep=2,
+            infer_ep=2,
+            changes={
+                "megatron_training.lora_r": 32,
+                "megatron_training.lora_alpha": 64,
+                "aqn.num_stages": 2,
+            },
+        )
         return train.run(config, "resharding")
 
 

@@ -1,29 +1,31 @@
-"""Seconds per GRPO step: our local engine beside TRL's GRPOTrainer, on the same model, prompts and cores, in one run.
+"""Seconds per GRPO step: our local engine beside TRL's GRPOTrainer, on the same model, prompts and
+cores, in one run.
 
-    python benchmarks/step.py --quick            see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
-    python benchmarks/step.py                    both sizes, two rounds of 2 + 5 steps, about 20 minutes
-    python benchmarks/step.py --size large --prompts 32 --rounds 1
-    python benchmarks/step.py --metrics          our update with its metrics and without (metrics_cost.py), 3 minutes
+    python benchmarks/step.py --quick            see it run: the tiny size, one round of 1 + 2
+    steps, about 1 minute python benchmarks/step.py                    both sizes, two rounds of 2 +
+    5 steps, about 20 minutes python benchmarks/step.py --size large --prompts 32 --rounds 1 python
+    benchmarks/step.py --metrics          our update with its metrics and without (metrics_cost.py),
+    3 minutes
 
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
 
-Both sides: the same Qwen3-MoE with random weights, float32, 2 cores, LoRA r=32 alpha=64 on attention and all experts,
-AdamW 2e-4, no KL term, one update per step, the same prompts in the same order, the same verifier as reward, answers
-of exactly the same length (nothing ends an answer early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and
-two Megatron ranks in processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with
-transformers in the process that trains, with `grouped_mm` experts, without gradient checkpointing, autocast,
-load-balancing loss or saving; its vLLM mode trains on stale weights on a CPU. "TRL, merged" samples with the adapters
-merged into the weights (PEFT's merge_adapter), as we do; TRL itself merges for vLLM only. They take turns, each in
-fresh processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE for all unless it
-is set: threads that spin for a core another program has taken slow TRL twentyfold.
+Both sides: the same Qwen3-MoE with random weights, float32, 2 cores, LoRA r=32 alpha=64 on
+attention and all experts, AdamW 2e-4, no KL term, one update per step, the same prompts in the same
+order, the same verifier as reward, answers of exactly the same length (nothing ends an answer
+early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and two Megatron ranks in processes of
+their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with transformers in the
+process that trains, with `grouped_mm` experts, without gradient checkpointing, autocast,
+load-balancing loss or saving; its vLLM mode trains on stale weights on a CPU. "TRL, merged" samples
+with the adapters merged into the weights (PEFT's merge_adapter), as we do; TRL itself merges for
+vLLM only. They take turns, each in fresh processes; the first steps are not counted, the rest give
+medians. OMP_WAIT_POLICY is PASSIVE for all unless it is set: threads that spin for a core another
+program has taken slow TRL twentyfold.
 
-    rollout    sampling the answers; TRL also decodes them here
-    reward     verifier, advantages and the batch
-    training   forward, backward and optimizer
-    sync       merged weights into vLLM; TRL samples from the weights it trains
-    other      on our side the hop to the ranks and back
-    once       everything outside the steps: imports, engines, the first evaluation of our side, shutdown
+    rollout    sampling the answers; TRL also decodes them here reward     verifier, advantages and
+    the batch training   forward, backward and optimizer sync       merged weights into vLLM; TRL
+    samples from the weights it trains other      on our side the hop to the ranks and back once
+    everything outside the steps: imports, engines, the first evaluation of our side, shutdown
 """
 
 import argparse
@@ -75,7 +77,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of one side: per counted step the seconds of each part and of the whole, answer lengths, rewards."""
+    """One run of one side: per counted step the seconds of each part and of the whole, answer
+    lengths, rewards.
+    """
 
     steps: list[dict[str, float]]
     once_seconds: float
@@ -89,7 +93,9 @@ SIZES = {
 
 
 def make_model(directory: Path, shape: str) -> int:
-    """Random weights and no end token: every answer gets all its tokens. Returns the number of parameters."""
+    """Random weights and no end token: every answer gets all its tokens. Returns the number of
+    parameters.
+    """
     from transformers import AutoTokenizer
 
     from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
@@ -109,41 +115,65 @@ def our_overrides(setting: Setting, model_dir: Path) -> list[str]:
     return [
         f"megatron_training.tokenizer_name_or_path={model_dir}",
         f"megatron_training.global_batch_size={setting.prompts}",
-        f"megatron_training.train_iters={setting.warm_up + setting.steps}", f"megatron_training.seed={SEED}",
-        f"actor_config.lr={LEARNING_RATE}", f"actor_config.micro_batch_size={setting.our_micro_batch}",
-        f"rl_config.mini_batch_size={setting.prompts}", f"rl_config.n_samples_per_prompt={GROUP}",
-        f"rl_config.max_prompt_length={MAX_PROMPT_TOKENS}", "rl_config.verifier_function=[gsm8k]",
+        f"megatron_training.train_iters={setting.warm_up + setting.steps}",
+        f"megatron_training.seed={SEED}",
+        f"actor_config.lr={LEARNING_RATE}",
+        f"actor_config.micro_batch_size={setting.our_micro_batch}",
+        f"rl_config.mini_batch_size={setting.prompts}",
+        f"rl_config.n_samples_per_prompt={GROUP}",
+        f"rl_config.max_prompt_length={MAX_PROMPT_TOKENS}",
+        "rl_config.verifier_function=[gsm8k]",
         f"generate_config.sampling_config.max_tokens={setting.tokens}",
-        f"generate_config.max_model_len={MAX_PROMPT_TOKENS + setting.tokens}"]
+        f"generate_config.max_model_len={MAX_PROMPT_TOKENS + setting.tokens}",
+    ]
 
 
 def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
     """The counted steps of `cli/train_grpo.py`, from its metrics.jsonl."""
     root = Path(tempfile.mkdtemp(prefix="ours_", dir=work))
     command = [
-        sys.executable, REPO / "cli" / "train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
+        sys.executable,
+        REPO / "cli" / "train_grpo.py",
+        "--config-name",
+        "grpo_tiny_moe_cpu",
         *our_overrides(setting, model_dir),
-        "eval.n_problems=1", "eval.samples_per_problem=1", "eval.every=1000", f"run.root={root}", "run.name=step"]
+        "eval.n_problems=1",
+        "eval.samples_per_problem=1",
+        "eval.every=1000",
+        f"run.root={root}",
+        "run.name=step",
+    ]
     with open(root / "output.log", "w") as log:
-        code = subprocess.run(command, check=False, cwd=REPO, stdout=log, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(
+            command, check=False, cwd=REPO, stdout=log, stderr=subprocess.STDOUT
+        ).returncode
     if code:
         raise RuntimeError(
-            f"cli/train_grpo.py ended with exit code {code}:\n{(root / 'output.log').read_text()[-3000:]}")
-    rows = [json.loads(line) for line in next(root.glob("step/*/metrics.jsonl")).read_text().splitlines()]
-    return [{
-        "rollout": row["time/rollout"],
-        "reward": row["time/reward"],
-        "training": row["time/logprobs"] + row["time/update"],
-        "sync": row["time/sync"],
-        "step": row["time/step"],
-        "length": row["response/length_mean"],
-        "gradient": row["grad_norm"],
-    } for row in rows]
+            "cli/train_grpo.py ended with exit code "
+            f"{code}:\n{(root / 'output.log').read_text()[-3000:]}"
+        )
+    rows = [
+        json.loads(line)
+        for line in next(root.glob("step/*/metrics.jsonl")).read_text().splitlines()
+    ]
+    return [
+        {
+            "rollout": row["time/rollout"],
+            "reward": row["time/reward"],
+            "training": row["time/logprobs"] + row["time/update"],
+            "sync": row["time/sync"],
+            "step": row["time/step"],
+            "length": row["response/length_mean"],
+            "gradient": row["grad_norm"],
+        }
+        for row in rows
+    ]
 
 
 def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list[dict[str, float]]:
-    """The steps of TRL's GRPOTrainer, which samples with adapters merged or beside the weights; call in a fresh
-    process, its output goes to a file in `work`."""
+    """The steps of TRL's GRPOTrainer, which samples with adapters merged or beside the weights;
+    call in a fresh process, its output goes to a file in `work`.
+    """
     log = os.open(work / "trl.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -161,22 +191,55 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
     torch.set_num_threads(CORES)
     rows = read_rows(model_dir / "data" / "train_chat.parquet")
     chosen = PromptOrder(len(rows), SEED).take((setting.warm_up + setting.steps) * setting.prompts)
-    dataset = Dataset.from_dict({"prompt": [rows[i].prompt for i in chosen], "gold": [rows[i].answer for i in chosen]})
+    dataset = Dataset.from_dict(
+        {"prompt": [rows[i].prompt for i in chosen], "gold": [rows[i].answer for i in chosen]}
+    )
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.set_experts_implementation("grouped_mm")
-    lora = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-                      target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    lora = LoraConfig(
+        r=32,
+        lora_alpha=64,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    tokenizer.add_special_tokens({"eos_token": "<never>"})  # TRL wants one; it is beyond the model's vocabulary
+    tokenizer.add_special_tokens(
+        {"eos_token": "<never>"}
+    )  # TRL wants one; it is beyond the model's vocabulary
     micro_batch = setting.trl_micro_batch or setting.answers
     arguments = GRPOConfig(
-        output_dir=str(work / "trl"), max_steps=setting.warm_up + setting.steps,
-        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=setting.answers // micro_batch,
-        num_generations=GROUP, max_completion_length=setting.tokens, learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, top_p=1.0,
-        top_k=0, beta=0.0, num_iterations=1, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, scale_rewards="group",
-        router_aux_loss_coef=0.0, shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True,
-        use_vllm=False, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, seed=SEED)
+        output_dir=str(work / "trl"),
+        max_steps=setting.warm_up + setting.steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=setting.answers // micro_batch,
+        num_generations=GROUP,
+        max_completion_length=setting.tokens,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        num_iterations=1,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        scale_rewards="group",
+        router_aux_loss_coef=0.0,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        use_vllm=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        seed=SEED,
+    )
 
     seconds, steps = {}, []
 
@@ -203,31 +266,55 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
 
         def on_step_end(self, *_, **__):
             step = time.perf_counter() - self.started
-            steps.append({"rollout": seconds["rollout"], "reward": seconds["scored"] - seconds["rollout"],
-                          "training": step - seconds["scored"], "sync": 0.0, "step": step})
+            steps.append(
+                {
+                    "rollout": seconds["rollout"],
+                    "reward": seconds["scored"] - seconds["rollout"],
+                    "training": step - seconds["scored"],
+                    "sync": 0.0,
+                    "step": step,
+                }
+            )
 
         def on_log(self, _, __, ___, logs, **____):
             if "completions/mean_length" in logs:
-                steps[-1] |= {"length": logs["completions/mean_length"], "gradient": logs["grad_norm"]}
+                steps[-1] |= {
+                    "length": logs["completions/mean_length"],
+                    "gradient": logs["grad_norm"],
+                }
 
     verifier = VERIFIERS["gsm8k"]
-    trainer = Timed(model=model, processing_class=tokenizer, args=arguments, train_dataset=dataset,
-                    reward_funcs=lambda completions, gold, **_: verifier(completions, gold), peft_config=lora,
-                    callbacks=[Clock()])
+    trainer = Timed(
+        model=model,
+        processing_class=tokenizer,
+        args=arguments,
+        train_dataset=dataset,
+        reward_funcs=lambda completions, gold, **_: verifier(completions, gold),
+        peft_config=lora,
+        callbacks=[Clock()],
+    )
     trainer.train()
     return steps
 
 
-def run_trl_process(setting: Setting, model_dir: Path, work: Path, merged: bool = False) -> list[dict[str, float]]:
+def run_trl_process(
+    setting: Setting, model_dir: Path, work: Path, merged: bool = False
+) -> list[dict[str, float]]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         try:
             return process.submit(run_trl, setting, model_dir, work, merged).result()
         except Exception as error:
-            raise RuntimeError(f"TRL's side failed, {type(error).__name__}: "
-                               f"{error}\n{(work / 'trl.log').read_text()[-3000:]}") from error
+            raise RuntimeError(
+                f"TRL's side failed, {type(error).__name__}: "
+                f"{error}\n{(work / 'trl.log').read_text()[-3000:]}"
+            ) from error
 
 
-SIDES = {"ours": run_ours, "TRL": run_trl_process, "TRL, merged": partial(run_trl_process, merged=True)}
+SIDES = {
+    "ours": run_ours,
+    "TRL": run_trl_process,
+    "TRL, merged": partial(run_trl_process, merged=True),
+}
 
 
 def measure(side: str, setting: Setting, model_dir: Path, work: Path) -> Measured:
@@ -236,10 +323,12 @@ def measure(side: str, setting: Setting, model_dir: Path, work: Path) -> Measure
     rows = SIDES[side](setting, model_dir, work)
     once = time.perf_counter() - started - sum(row["step"] for row in rows)
     if not any(row["gradient"] > 0 for row in rows):
-        raise RuntimeError(f"{side}: no step had a gradient, all rewards were equal; use more --prompts")
+        raise RuntimeError(
+            f"{side}: no step had a gradient, all rewards were equal; use more --prompts"
+        )
     for row in rows:
         row["other"] = row["step"] - sum(row[part] for part in PARTS if part != "other")
-    return Measured(rows[setting.warm_up:], once, os.getloadavg()[0])
+    return Measured(rows[setting.warm_up :], once, os.getloadavg()[0])
 
 
 def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], console) -> None:
@@ -250,21 +339,33 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
 
     rounds = len(runs["ours"])
     others = [side for side in runs if side != "ours"]
-    table = Table("seconds per step", *runs, *(f"ours / {side}" for side in others), "share of our step",
-                  title=f"{parameters / 1e6:.1f}M parameters, {setting.prompts} prompts x {GROUP} answers of "
-                        f"{setting.tokens} tokens",
-                  caption=f"medians of {rounds} x {setting.steps} steps after {setting.warm_up}")
+    table = Table(
+        "seconds per step",
+        *runs,
+        *(f"ours / {side}" for side in others),
+        "share of our step",
+        title=f"{parameters / 1e6:.1f}M parameters, {setting.prompts} prompts x {GROUP} answers of "
+        f"{setting.tokens} tokens",
+        caption=f"medians of {rounds} x {setting.steps} steps after {setting.warm_up}",
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     ours_step = median("ours", "step")
     for part in (*PARTS, "step"):
         ours = median("ours", part)
-        ratios = [f"{ours / theirs:.2f}" if part != "other" and (theirs := median(side, part)) else ""
-                  for side in others]
+        ratios = [
+            f"{ours / theirs:.2f}" if part != "other" and (theirs := median(side, part)) else ""
+            for side in others
+        ]
         if part == "step":
             table.add_section()
-        table.add_row(part, *(f"{median(side, part):.3f}" for side in runs), *ratios, f"{ours / ours_step:.0%}",
-                      style="bold" if part == "step" else None)
+        table.add_row(
+            part,
+            *(f"{median(side, part):.3f}" for side in runs),
+            *ratios,
+            f"{ours / ours_step:.0%}",
+            style="bold" if part == "step" else None,
+        )
 
     def row(name: str, value) -> None:
         table.add_row(name, *(value(side) for side in runs))
@@ -276,16 +377,28 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
     row("step, fastest - slowest", spread)
     table.add_section()
     row("tokens per answer", lambda side: f"{median(side, 'length'):.1f}")
-    row("sampled tokens/s", lambda side: f"{setting.answers * median(side, 'length') / median(side, 'rollout'):,.0f}")
-    row("once, seconds a run", lambda side: " ".join(f"{run.once_seconds:.0f}" for run in runs[side]))
-    row("load average after each run", lambda side: " ".join(f"{run.load:.1f}" for run in runs[side]))
+    row(
+        "sampled tokens/s",
+        lambda side: f"{setting.answers * median(side, 'length') / median(side, 'rollout'):,.0f}",
+    )
+    row(
+        "once, seconds a run",
+        lambda side: " ".join(f"{run.once_seconds:.0f}" for run in runs[side]),
+    )
+    row(
+        "load average after each run",
+        lambda side: " ".join(f"{run.load:.1f}" for run in runs[side]),
+    )
     console.print(table)
 
 
 def settings_from(arguments: argparse.Namespace) -> list[Setting]:
     """The sizes asked for, with what the command line changes; ValueError if it cannot be run."""
-    changes = {field.name: value for field in dataclasses.fields(Setting)
-               if (value := getattr(arguments, field.name, None)) is not None}
+    changes = {
+        field.name: value
+        for field in dataclasses.fields(Setting)
+        if (value := getattr(arguments, field.name, None)) is not None
+    }
     sizes = ["tiny"] if arguments.quick else arguments.size
     if arguments.quick:
         changes |= {"warm_up": 1, "steps": 2}
@@ -295,24 +408,46 @@ def settings_from(arguments: argparse.Namespace) -> list[Setting]:
             if isinstance(value, int) and value < (0 if name == "warm_up" else 1):
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small")
         if setting.answers % (setting.trl_micro_batch or 1):
-            raise ValueError(f"--trl-micro-batch {setting.trl_micro_batch} must divide {setting.answers} answers")
+            raise ValueError(
+                f"--trl-micro-batch {setting.trl_micro_batch} must divide {setting.answers} answers"
+            )
     return settings
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps")
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)")
-    parser.add_argument("--rounds", type=int, default=2,
-                        help="how often each side runs: ours, TRL, TRL merged, ours, ... (default %(default)s)")
-    parser.add_argument("--metrics", action="store_true", help="what metrics cost: our update with and without them")
-    parser.add_argument("--pairs", type=int, default=8, help="of updates, for --metrics (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps"
+    )
+    parser.add_argument(
+        "--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="how often each side runs: ours, TRL, TRL merged, ours, ... (default %(default)s)",
+    )
+    parser.add_argument(
+        "--metrics", action="store_true", help="what metrics cost: our update with and without them"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="of updates, for --metrics (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
     parser.add_argument("--warm-up", type=int, help="steps before them (default 2)")
-    parser.add_argument("--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)")
+    parser.add_argument(
+        "--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)"
+    )
     parser.add_argument("--tokens", type=int, help="tokens of an answer (default: the size's)")
-    parser.add_argument("--our-micro-batch", type=int, help="answers a rank trains on at once (default: the size's)")
-    parser.add_argument("--trl-micro-batch", type=int, help="answers TRL trains on at once (default: the size's)")
+    parser.add_argument(
+        "--our-micro-batch", type=int, help="answers a rank trains on at once (default: the size's)"
+    )
+    parser.add_argument(
+        "--trl-micro-batch", type=int, help="answers TRL trains on at once (default: the size's)"
+    )
     arguments = parser.parse_args()
     try:
         settings = settings_from(arguments)
@@ -335,8 +470,12 @@ def main() -> None:
             work = Path(folder)
             parameters = make_model(work / "model", setting.shape)
             if arguments.metrics:
-                measured = metrics_cost.measure_cost(setting, our_overrides(setting, work / "model"),
-                                                     1 if arguments.quick else arguments.pairs, work)
+                measured = metrics_cost.measure_cost(
+                    setting,
+                    our_overrides(setting, work / "model"),
+                    1 if arguments.quick else arguments.pairs,
+                    work,
+                )
                 metrics_cost.report(setting, parameters, measured, console)
                 continue
             runs = {side: [] for side in SIDES}

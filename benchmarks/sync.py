@@ -1,13 +1,14 @@
-"""What one sync of merged weights into vLLM costs: seconds and memory beside a plain copy of the same bytes, in one
-run.
+"""What one sync of merged weights into vLLM costs: seconds and memory beside a plain copy of the
+same bytes, in one run.
 
-    python benchmarks/sync.py                       all sizes, draws docs/images/sync.png; about 10 minutes on 2 cores
-    python benchmarks/sync.py --only parameters
+    python benchmarks/sync.py                       all sizes, draws docs/images/sync.png; about 10
+    minutes on 2 cores python benchmarks/sync.py --only parameters
 
-The local engine with a Qwen3-MoE of random weights, LoRA on all four targets, float32: all its ranks merge, the
-rollout engine loads. The memory of a process is what it held at most during a sync beyond what it held before (its own
-pages, looked at every 2 ms); a part of a rank's merged weights (`local.sync_buffer_mib`, 64 MiB) should bound it,
-whatever the model's size. The copy is one thread's, of as many bytes as the sync carries, from one array into another.
+The local engine with a Qwen3-MoE of random weights, LoRA on all four targets, float32: all its
+ranks merge, the rollout engine loads. The memory of a process is what it held at most during a sync
+beyond what it held before (its own pages, looked at every 2 ms); a part of a rank's merged weights
+(`local.sync_buffer_mib`, 64 MiB) should bound it, whatever the model's size. The copy is one
+thread's, of as many bytes as the sync carries, from one array into another.
 """
 
 import argparse
@@ -30,9 +31,11 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = {"hidden": 512, "experts": 16, "ranks": 1}
-SERIES = {"parameters": [{"hidden": width} for width in (256, 512, 1024)],
-          "experts": [{"experts": count} for count in (8, 16, 32)],
-          "ranks": [{"ranks": count} for count in (1, 2, 4)]}
+SERIES = {
+    "parameters": [{"hidden": width} for width in (256, 512, 1024)],
+    "experts": [{"experts": count} for count in (8, 16, 32)],
+    "ranks": [{"ranks": count} for count in (1, 2, 4)],
+}
 SYNCS, LAYERS = 5, 4
 
 
@@ -41,15 +44,28 @@ def make_model(directory: Path, hidden: int, experts: int) -> None:
     import transformers
 
     config = transformers.AutoConfig.for_model(
-        "qwen3_moe", vocab_size=128, hidden_size=hidden, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=hidden // 8, moe_intermediate_size=hidden // 2, num_experts=experts,
-        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512, dtype="float32")
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=hidden // 8,
+        moe_intermediate_size=hidden // 2,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        dtype="float32",
+    )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 class Watch:
-    """Inside `with`: how many bytes of their own the processes held at most, beyond what they held at first."""
+    """Inside `with`: how many bytes of their own the processes held at most, beyond what they held
+    at first.
+    """
 
     def __init__(self, pids: dict[str, int]):
         self.files = {name: Path(f"/proc/{pid}/status") for name, pid in pids.items()}
@@ -94,22 +110,35 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     model, data = folder / "model", folder / "data.jsonl"
     make_model(model, hidden, experts)
     data.write_text('{"prompt": "How many?", "answer": "1"}\n' * 8)
-    raw = compose("grpo_tiny_moe_cpu", [
-        f"megatron_training.tokenizer_name_or_path={model}", f"task.train_file={data}", f"task.test_file={data}",
-        "aqn=off",
-        f"rl_config.actor_resource.num_npus={ranks}", f"actor_config.expert_model_parallel_size={ranks}"])
+    raw = compose(
+        "grpo_tiny_moe_cpu",
+        [
+            f"megatron_training.tokenizer_name_or_path={model}",
+            f"task.train_file={data}",
+            f"task.test_file={data}",
+            "aqn=off",
+            f"rl_config.actor_resource.num_npus={ranks}",
+            f"actor_config.expert_model_parallel_size={ranks}",
+        ],
+    )
     recipe, _ = checked(raw)
     tokenizer = build_tokenizer()
     prompts = Prompts(str(data), tokenizer, "plain", recipe.sampling.max_prompt_length)
-    run = RunDirectory.create(folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={})
+    run = RunDirectory.create(
+        folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={}
+    )
     with Progress(1, "sync") as progress, launch(recipe, run, 1) as processes:
-        engine = LocalEngine(recipe, run, None, progress, processes, Data(tokenizer, prompts, prompts))
+        engine = LocalEngine(
+            recipe, run, None, progress, processes, Data(tokenizer, prompts, prompts)
+        )
         processes.wait_until_ready()
         engine.report_targets()
         engine.proved = True  # the proof of what arrived is not part of a sync
         seconds = []
         with Watch(processes.pids) as watch:
-            for _ in range(1 + SYNCS):  # the first one makes what the others use again; its time does not count
+            for _ in range(
+                1 + SYNCS
+            ):  # the first one makes what the others use again; its time does not count
                 started = time.perf_counter()
                 engine.sync()
                 seconds.append(time.perf_counter() - started)
@@ -121,9 +150,13 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
         started = time.perf_counter()
         np.copyto(target, source)
         copies.append(time.perf_counter() - started)
-    return {"mib": size / 2**20, "sync": statistics.median(seconds[1:]), "copy": statistics.median(copies),
-            "rank": max(watch.grown(f"rank {rank}") for rank in range(ranks)),
-            "rollout": watch.grown("rollout engine")}
+    return {
+        "mib": size / 2**20,
+        "sync": statistics.median(seconds[1:]),
+        "copy": statistics.median(copies),
+        "rank": max(watch.grown(f"rank {rank}") for rank in range(ranks)),
+        "rollout": watch.grown("rollout engine"),
+    }
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -138,28 +171,54 @@ def plot(rows: list[dict], path: Path) -> None:
             of = [row for row in rows if row["series"] == series]
             x = [row["mib"] if series == "parameters" else row[series] for row in of]
             axis.plot(x, [row["sync"] for row in of], "o-", color=BLUE, label="sync, seconds")
-            axis.plot(x, [row["copy"] for row in of], "s--", color=ORANGE,
-                      label="plain copy of the same bytes, seconds")
-            axis.set(xlabel="MiB of merged weights" if series == "parameters" else series, ylabel="seconds",
-                     ylim=(0, None))
+            axis.plot(
+                x,
+                [row["copy"] for row in of],
+                "s--",
+                color=ORANGE,
+                label="plain copy of the same bytes, seconds",
+            )
+            axis.set(
+                xlabel="MiB of merged weights" if series == "parameters" else series,
+                ylabel="seconds",
+                ylim=(0, None),
+            )
             memory = axis.twinx()
-            memory.plot(x, [row["rank"] for row in of], "^:", color=GREEN, label="memory a rank takes for it, MiB")
+            memory.plot(
+                x,
+                [row["rank"] for row in of],
+                "^:",
+                color=GREEN,
+                label="memory a rank takes for it, MiB",
+            )
             memory.axhline(64, color=GREEN, linewidth=0.8, alpha=0.5)
             memory.set(ylim=(0, max(160, *(row["rank"] for row in of)) * 1.1), ylabel="MiB")
             memory.grid(visible=False)
-        lines = [line for a in (axis, memory) for line in a.get_lines() if not line.get_label().startswith("_")]
-        figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=3)
+        lines = [
+            line
+            for a in (axis, memory)
+            for line in a.get_lines()
+            if not line.get_label().startswith("_")
+        ]
+        figure.legend(
+            lines, [line.get_label() for line in lines], loc="outside lower center", ncols=3
+        )
         figure.savefig(path, dpi=130)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=SERIES)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "sync.png")
     arguments = parser.parse_args()
     rows = []
-    print("| by | hidden | experts | ranks | merged MiB | sync s | copy s | sync / copy | rank +MiB | rollout +MiB |",
-          flush=True)
+    print(
+        "| by | hidden | experts | ranks | merged MiB | sync s | copy s | sync / copy | rank "
+        "+MiB | rollout +MiB |",
+        flush=True,
+    )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for series in [arguments.only] if arguments.only else SERIES:
         for change in SERIES[series]:
@@ -167,9 +226,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 row = sizes | {"series": series} | measure(Path(folder), **sizes)
             rows.append(row)
-            print(f"| {series} | {row['hidden']} | {row['experts']} | {row['ranks']} | {row['mib']:.0f} | "
-                  f"{row['sync']:.2f} | {row['copy']:.3f} | {row['sync'] / row['copy']:.1f} | {row['rank']:.0f} | "
-                  f"{row['rollout']:.0f} |", flush=True)
+            print(
+                f"| {series} | {row['hidden']} | {row['experts']} | {row['ranks']} | "
+                f"{row['mib']:.0f} | {row['sync']:.2f} | {row['copy']:.3f} | "
+                f"{row['sync'] / row['copy']:.1f} | {row['rank']:.0f} | {row['rollout']:.0f} |",
+                flush=True,
+            )
     if not arguments.only:
         plot(rows, arguments.output)
         print(arguments.output)

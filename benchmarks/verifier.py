@@ -1,12 +1,14 @@
 """Our verifier beside verl's GSM8K score and math-verify: the same responses, one process, one run.
 
-    python benchmarks/verifier.py [--responses 10000] [--data ../shared/data/gsm8k] [--verl PATH] [--speed]
+    python benchmarks/verifier.py [--responses 10000] [--data ../shared/data/gsm8k] [--verl PATH]
+    [--speed]
 
-Responses are made from GSM8K's own solutions (from generated sums where the data is absent) in the shapes that models
-produce; each is right or wrong by construction, so that beside agreement the table shows who is wrong. Needs the dev
-extras verl and math-verify; verl is not imported as a package (that pulls in its engines), its one file is loaded by
-path: the installed one, or PATH, a checkout's verl/utils/reward_score/gsm8k.py. --speed leaves the verdicts out, and
-needs no math-verify.
+Responses are made from GSM8K's own solutions (from generated sums where the data is absent) in the
+shapes that models produce; each is right or wrong by construction, so that beside agreement the
+table shows who is wrong. Needs the dev extras verl and math-verify; verl is not imported as a
+package (that pulls in its engines), its one file is loaded by path: the installed one, or PATH, a
+checkout's verl/utils/reward_score/gsm8k.py. --speed leaves the verdicts out, and needs no
+math-verify.
 """
 
 import argparse
@@ -37,7 +39,9 @@ from mindspeed_qerl.tasks.gsm8k.verifier import score_batch
 
 REPO = Path(__file__).resolve().parents[1]
 Scorer = Callable[[Sequence[str], Sequence[str]], list[float]]
-FILLER = "We can check this by reading the problem once more and following every step from the start. "
+FILLER = (
+    "We can check this by reading the problem once more and following every step from the start. "
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Response:
     right: bool  # the number that the response means is the gold number
 
 
-# {body} the reasoning, {n} the answer, {d} another number, {big} the answer with thousands separators, {filler} long
-# text.
+# {body} the reasoning, {n} the answer, {d} another number, {big} the answer with thousands
+# separators, {filler} long text.
 SHAPES = {
     "#### n": "{body}\n#### {n}",
     "#### n.": "{body}\n#### {n}.",
@@ -64,8 +68,8 @@ SHAPES = {
     "long, #### n": "{filler}{filler}{filler}{body}\n#### {n}",
     "#### d+e = n": "{body}\n#### {d} + {rest} = {n}",
     "#### d, corrected to #### n": "{body}\n#### {d}\n\nWait, that is not right.\n#### {n}",
-    "#### n, then another problem": "{body}\n#### {n}\n\nQ: Ann has {d} pens. How many pens does she have?\nA: #### "
-                                    "{d}",
+    "#### n, then another problem": "{body}\n#### {n}\n\nQ: Ann has {d} pens. How many pens does "
+    "she have?\nA: #### {d}",
     "hedging: #### n or d": "{body}\n#### {n} or {d}",
     "The answer is n.": "{body} The answer is {n}.",
     "The answer is **$n**.": "{body}\nThe answer is **${big}**.",
@@ -85,15 +89,20 @@ NEVER_RIGHT = {"hedging: #### n or d", "no answer, no number", "cut off"}
 def solutions_from(folder: Path) -> list[str]:
     """GSM8K's solutions, or solutions of generated sums if `folder` is not there."""
     if folder.is_dir():
-        return [json.loads(line)["answer"] for split in ("train", "test")
-                for line in open(folder / f"{split}.jsonl", "rb")]
+        return [
+            json.loads(line)["answer"]
+            for split in ("train", "test")
+            for line in open(folder / f"{split}.jsonl", "rb")
+        ]
     rng = random.Random(0)
     pairs = [(rng.randint(2, 2000), rng.randint(2, 2000)) for _ in range(2000)]
     return [f"There are {a} and {b} more, so {a}+{b} = {a + b}.\n#### {a + b}" for a, b in pairs]
 
 
 def make_responses(solutions: list[str], count: int) -> list[Response]:
-    """`count` responses, each shape as often as another, 6 of 10 with the gold number; the same in every run."""
+    """`count` responses, each shape as often as another, 6 of 10 with the gold number; the same in
+    every run.
+    """
     rng = random.Random(0)
     responses = []
     for index in range(count):
@@ -104,8 +113,16 @@ def make_responses(solutions: list[str], count: int) -> list[Response]:
         wrong = rng.choice([int(gold) + 1, int(gold) * 10, int(gold) - 10, -int(gold) or 1])
         n = int(gold) if rng.random() < 0.6 else wrong
         d = n + rng.randint(1, 9)
-        text = SHAPES[shape].format(body=body, n=n, d=d, rest=n - d, big=f"{n:,}", latex=f"{n:,}".replace(",", "{,}"),
-                                    filler=(FILLER * 6)[:480], cut=body[: len(body) // 3].rsplit(" ", 1)[0])
+        text = SHAPES[shape].format(
+            body=body,
+            n=n,
+            d=d,
+            rest=n - d,
+            big=f"{n:,}",
+            latex=f"{n:,}".replace(",", "{,}"),
+            filler=(FILLER * 6)[:480],
+            cut=body[: len(body) // 3].rsplit(" ", 1)[0],
+        )
         responses.append(Response(shape, text, gold, n == int(gold) and shape not in NEVER_RIGHT))
     return responses
 
@@ -114,7 +131,10 @@ def load_verl_score(file: Path | None) -> Callable[[str, str, str], float]:
     if file is None:
         spec = importlib.util.find_spec("verl")  # finds the package, does not run it
         if spec is None:
-            sys.exit("verl is not installed: pip install --no-deps verl==0.9.1 (the dev extra has it), or give --verl")
+            sys.exit(
+                "verl is not installed: pip install --no-deps verl==0.9.1 (the dev extra has it), "
+                "or give --verl"
+            )
         file = Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / "gsm8k.py"
     file_spec = importlib.util.spec_from_file_location("verl_gsm8k", file)
     module = importlib.util.module_from_spec(file_spec)
@@ -126,9 +146,13 @@ def scorers(verl: Callable[[str, str, str], float]) -> dict[str, Scorer]:
     """Those whose speed is compared: name -> function of (texts, golds) -> list of 0.0 or 1.0."""
     return {
         "ours strict": lambda texts, golds: score_batch(texts, golds, method="strict"),
-        "verl strict": lambda texts, golds: [float(verl(text, gold, "strict")) for text, gold in zip(texts, golds)],
+        "verl strict": lambda texts, golds: [
+            float(verl(text, gold, "strict")) for text, gold in zip(texts, golds)
+        ],
         "ours flexible": lambda texts, golds: score_batch(texts, golds),
-        "verl flexible": lambda texts, golds: [float(verl(*pair, "flexible")) for pair in zip(texts, golds)],
+        "verl flexible": lambda texts, golds: [
+            float(verl(*pair, "flexible")) for pair in zip(texts, golds)
+        ],
     }
 
 
@@ -137,33 +161,61 @@ def math_verify() -> dict[str, Scorer]:
         from math_verify import parse, verify
     except ImportError:
         sys.exit("math-verify is not installed: pip install math-verify (it is in the dev extra)")
-    return {"math-verify": lambda texts, golds: [float(verify(parse(gold), parse(text)))
-                                                 for text, gold in zip(texts, golds)]}
+    return {
+        "math-verify": lambda texts, golds: [
+            float(verify(parse(gold), parse(text))) for text, gold in zip(texts, golds)
+        ]
+    }
 
 
-def kinds_of_answers(solutions: list[str], responses: list[Response]) -> dict[str, list[tuple[str, str]]]:
+def kinds_of_answers(
+    solutions: list[str], responses: list[Response]
+) -> dict[str, list[tuple[str, str]]]:
     """name -> (response, gold number) of some hundreds each: what models write, and what is long."""
     rng, golds = random.Random(0), [gold_answer(solution) for solution in solutions]
     prose = "\n".join(solutions).replace("####", "so it is")
     no_number = str.maketrans("", "", "0123456789")
-    kinds = {"GSM8K's own solutions": list(zip(solutions, golds)),
-             "all shapes below": [(response.text, response.gold) for response in responses],
-             "no number": [(solution.translate(no_number), gold) for solution, gold in zip(solutions, golds)]}
+    kinds = {
+        "GSM8K's own solutions": list(zip(solutions, golds)),
+        "all shapes below": [(response.text, response.gold) for response in responses],
+        "no number": [
+            (solution.translate(no_number), gold) for solution, gold in zip(solutions, golds)
+        ],
+    }
     for shape in ("The answer is n.", r"\boxed{n}", "So the total is n.", "#### d+e = n"):
-        kinds[shape] = [(response.text, response.gold) for response in responses if response.shape == shape]
+        kinds[shape] = [
+            (response.text, response.gold) for response in responses if response.shape == shape
+        ]
     starts = [rng.randrange(max(len(prose) - 1000, 1)) for _ in range(400)]
     for ending, name in (("\n#### 72", "#### at the end"), ("", "no form")):
-        for times in (1, 10, 100, 1000):  # the same text again and again: ten times as long takes ten times the time
-            kinds[f"{times} kB, {name}"] = [(prose[start:start + 1000] * times + ending, "72")
-                                            for start in starts[:max(8, 400 // times)]]
+        for times in (
+            1,
+            10,
+            100,
+            1000,
+        ):  # the same text again and again: ten times as long takes ten times the time
+            kinds[f"{times} kB, {name}"] = [
+                (prose[start : start + 1000] * times + ending, "72")
+                for start in starts[: max(8, 400 // times)]
+            ]
     return kinds
 
 
-def compare_speed(kinds: dict[str, list[tuple[str, str]]], compared: dict[str, Scorer], console: Console) -> None:
+def compare_speed(
+    kinds: dict[str, list[tuple[str, str]]], compared: dict[str, Scorer], console: Console
+) -> None:
     """Processor time of an answer, the best of five rounds of all; and the ratios."""
-    ratios = [("ours strict", "verl strict"), ("ours strict", "verl flexible"), ("ours flexible", "verl flexible")]
-    table = Table(Column("answers", no_wrap=True), *compared, *(f"{ours} / {verl}" for ours, verl in ratios),
-                  title="processor time of an answer, microseconds (verl reads its last 300 characters)")
+    ratios = [
+        ("ours strict", "verl strict"),
+        ("ours strict", "verl flexible"),
+        ("ours flexible", "verl flexible"),
+    ]
+    table = Table(
+        Column("answers", no_wrap=True),
+        *compared,
+        *(f"{ours} / {verl}" for ours, verl in ratios),
+        title="processor time of an answer, microseconds (verl reads its last 300 characters)",
+    )
     for kind, pairs in kinds.items():
         texts, golds = zip(*pairs)
         best = dict.fromkeys(compared, math.inf)
@@ -172,8 +224,11 @@ def compare_speed(kinds: dict[str, list[tuple[str, str]]], compared: dict[str, S
                 start = time.process_time()
                 scorer(texts, golds)
                 best[name] = min(best[name], (time.process_time() - start) / len(texts) * 1e6)
-        table.add_row(kind, *(f"{time:,.1f}" for time in best.values()),
-                      *(f"{best[ours] / best[verl]:.2f}" for ours, verl in ratios))
+        table.add_row(
+            kind,
+            *(f"{time:,.1f}" for time in best.values()),
+            *(f"{best[ours] / best[verl]:.2f}" for ours, verl in ratios),
+        )
     console.print(table, markup=False)
 
 
@@ -189,29 +244,55 @@ def run(responses: list[Response], compared: dict[str, Scorer], console: Console
             seconds.append(time.process_time() - start)
         speed[name] = len(texts) / statistics.median(seconds)
 
-    table = Table("verifier", "responses/s", "yes", "yes, but wrong", "no, but right", title="speed, and mistakes",
-                  caption="of processor time; strict ones say no to right answers in other forms on purpose")
+    table = Table(
+        "verifier",
+        "responses/s",
+        "yes",
+        "yes, but wrong",
+        "no, but right",
+        title="speed, and mistakes",
+        caption="of processor time; strict ones say no to right answers in other forms on purpose",
+    )
     for name, given in verdicts.items():
         false_yes = sum(v == 1 and not r.right for v, r in zip(given, responses))
         false_no = sum(v == 0 and r.right for v, r in zip(given, responses))
-        table.add_row(name, f"{speed[name]:,.0f}", f"{int(sum(given)):,}", f"{false_yes:,}", f"{false_no:,}")
+        table.add_row(
+            name, f"{speed[name]:,.0f}", f"{int(sum(given)):,}", f"{false_yes:,}", f"{false_no:,}"
+        )
     console.print(table)
 
-    table = Table("shape", "responses", "right", *verdicts, title="mistakes by shape (a dot is none)")
+    table = Table(
+        "shape", "responses", "right", *verdicts, title="mistakes by shape (a dot is none)"
+    )
     for shape in SHAPES:
         chosen = [index for index, response in enumerate(responses) if response.shape == shape]
-        mistakes = [sum(given[i] != responses[i].right for i in chosen) for given in verdicts.values()]
+        mistakes = [
+            sum(given[i] != responses[i].right for i in chosen) for given in verdicts.values()
+        ]
         right = sum(responses[i].right for i in chosen)
-        table.add_row(shape, str(len(chosen)), str(right), *(str(count) if count else "." for count in mistakes))
+        table.add_row(
+            shape,
+            str(len(chosen)),
+            str(right),
+            *(str(count) if count else "." for count in mistakes),
+        )
     console.print(table, markup=False)
 
-    pairs = [("ours strict", "verl strict"), ("ours flexible", "verl flexible"), ("ours flexible", "math-verify")]
-    table = Table("pair", "agree", "both yes", "both no", "only first", "only second", title="agreement")
+    pairs = [
+        ("ours strict", "verl strict"),
+        ("ours flexible", "verl flexible"),
+        ("ours flexible", "math-verify"),
+    ]
+    table = Table(
+        "pair", "agree", "both yes", "both no", "only first", "only second", title="agreement"
+    )
     for pair in pairs:
         counts = Counter(zip(verdicts[pair[0]], verdicts[pair[1]]))
         agree = counts[1, 1] + counts[0, 0]
         cells = [counts[1, 1], counts[0, 0], counts[1, 0], counts[0, 1]]
-        table.add_row(" / ".join(pair), f"{agree / len(texts):.2%}", *(f"{cell:,}" for cell in cells))
+        table.add_row(
+            " / ".join(pair), f"{agree / len(texts):.2%}", *(f"{cell:,}" for cell in cells)
+        )
     console.print(table)
 
     for first, second in pairs:
@@ -219,8 +300,14 @@ def run(responses: list[Response], compared: dict[str, Scorer], console: Console
         for a, b, response in zip(verdicts[first], verdicts[second], responses):
             if a != b:
                 disagreements.setdefault((response.shape, a == 1), []).append(response)
-        table = Table("shape", "only yes", "count", "right", "one of them",
-                      title=f"{first} / {second}: where they disagree")
+        table = Table(
+            "shape",
+            "only yes",
+            "count",
+            "right",
+            "one of them",
+            title=f"{first} / {second}: where they disagree",
+        )
         for (shape, ours), found in sorted(disagreements.items(), key=lambda item: -len(item[1])):
             ending = f"gold {found[0].gold}: ...{found[0].text[-45:]!r}"
             right = sum(response.right for response in found)
@@ -229,20 +316,33 @@ def run(responses: list[Response], compared: dict[str, Scorer], console: Console
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=10_000, help="how many responses (default 10000)")
-    parser.add_argument("--data", type=Path, default=REPO.parent / "shared" / "data" / "gsm8k",
-                        help="folder of GSM8K jsonl")
-    parser.add_argument("--verl", type=Path, metavar="PATH", help="verl's gsm8k.py (default: the installed one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--responses", type=int, default=10_000, help="how many responses (default 10000)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=REPO.parent / "shared" / "data" / "gsm8k",
+        help="folder of GSM8K jsonl",
+    )
+    parser.add_argument(
+        "--verl", type=Path, metavar="PATH", help="verl's gsm8k.py (default: the installed one)"
+    )
     parser.add_argument("--speed", action="store_true", help="only the speed beside verl's")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     source = args.data if args.data.is_dir() else "generated sums (no GSM8K at --data)"
     solutions, compared = solutions_from(args.data), scorers(load_verl_score(args.verl))
     responses = make_responses(solutions, args.responses)
-    console.print(f"{len(responses):,} responses in {len(SHAPES)} shapes from {source}, "
-                  f"{sum(r.right for r in responses):,} of them right, "
-                  f"{statistics.mean(len(r.text) for r in responses):.0f} characters on average", markup=False)
+    console.print(
+        f"{len(responses):,} responses in {len(SHAPES)} shapes from {source}, "
+        f"{sum(r.right for r in responses):,} of them right, "
+        f"{statistics.mean(len(r.text) for r in responses):.0f} characters on average",
+        markup=False,
+    )
     compare_speed(kinds_of_answers(solutions, responses), compared, console)
     if not args.speed:
         run(responses, {**compared, **math_verify()}, console)

@@ -1,7 +1,8 @@
 """Train with GRPO: a config of configs/, with any of its keys changed.
 
-With --multirun a key may have several values, and each combination is run in turn: aqn=off,qerl seed=1,2,3. Runs that
-are finished are not run again, one that stopped is resumed, one that fails is reported at the end.
+With --multirun a key may have several values, and each combination is run in turn: aqn=off,qerl
+seed=1,2,3. Runs that are finished are not run again, one that stopped is resumed, one that fails is
+reported at the end.
 """
 
 import argparse
@@ -30,20 +31,49 @@ examples:
 
 def arguments() -> argparse.ArgumentParser:
     usage = "%(prog)s --config-name NAME [key=value ...] [--multirun | --help | --keys [SECTION] | --cfg job]"
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, epilog=EXAMPLES, add_help=False,
-                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-cn", "--config-name", metavar="NAME",
-                        help="a config of configs/, or of the folder `configs` where you are")
-    parser.add_argument("-cd", "--config-dir", metavar="DIR",
-                        help="a folder with configs of yours, in place of that `configs`")
-    parser.add_argument("overrides", nargs="*", metavar="key=value",
-                        help="a key with another value, aqn=off for another part, ~key to drop one")
+    parser = argparse.ArgumentParser(
+        usage=usage,
+        description=__doc__,
+        epilog=EXAMPLES,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-cn",
+        "--config-name",
+        metavar="NAME",
+        help="a config of configs/, or of the folder `configs` where you are",
+    )
+    parser.add_argument(
+        "-cd",
+        "--config-dir",
+        metavar="DIR",
+        help="a folder with configs of yours, in place of that `configs`",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="a key with another value, aqn=off for another part, ~key to drop one",
+    )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("-m", "--multirun", action="store_true", help="run every combination of the values, in turn")
-    instead.add_argument("-h", "--help", action="store_true",
-                         help="print this, and with --config-name the config with its comments")
-    instead.add_argument("--keys", nargs="?", const="", metavar="SECTION",
-                         help="print the keys of the config, or all of a section, with value and comment")
+    instead.add_argument(
+        "-m", "--multirun", action="store_true", help="run every combination of the values, in turn"
+    )
+    instead.add_argument(
+        "-h",
+        "--help",
+        action="store_true",
+        help="print this, and with --config-name the config with its comments",
+    )
+    instead.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="print the keys of the config, or all of a section, with value and comment",
+    )
     instead.add_argument("-c", "--cfg", choices=["job"], help="print the resolved config")
     return parser
 
@@ -55,11 +85,17 @@ def main() -> int:
     try:
         if args.help or not args.config_name:
             usage = parser.format_help() if args.help else parser.format_usage()
-            about = describe.text_of_config(*chosen) if args.config_name else describe.list_of_configs(args.config_dir)
+            about = (
+                describe.text_of_config(*chosen)
+                if args.config_name
+                else describe.list_of_configs(args.config_dir)
+            )
             print(f"{usage}\n{about}", file=sys.stdout if args.help else sys.stderr)
             return 0 if args.help else 2
         if args.keys is not None:
-            print(describe.list_of_keys(args.config_name, args.keys, args.overrides, args.config_dir))
+            print(
+                describe.list_of_keys(args.config_name, args.keys, args.overrides, args.config_dir)
+            )
             return 0
         if args.multirun:
             return sweep(args)
@@ -79,7 +115,9 @@ def main() -> int:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """Run each combination, all of which are checked first; exit status as `mindspeed_qerl.sweep.report` has it."""
+    """Run each combination, all of which are checked first; exit status as
+    `mindspeed_qerl.sweep.report` has it.
+    """
     from mindspeed_qerl import sweep
 
     name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
@@ -87,7 +125,10 @@ def sweep(args: argparse.Namespace) -> int:
     configs = [compose.compose(name, overrides, folder) for overrides in combinations]
     command = [sys.argv[0], "--config-name", name, *(["--config-dir", folder] if folder else [])]
     try:
-        outcomes = [sweep.run_one(raw, name, overrides, command) for raw, overrides in zip(configs, combinations)]
+        outcomes = [
+            sweep.run_one(raw, name, overrides, command)
+            for raw, overrides in zip(configs, combinations)
+        ]
         return sweep.report(outcomes)
     except KeyboardInterrupt:
         print("error: interrupted; the same command resumes the sweep", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""A reward of one's own (docs/own_task.md), for models too small to be right often: the form that is asked for."""
+"""A reward of one's own (docs/own_task.md), for models too small to be right often: the form that
+is asked for.
+"""
 
 import re
 

@@ -18,13 +18,18 @@ ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.asce
 
 
 class Engine(Protocol):
-    """The module `settings` of an engine's package. Importing it imports neither torch nor upstream."""
+    """The module `settings` of an engine's package. Importing it imports neither torch nor
+    upstream.
+    """
 
     MAY_CHANGE: frozenset[str]  # keys that may have another value when a run is resumed
-    UPSTREAM: bool  # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
+    # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
+    UPSTREAM: bool
 
     def validate(self, recipe: Recipe) -> Iterable[str]:
-        """What this engine cannot do with `recipe`; reads config.json and looks for files, starts nothing."""
+        """What this engine cannot do with `recipe`; reads config.json and looks for files, starts
+        nothing.
+        """
 
     def data_files(self, recipe: Recipe) -> dict[str, str]:
         """The files that a run reads, by label: their hashes go into the run directory."""
@@ -32,18 +37,26 @@ class Engine(Protocol):
     def versions(self) -> dict[str, Any]:
         """What versions.json says beside the installed packages."""
 
-    def rehearsed(self, recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path) -> Recipe:
-        """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in `model_dir`."""
+    def rehearsed(
+        self, recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path
+    ) -> Recipe:
+        """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in
+        `model_dir`.
+        """
 
 
 class Trainer(Protocol):
     """The module `engine` of an engine's package, with all that it needs to run."""
 
-    def train(self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
+    def train(
+        self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress
+    ) -> None:
         """Run it, or resume it. ConfigError or EngineError if it cannot."""
 
     def last_checkpoint(self, recipe: Recipe) -> int:
-        """The step after which the run in `recipe.run.resume` resumes; ValueError if it has no usable checkpoint."""
+        """The step after which the run in `recipe.run.resume` resumes; ValueError if it has no
+        usable checkpoint.
+        """
 
 
 def engine_of(recipe: Recipe) -> Engine:
@@ -59,8 +72,9 @@ def trainer_of(recipe: Recipe) -> Trainer:
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
-    """The Recipe of a resolved config and all that is wrong with it: values, keys that its engine does not honour, and
-    what the engine cannot do."""
+    """The Recipe of a resolved config and all that is wrong with it: values, keys that its engine
+    does not honour, and what the engine cannot do.
+    """
     recipe, found = read(raw)
     try:
         engine = engine_of(recipe)

@@ -1,5 +1,6 @@
-"""Files and directories that are there whole or not at all, or held by one process, and the names of checkpoints.
-Standard library only."""
+"""Files and directories that are there whole or not at all, or held by one process, and the names
+of checkpoints. Standard library only.
+"""
 
 import fcntl
 import glob
@@ -15,32 +16,40 @@ from pathlib import Path
 from typing import IO, Any
 
 POSITION = "data.json"  # of the NPU engine's run, beside a checkpoint's ranks
-TRACKER = "latest_checkpointed_iteration.txt"  # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
+# megatron/training/checkpointing.py:get_checkpoint_tracker_filename
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def expanded(path: str) -> str:
-    """A path as it was written in a config or behind `--option=`, with `~` and `~user` as shells expand them.
+    """A path as it was written in a config or behind `--option=`, with `~` and `~user` as shells
+    expand them.
 
     Raises:
-        ValueError: what follows the path in a sentence: no such user, or a shell's variable, which nobody expands, in
-            a name that no file or folder has.
+        ValueError: what follows the path in a sentence: no such user, or a shell's variable, which
+            nobody expands, in a name that no file or folder has.
 
     >>> expanded("~root/runs"), expanded("runs/~")
     ('/root/runs', 'runs/~')
     """
     whole = os.path.expanduser(path)
     if path.startswith("~") and whole == path and not os.path.lexists(path.partition("/")[0]):
-        raise ValueError("names the home of a user who is not known here: write the whole path, or ./~ for a name "
-                         "that begins so")
+        raise ValueError(
+            "names the home of a user who is not known here: write the whole path, or ./~ for a "
+            "name that begins so"
+        )
     for variable in re.finditer(r"\$(\w+|\{)[^/]*", whole):
-        if not os.path.lexists(whole[:variable.end()]):
-            raise ValueError(f"has a shell's variable, which is not read here: write ${{oc.env:{variable[1]}}} for "
-                             "its value, or make the folder if that is its name")
+        if not os.path.lexists(whole[: variable.end()]):
+            raise ValueError(
+                f"has a shell's variable, which is not read here: write ${{oc.env:{variable[1]}}} "
+                "for its value, or make the folder if that is its name"
+            )
     return whole
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON, indented, numbers of NumPy included; NaN and infinity, which JSON does not know, are null."""
+    """`value` as JSON, indented, numbers of NumPy included; NaN and infinity, which JSON does not
+    know, are null.
+    """
     finite = json.loads(json.dumps(value, default=float), parse_constant=lambda name: None)
     return json.dumps(finite, indent=2) + "\n"
 
@@ -51,7 +60,9 @@ def write_whole(file: Path, text: str) -> None:
     with open(aside, "w", encoding="utf-8") as content:
         content.write(text)
         content.flush()
-        os.fsync(content.fileno())  # else a machine that loses power may keep the name, and no bytes
+        os.fsync(
+            content.fileno()
+        )  # else a machine that loses power may keep the name, and no bytes
     os.replace(aside, file)
 
 
@@ -63,12 +74,16 @@ def sha256(file: Path) -> str:
 
 def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Bytes and SHA-256 of each of `files`, by its path below `folder`."""
-    return {str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-            for file in sorted(files)}
+    return {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(files)
+    }
 
 
 def fault_of_files(folder: Path, described: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The first of the files that `describe_files` described that is not what it was, in words; None: all are."""
+    """The first of the files that `describe_files` described that is not what it was, in words;
+    None: all are.
+    """
     for name, was in described.items():
         file = folder / name
         if not file.is_file():
@@ -82,17 +97,22 @@ def fault_of_files(folder: Path, described: Mapping[str, Mapping[str, Any]]) -> 
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A hidden sibling to write into, which is renamed to `path` at the end; an exception removes it.
+    """A hidden sibling to write into, which is renamed to `path` at the end; an exception removes
+    it.
 
     Raises:
         FileExistsError: `path` exists and is not an empty directory. It is left alone.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{path} exists already: choose another output directory, or remove it first")
+        raise FileExistsError(
+            f"{path} exists already: choose another output directory, or remove it first"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.making-*"):
         maker = left.name.rpartition("-")[2]
-        if maker == str(os.getpid()) or not Path("/proc", maker).exists():  # killed; in a new container by this number
+        if (
+            maker == str(os.getpid()) or not Path("/proc", maker).exists()
+        ):  # killed; in a new container by this number
             shutil.rmtree(left, ignore_errors=True)
     making = path.with_name(f".{path.name}.making-{os.getpid()}")
     making.mkdir()
@@ -104,8 +124,9 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def hold(directory: Path) -> IO:
-    """The open file `directory`/lock: the folder is held until it is closed, or its process ends, however that happens
-    (flock(2)). Raises BlockingIOError when another open file holds it."""
+    """The open file `directory`/lock: the folder is held until it is closed, or its process ends,
+    however that happens (flock(2)). Raises BlockingIOError when another open file holds it.
+    """
     lock = open(directory / "lock", "w")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,35 +137,50 @@ def hold(directory: Path) -> IO:
 
 
 def checkpoint_iterations(checkpoints: Path) -> list[int]:
-    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; one that the local engine still
-    writes has another name."""
+    """The iterations that have a folder `iter_0000010` in `checkpoints`, in order; one that the
+    local engine still writes has another name.
+    """
     numbers = [folder.name.removeprefix("iter_") for folder in checkpoints.glob("iter_*")]
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def whole_checkpoints(checkpoints: Path) -> list[int]:
-    """The same without what the NPU engine had not finished when it was killed: Megatron writes in place, and then
-    the number into its tracker."""
+    """The same without what the NPU engine had not finished when it was killed: Megatron writes in
+    place, and then the number into its tracker.
+    """
     try:
         last = float((checkpoints / TRACKER).read_text())
     except FileNotFoundError:
         last = -math.inf
     except ValueError:  # killed while that was written
         last = math.inf
-    return [number for number in checkpoint_iterations(checkpoints)
-            if number <= last or not (checkpoints / f"iter_{number:07d}" / POSITION).exists()]
+    return [
+        number
+        for number in checkpoint_iterations(checkpoints)
+        if number <= last or not (checkpoints / f"iter_{number:07d}" / POSITION).exists()
+    ]
 
 
 def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) -> str:
-    """The folder of one rank's file in Megatron's checkpoints (training/checkpointing.py:get_checkpoint_name)."""
-    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
+    """The folder of one rank's file in Megatron's checkpoints
+    (training/checkpointing.py:get_checkpoint_name).
+    """
+    return (
+        f"mp_rank_{tensor:02d}"
+        + (f"_{pipeline:03d}" if pp > 1 else "")
+        + (f"_{expert:03d}" if ep > 1 else "")
+    )
 
 
 def forget_shared_memory() -> None:
-    """Take the names off the shared memory that vLLM made and this process has mapped, once all engines have it: of
-    engines that are killed nothing is left."""
-    mapped = {line[line.index("/dev/shm/"):]
-              for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    """Take the names off the shared memory that vLLM made and this process has mapped, once all
+    engines have it: of engines that are killed nothing is left.
+    """
+    mapped = {
+        line[line.index("/dev/shm/") :]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    }
     for path in mapped:
         if "cpushm" in path or path.startswith("/dev/shm/psm_"):
             Path(path).unlink(missing_ok=True)

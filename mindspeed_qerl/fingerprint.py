@@ -10,18 +10,34 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 POINTER = b"version https://git-lfs"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What decides, beside the weights, which tokens go in and which come out.
-TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-         "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
+TEXTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of a Hugging Face model's safetensors, whether they are there or not: those in its index, else
-    model.safetensors, else all in the folder. What lies beside them, such as an adapter, is not the model's.
-    ValueError: the index is none."""
+    """Names of a Hugging Face model's safetensors, whether they are there or not: those in its
+    index, else model.safetensors, else all in the folder. What lies beside them, such as an
+    adapter, is not the model's. ValueError: the index is none.
+    """
     index = directory / INDEX
     if index.is_file():
         try:
-            return sorted({Path(name).as_posix() for name in json.loads(index.read_text())["weight_map"].values()})
+            return sorted(
+                {
+                    Path(name).as_posix()
+                    for name in json.loads(index.read_text())["weight_map"].values()
+                }
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(unreadable(index, error)) from error
     if (directory / SINGLE).is_file():
@@ -45,17 +61,21 @@ def is_pointer(file: Path) -> bool:
 
 
 def weights_digest(directory: Path) -> str:
-    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of the model's safetensors in `directory`: the
-    same however they are divided among files. Of other files with weights, also in folders below, if there are no
-    safetensors: their names and sizes, and 64 samples of 4 KiB. ValueError: a file is cut short.
+    """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of the model's safetensors in
+    `directory`: the same however they are divided among files. Of other files with weights, also in
+    folders below, if there are no safetensors: their names and sizes, and 64 samples of 4 KiB.
+    ValueError: a file is cut short.
 
     What changes a tensor only behind its first 4 KiB is not seen; training changes all of it.
     """
     named = [directory / name for name in weight_files(directory)]
     files = [file for file in named if file.is_file()] or sorted(
-        file for file in directory.rglob("*") if file.suffix in WEIGHTS)
+        file for file in directory.rglob("*") if file.suffix in WEIGHTS
+    )
     digest = hashlib.sha256()
-    for sample in sorted(sample for file in files for sample in _samples(file, str(file.relative_to(directory)))):
+    for sample in sorted(
+        sample for file in files for sample in _samples(file, str(file.relative_to(directory)))
+    ):
         digest.update(len(sample).to_bytes(8, "little") + sample)
     return digest.hexdigest()
 
@@ -76,14 +96,16 @@ def _samples(file: Path, name: str) -> Iterator[bytes]:
                     start, end = entry["data_offsets"]
                     content.seek(8 + length + start)
                     yield f"{tensor} {entry['dtype']} {entry['shape']} ".encode() + content.read(
-                        min(SAMPLE, end - start))
+                        min(SAMPLE, end - start)
+                    )
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(unreadable(file, error)) from error
 
 
 def model_files(directory: str | Path) -> dict[str, Path]:
-    """By label, the files of a Hugging Face model that a run depends on; safetensors, if it has some, are one: their
-    folder."""
+    """By label, the files of a Hugging Face model that a run depends on; safetensors, if it has
+    some, are one: their folder.
+    """
     directory = Path(directory)
     texts = {f"model/{name}": directory / name for name in TEXTS if (directory / name).is_file()}
     return texts | ({"model/weights": directory} if any(directory.glob("*.safetensors")) else {})

@@ -1,10 +1,10 @@
-"""`python -I -S private_ray_guard.py DIRECTORY PID SECONDS` looks after the run of process PID, which holds DIRECTORY,
-its Ray's temporary files.
+"""`python -I -S private_ray_guard.py DIRECTORY PID SECONDS` looks after the run of process PID,
+which holds DIRECTORY, its Ray's temporary files.
 
-A process below PID that was stopped SECONDS ago, for which the others would wait for ever, is killed and named in
-DIRECTORY/stopped. When PID is gone and has not ended this one, its last words are said here, and DIRECTORY is
-removed. A program of its own, since no thread of PID runs while Ray's C++ part starts, and small: one runs beside
-every run.
+A process below PID that was stopped SECONDS ago, for which the others would wait for ever, is
+killed and named in DIRECTORY/stopped. When PID is gone and has not ended this one, its last words
+are said here, and DIRECTORY is removed. A program of its own, since no thread of PID runs while
+Ray's C++ part starts, and small: one runs beside every run.
 """
 
 import fcntl
@@ -18,13 +18,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-STAT = re.compile(r"(\d+) \((.*)\) (\S) (\d+) ", re.DOTALL)  # proc(5): pid, name, state, the parent's pid
+STAT = re.compile(
+    r"(\d+) \((.*)\) (\S) (\d+) ", re.DOTALL
+)  # proc(5): pid, name, state, the parent's pid
 FRESH = 120  # seconds within which the end of a process may be that of the run
 
 
 def stopped_below(run: int) -> dict[int, str]:
-    """Pids and names of the descendants of `run` that SIGSTOP or a debugger has stopped; none while `run` itself is
-    (Ctrl-Z stops them all)."""
+    """Pids and names of the descendants of `run` that SIGSTOP or a debugger has stopped; none while
+    `run` itself is (Ctrl-Z stops them all).
+    """
     names, states, parents = {}, {}, {run: 0}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -52,8 +55,9 @@ def has_ended(lock: IO) -> bool:
 
 
 def is_named(directory: Path) -> bool:
-    """Whether a process has `directory` in its command line, as Ray's services do: they end some seconds after the
-    process that started them, and write until then."""
+    """Whether a process has `directory` in its command line, as Ray's services do: they end some
+    seconds after the process that started them, and write until then.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
@@ -65,7 +69,9 @@ def is_named(directory: Path) -> bool:
 
 
 def watch(directory: Path, run: int, seconds: float) -> str:
-    """Kills what is stopped, until `run` has ended. What to say of a process whose end may have been `run`'s, too."""
+    """Kills what is stopped, until `run` has ended. What to say of a process whose end may have
+    been `run`'s, too.
+    """
     since: dict[int, float] = {}
     killed, words = -FRESH, ""
     with open(directory / "lock") as lock:
@@ -76,8 +82,10 @@ def watch(directory: Path, run: int, seconds: float) -> str:
             for pid in stopped:
                 if now - since[pid] >= seconds:
                     killed = now
-                    words = (f"(pid {pid}) was stopped {seconds:.0f} s ago (SIGSTOP, or a debugger), and the run "
-                             "waited. It was killed; resume the run")
+                    words = (
+                        f"(pid {pid}) was stopped {seconds:.0f} s ago (SIGSTOP, or a debugger), "
+                        "and the run waited. It was killed; resume the run"
+                    )
                     with suppress(OSError), open(directory / "stopped", "a") as file:
                         file.write(f"{pid}\tRay's {stopped[pid]}\t{words}\n")
                     kill(pid)
@@ -96,8 +104,10 @@ def last_words(directory: Path, run: int) -> str:
     """Of a run that has none of its own."""
     if (directory / "start.log").exists():
         return f"process {run} was killed while Ray started, or a process of Ray was, and it could not go on"
-    return (f"process {run} ended without a word: it was killed (SIGKILL, no memory left, a closed terminal) or "
-            "crashed, or Ray's gcs_server did. Resume the run")
+    return (
+        f"process {run} ended without a word: it was killed (SIGKILL, no memory left, a closed "
+        "terminal) or crashed, or Ray's gcs_server did. Resume the run"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Several runs after one another, each in a process of its own: what is finished is not run again, and what fails is
-not in the way.
+"""Several runs after one another, each in a process of its own: what is finished is not run again,
+and what fails is not in the way.
 
     python cli/train_grpo.py --multirun --config-name grpo_tiny_moe_cpu aqn=off,qerl seed=1,2,3
 """
@@ -22,31 +22,46 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-# Of one run of a sweep: its overrides; "finished", "finished before" or "failed"; its directory, if it is finished
+# Of one run of a sweep: its overrides; "finished", "finished before" or "failed"; its directory, if
+# it is finished
 Outcome = tuple[str, str, RunDirectory | None]
 
 
-def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]) -> Outcome:
+def run_one(
+    raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]
+) -> Outcome:
     """Run one config of a sweep, unless a run of it is finished; resume one that stopped.
 
-    `raw` is its resolved config, `name` the config's name, `overrides` what makes it this one, `command` what runs the
-    config without them. KeyboardInterrupt if the run was interrupted; ConfigError for a rehearsal, whose run has
-    another config than was asked for, so that it could not be found again.
+    `raw` is its resolved config, `name` the config's name, `overrides` what makes it this one,
+    `command` what runs the config without them. KeyboardInterrupt if the run was interrupted;
+    ConfigError for a rehearsal, whose run has another config than was asked for, so that it could
+    not be found again.
     """
     recipe, _ = read(raw)  # the run itself says what is wrong with it
     if recipe.rehearsal.enabled:
-        raise ConfigError("rehearsal.enabled=true with --multirun: rehearse one config at a time, without --multirun")
+        raise ConfigError(
+            "rehearsal.enabled=true with --multirun: rehearse one config at a time, without "
+            "--multirun"
+        )
     what = " ".join(overrides)
     if done := finished(raw, name):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
         return what, "finished before", done
     print(f"sweep: {what}", flush=True)
-    resume = [] if any(override.startswith("run.resume=") for override in overrides) else ["run.resume=auto"]
-    process = subprocess.Popen([sys.executable, *command, *overrides, *resume],
-                               preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
+    resume = (
+        []
+        if any(override.startswith("run.resume=") for override in overrides)
+        else ["run.resume=auto"]
+    )
+    process = subprocess.Popen(  # there are no threads here
+        [sys.executable, *command, *overrides, *resume],
+        preexec_fn=_end_with_parent,  # noqa: PLW1509
+    )
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal has sent it to the run as well, which notes it in its directory
+    except (
+        KeyboardInterrupt
+    ):  # the terminal has sent it to the run as well, which notes it in its directory
         process.wait()
         raise
     if code == 130:
@@ -56,30 +71,44 @@ def run_one(raw: dict[str, Any], name: str, overrides: Sequence[str], command: S
 
 def report(outcomes: Sequence[Outcome]) -> int:
     """Print what became of each run; the sweep's exit status: 0 if all are finished, else 1."""
-    table = Table("run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left")
+    table = Table(
+        "run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left"
+    )
     for overrides, result, run in outcomes:
         evaluations = read_jsonl(run.eval_file) if run else []
-        accuracy = f"{evaluations[-1]['accuracy']:.3f} after step {evaluations[-1]['step']}" if evaluations else ""
+        accuracy = (
+            f"{evaluations[-1]['accuracy']:.3f} after step {evaluations[-1]['step']}"
+            if evaluations
+            else ""
+        )
         table.add_row(overrides, result, accuracy, str(run.path) if run else "")
     Console().print(table)
     failed = sum(result == "failed" for _, result, _ in outcomes)
     if failed:
-        print(f"error: {failed} of {len(outcomes)} runs failed; started again with the same command, the sweep "
-              "tries them again", file=sys.stderr)
+        print(
+            f"error: {failed} of {len(outcomes)} runs failed; started again with the same "
+            "command, the sweep tries them again",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
 def finished(raw: dict[str, Any], name: str) -> RunDirectory | None:
-    """The newest run of the resolved config `raw`, named `name`, with the data and the model that are there now, that
-    finished."""
+    """The newest run of the resolved config `raw`, named `name`, with the data and the model that
+    are there now, that finished.
+    """
     recipe, _ = read(raw)
     parent = Path(recipe.run.root) / (recipe.run.name or name)
     try:
-        return RunDirectory.finished(parent, config=raw, data_files=engine_of(recipe).data_files(recipe))
+        return RunDirectory.finished(
+            parent, config=raw, data_files=engine_of(recipe).data_files(recipe)
+        )
     except FileNotFoundError:  # the run itself says what is missing
         return None
 
 
 def _end_with_parent() -> None:
-    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it beside the next one."""
+    """A sweep that is killed takes its run along, which can be resumed, instead of leaving it
+    beside the next one.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,8 +27,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT}  # what a file system says that has no room
 
 
 def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
-    """Run one experiment: the process exit code is 0 finished, 1 stopped by a failure (the run directory stays, with
-    the reason in status.json), 2 refused before a run directory was made, 130 interrupted.
+    """Run one experiment: the process exit code is 0 finished, 1 stopped by a failure (the run
+    directory stays, with the reason in status.json), 2 refused before a run directory was made, 130
+    interrupted.
 
     Args:
         raw: the resolved config as plain dicts and lists (recipe/types.py has its keys).
@@ -46,7 +47,11 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             raw = to_config(recipe)
         raw = _find_run_to_resume(raw, recipe, name, engine.MAY_CHANGE)
         recipe, checks = checked(raw) if not rehearsed else (read(raw)[0], found)
-        rows = read_packed_rows(recipe.task.data_path) if engine.UPSTREAM else read_rows(recipe.task.train_file)
+        rows = (
+            read_packed_rows(recipe.task.data_path)
+            if engine.UPSTREAM
+            else read_rows(recipe.task.train_file)
+        )
         faults, warnings = check_task(recipe.task, rows)
         checks.faults += faults
         checks.warnings += warnings
@@ -59,20 +64,38 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
     return _train(recipe, checks, name, directory, after, rehearsed)
 
 
-def _directory(recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine,
-               label: str) -> tuple[RunDirectory, int | None]:
-    """The run's directory, and the step that it resumes after (None: a new run); ValueError or OSError if refused."""
-    section, what = recipe.run, dict(config=raw, command=sys.argv, data_files=engine.data_files(recipe),
-                                     versions=engine.versions())
+def _directory(
+    recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str
+) -> tuple[RunDirectory, int | None]:
+    """The run's directory, and the step that it resumes after (None: a new run); ValueError or
+    OSError if refused.
+    """
+    section, what = (
+        recipe.run,
+        dict(
+            config=raw,
+            command=sys.argv,
+            data_files=engine.data_files(recipe),
+            versions=engine.versions(),
+        ),
+    )
     if section.resume:
         run = RunDirectory.take(section.resume)
         after = trainer_of(recipe).last_checkpoint(recipe)
         return run.resume(may_change=engine.MAY_CHANGE, **what), after
-    return RunDirectory.create(section.root, section.name or name, seed=section.seed, label=label, **what), None
+    return RunDirectory.create(
+        section.root, section.name or name, seed=section.seed, label=label, **what
+    ), None
 
 
-def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, after: int | None,
-           rehearsed: Recipe | None) -> int:
+def _train(
+    recipe: Recipe,
+    found: Found,
+    name: str,
+    directory: RunDirectory,
+    after: int | None,
+    rehearsed: Recipe | None,
+) -> int:
     """Train in `directory` and report; the exit code of `run`."""
     try:
         metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
@@ -80,13 +103,22 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
         return _stop(directory, _reason(error))
     warnings = list(found.warnings)
     if metrics.missing_steps:
-        warnings.insert(0, f"metrics.jsonl has lost the rows of steps {', '.join(map(str, metrics.missing_steps))}; "
-                        "the training is whole, tables and pictures lack these steps")
+        warnings.insert(
+            0,
+            "metrics.jsonl has lost the rows of steps "
+            f"{', '.join(map(str, metrics.missing_steps))}; the training is whole, tables and "
+            "pictures lack these steps",
+        )
     if other := directory.other_versions:
-        warnings.append(f"the run was started with other versions: {'; '.join(other[:5])}"
-                        f"{f'; {len(other) - 5} more' if len(other) > 5 else ''} (versions.before.json)")
+        warnings.append(
+            f"the run was started with other versions: {'; '.join(other[:5])}"
+            f"{f'; {len(other) - 5} more' if len(other) > 5 else ''} (versions.before.json)"
+        )
     if found.unused and not rehearsed:  # a rehearsal's report names them
-        warnings.append(f"the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says why)")
+        warnings.append(
+            f"the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says "
+            "why)"
+        )
     started = time.perf_counter()
     try:
         with metrics, Progress(recipe.run.train_iters, name) as progress:
@@ -102,8 +134,11 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
         return _stop(directory, str(error))
     except BaseException as error:
         if _is_full(error):
-            return _stop(directory, _reason(error), message=f"{_reason(error)}.\nThe run was "
-                                                            f"{how_to_resume(directory)}")
+            return _stop(
+                directory,
+                _reason(error),
+                message=f"{_reason(error)}.\nThe run was {how_to_resume(directory)}",
+            )
         _fail(directory, f"{type(error).__name__}: {error}")
         raise
     _report(directory)
@@ -114,39 +149,60 @@ def _train(recipe: Recipe, found: Found, name: str, directory: RunDirectory, aft
     return 0
 
 
-def _find_run_to_resume(raw: dict[str, Any], recipe: Recipe, name: str, may_change: Iterable[str]) -> dict[str, Any]:
-    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and did not finish, or
-    null if there is none."""
+def _find_run_to_resume(
+    raw: dict[str, Any], recipe: Recipe, name: str, may_change: Iterable[str]
+) -> dict[str, Any]:
+    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and
+    did not finish, or null if there is none.
+    """
     if recipe.run.resume != "auto":
         return raw
     folder = Path(recipe.run.root) / (recipe.run.name or name)
     found = RunDirectory.unfinished(folder, config=raw, may_change=may_change)
-    word = f"resumes {found.path}" if found else "no run of this config stopped with a checkpoint; a new one begins"
+    word = (
+        f"resumes {found.path}"
+        if found
+        else "no run of this config stopped with a checkpoint; a new one begins"
+    )
     print(f"run.resume=auto: {word}", flush=True)
     return {**raw, "run": {**raw["run"], "resume": found and str(found.path)}}
 
 
 def how_to_resume(directory: RunDirectory) -> str:
-    """What an interrupted run says: the step that it reached, the command that resumes it, and the step that it
-    resumes after."""
+    """What an interrupted run says: the step that it reached, the command that resumes it, and the
+    step that it resumes after.
+    """
     step, checkpoints = directory.status()["step"], whole_checkpoints(directory.checkpoints_dir)
     if not checkpoints:
-        return (f"interrupted after step {step}, before the first checkpoint (megatron_training.save_interval): the "
-                "same command starts anew")
+        return (
+            f"interrupted after step {step}, before the first checkpoint "
+            "(megatron_training.save_interval): the same command starts anew"
+        )
     command = [part for part in sys.orig_argv if not re.match(r"\+{0,2}run\.resume=", part)]
-    return (f"interrupted after step {step}; resume with\n  {shlex.join([*command, 'run.resume=auto'])}\n"
-            f"It continues after step {checkpoints[-1]}, the last checkpoint")
+    return (
+        f"interrupted after step {step}; resume with\n  "
+        f"{shlex.join([*command, 'run.resume=auto'])}\nIt continues after step {checkpoints[-1]}, "
+        "the last checkpoint"
+    )
 
 
 def _report(directory: RunDirectory) -> None:
-    from mindspeed_qerl.runs.report import write_report  # with Matplotlib, which a refusal need not wait for
+    from mindspeed_qerl.runs.report import (
+        write_report,
+    )  # with Matplotlib, which a refusal need not wait for
 
     try:
         write_report(directory)
-    except (OSError, ValueError) as error:  # a damaged row of metrics.jsonl, which the message names
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a damaged row of metrics.jsonl, which the message names
         room = ". Make room, then" if _is_full(error) else ". Then"
-        print(f"\nwarning: the report cannot be written: {error}{room}\n"
-              f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}", file=sys.stderr)
+        print(
+            f"\nwarning: the report cannot be written: {error}{room}\n"
+            f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}",
+            file=sys.stderr,
+        )
 
 
 def _is_full(error: BaseException) -> bool:
@@ -171,5 +227,8 @@ def _stop(directory: RunDirectory, reason: str, code: int = 1, message: str | No
     _fail(directory, reason)
     if directory.status()["step"] > 0:
         _report(directory)
-    print(f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
+    print(
+        f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}",
+        file=sys.stderr,
+    )
     return code

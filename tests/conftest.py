@@ -1,14 +1,25 @@
-"""For all tests: the longest files first, since `make test` divides files among two processes, and none should be left
-for the end; and Ctrl-C."""
+"""For all tests: the longest files first, since `make test` divides files among two processes, and
+none should be left for the end; and Ctrl-C.
+"""
 
 import signal
 
-LONGEST = ("test_run", "test_launchers", "test_sweep", "test_megatron", "test_rehearsal", "test_preflight",
-           "test_rollout", "test_quantized")
+LONGEST = (
+    "test_run",
+    "test_launchers",
+    "test_sweep",
+    "test_megatron",
+    "test_rehearsal",
+    "test_preflight",
+    "test_rollout",
+    "test_quantized",
+)
 
 
 def pytest_configure():
-    """What a shell starts in the background ignores Ctrl-C, and so would all programs that are interrupted here."""
+    """What a shell starts in the background ignores Ctrl-C, and so would all programs that are
+    interrupted here.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

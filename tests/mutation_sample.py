@@ -1,11 +1,13 @@
-"""Do today's default tests see as many faults as those of an earlier commit? A sample of mutants of today's code.
+"""Do today's default tests see as many faults as those of an earlier commit? A sample of mutants of
+today's code.
 
     python tests/mutation_sample.py --before 2977db8 --count 30     # an hour on 2 cores
 
-A mutant is one operator, comparison, number or truth value of mindspeed_qerl/ changed, in a line that both commits
-have. Each is put into a copy of both commits, where the default tests that import its module are run (all of its
-folder's when none does) until one fails. Printed are the mutants that one of the two, or neither, sees: the latter are
-often no faults (another number of decimals, a time-out), or are seen by tests that run the whole program.
+A mutant is one operator, comparison, number or truth value of mindspeed_qerl/ changed, in a line
+that both commits have. Each is put into a copy of both commits, where the default tests that import
+its module are run (all of its folder's when none does) until one fails. Printed are the mutants
+that one of the two, or neither, sees: the latter are often no faults (another number of decimals, a
+time-out), or are seen by tests that run the whole program.
 """
 
 import argparse
@@ -22,9 +24,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SWAPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Add: "-",
-           ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "*", ast.And: "or", ast.Or: "and",
-           ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+SWAPPED = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "+",
+    ast.FloorDiv: "*",
+    ast.Mod: "*",
+    ast.And: "or",
+    ast.Or: "and",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
 UPSTREAM = ("upstream", "emulation")  # folders whose tests need its checkouts
 LONGEST = 600  # seconds of one mutant's tests; a mutant that makes them wait is seen
 
@@ -47,17 +65,26 @@ class Mutant:
 
     def tests(self, root: Path) -> list[str]:
         """Files that import its module."""
-        package, module = Path(self.file).with_suffix("").as_posix().replace("/", ".").rsplit(".", 1)
+        package, module = (
+            Path(self.file).with_suffix("").as_posix().replace("/", ".").rsplit(".", 1)
+        )
         package = re.escape(package)
         names = re.compile(rf"from {package}\.{module} import|from {package} import .*\b{module}\b")
-        files = [file for file in sorted(root.glob("tests/**/test_*.py"))
-                 if file.parent.name not in UPSTREAM and names.search(file.read_text())]
+        files = [
+            file
+            for file in sorted(root.glob("tests/**/test_*.py"))
+            if file.parent.name not in UPSTREAM and names.search(file.read_text())
+        ]
         folder = root / "tests" / Path(self.file).parent.name
-        return [str(file.relative_to(root)) for file in files or [folder if folder.is_dir() else root / "tests"]]
+        return [
+            str(file.relative_to(root))
+            for file in files or [folder if folder.is_dir() else root / "tests"]
+        ]
 
 
 def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
     """A part of one line's code, and what is put in its place."""
+
     def text(part: ast.AST) -> str:
         return ast.get_source_segment(source, part)
 
@@ -80,15 +107,22 @@ def mutants(path: Path, root: Path, others: set[str]) -> Iterator[Mutant]:
     for node in ast.walk(ast.parse(source)):
         for part, replacement in changes(node, source):
             line = lines[part.lineno - 1]
-            if part.lineno == part.end_lineno and lines.count(line) == 1 and line in others and line.isascii():
-                mutated = line[:part.col_offset] + replacement + line[part.end_col_offset:]
+            if (
+                part.lineno == part.end_lineno
+                and lines.count(line) == 1
+                and line in others
+                and line.isascii()
+            ):
+                mutated = line[: part.col_offset] + replacement + line[part.end_col_offset :]
                 yield Mutant(str(path.relative_to(root)), f"{line}\n", f"{mutated}\n")
 
 
 def copy_of(commit: str, folder: Path) -> Path:
     """A commit's files, with this checkout's environment and models."""
     folder.mkdir()
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    archive = subprocess.run(
+        ["git", "archive", commit], cwd=ROOT, check=True, capture_output=True
+    ).stdout
     subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
     for name in (".venv", "models", "data"):
         if (ROOT / name).exists() and not (folder / name).exists():
@@ -99,22 +133,32 @@ def copy_of(commit: str, folder: Path) -> Path:
 def fail(root: Path, tests: list[str]) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=root, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}, check=False,
-                              capture_output=True, timeout=LONGEST)
+        done = subprocess.run(
+            command,
+            cwd=root,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)},
+            check=False,
+            capture_output=True,
+            timeout=LONGEST,
+        )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode != 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", required=True, metavar="COMMIT")
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
-        copies = {name: copy_of(commit, Path(temporary) / name)
-                  for name, commit in (("before", arguments.before), ("now", "HEAD"))}
+        copies = {
+            name: copy_of(commit, Path(temporary) / name)
+            for name, commit in (("before", arguments.before), ("now", "HEAD"))
+        }
         found = []
         for path in sorted(copies["now"].glob("mindspeed_qerl/**/*.py")):
             old = copies["before"] / path.relative_to(copies["now"])
@@ -131,7 +175,10 @@ def main() -> None:
                 if whole.setdefault(tuple(tests), None) is None:
                     whole[tuple(tests)] = not fail(root, tests)
                 results.append(mutant.is_seen(root, tests) if whole[tuple(tests)] else None)
-                print(f"{name} {number}: {results[-1]} {mutant.file}: {mutant.mutated.strip()}", flush=True)
+                print(
+                    f"{name} {number}: {results[-1]} {mutant.file}: {mutant.mutated.strip()}",
+                    flush=True,
+                )
             return results
 
         with ThreadPoolExecutor() as pool:

@@ -21,9 +21,13 @@ TINY = "grpo_tiny_moe_cpu"
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+    } | variables
     words = list(map(str, command))
-    return subprocess.run(words, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        words, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def train(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -35,7 +39,9 @@ def test_without_a_config_nothing_is_trained(arguments, tmp_path):
     done = train(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and not list(tmp_path.iterdir())
     assert done.stderr.startswith("usage: train_grpo.py --config-name NAME [key=value ...]")
-    listed = dict(line.split(maxsplit=1) for line in done.stderr.split("configs:\n")[1].splitlines())
+    listed = dict(
+        line.split(maxsplit=1) for line in done.stderr.split("configs:\n")[1].splitlines()
+    )
     first_lines = {file.stem: file.read_text().splitlines()[0] for file in CONFIGS.glob("*.yaml")}
     assert listed == {name: line.removeprefix("# ") for name, line in first_lines.items()}
 
@@ -53,42 +59,51 @@ def test_help_is_the_text_of_the_config_and_of_its_parts():
 
 
 def test_help_is_quick():
-    program = ("import runpy, sys; sys.argv = ['train_grpo.py', '--help', '--config-name', 'grpo_tiny_moe_cpu']\n"
-               f"try: runpy.run_path({str(ROOT / 'cli/train_grpo.py')!r}, run_name='__main__')\n"
-               "except SystemExit as stop: assert stop.code == 0\n"
-               "heavy = {'hydra', 'pydantic', 'numpy', 'torch', 'rich'} & set(sys.modules); assert not heavy, heavy")
+    program = (
+        "import runpy, sys; sys.argv = ['train_grpo.py', '--help', '--config-name', "
+        f"'grpo_tiny_moe_cpu']\ntry: runpy.run_path({str(ROOT / 'cli/train_grpo.py')!r}, "
+        "run_name='__main__')\nexcept SystemExit as stop: assert stop.code == 0\nheavy = "
+        "{'hydra', 'pydantic', 'numpy', 'torch', 'rich'} & set(sys.modules); assert not heavy, "
+        "heavy"
+    )
     done = run(sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("override", "meant"), [
-    ("megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
-    ("+megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
-    ("~megatron_training.train_itrs", ["megatron_training.train_iters"]),
-    ("megatron_trainin.train_iters=4", ["megatron_training.train_iters"]),
-    ("lora_rank=8", ["megatron_training.lora_r"]),
-    ("rl_config.lora_rank=8", ["megatron_training.lora_r"]),
-    ("rl_config.entropy_coef=0", ["rl_config.entropy_coeff"]),  # not set in the YAML
-    ("rl_config.actor_resource.num_npu=2", ["rl_config.actor_resource.num_npus"]),
-    ("generate_config.temprature=1", ["generate_config.sampling_config.temperature"]),
-    ("seeed=2", ["seed"]),
-    ("learning_rate=1e-5", ["actor_config.lr"]),
-    ("megatron_training.learning_rate=1e-5", ["actor_config.lr"]),
-    ("num_generations=4", ["rl_config.n_samples_per_prompt"]),
-    ("actor_rollout_ref.rollout.n=4", ["rl_config.n_samples_per_prompt"]),
-    ("beta=0.1", ["rl_config.init_kl_coef"]),
-    ("algorithm.kl_ctrl.kl_coef=0.1", ["rl_config.init_kl_coef"]),
-    ("max_completion_length=64", ["generate_config.sampling_config.max_tokens"]),
-    ("eval_steps=5", ["eval.every"]),
-    ("qwertyuiop=1", []),
-])
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
+        ("+megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
+        ("~megatron_training.train_itrs", ["megatron_training.train_iters"]),
+        ("megatron_trainin.train_iters=4", ["megatron_training.train_iters"]),
+        ("lora_rank=8", ["megatron_training.lora_r"]),
+        ("rl_config.lora_rank=8", ["megatron_training.lora_r"]),
+        ("rl_config.entropy_coef=0", ["rl_config.entropy_coeff"]),  # not set in the YAML
+        ("rl_config.actor_resource.num_npu=2", ["rl_config.actor_resource.num_npus"]),
+        ("generate_config.temprature=1", ["generate_config.sampling_config.temperature"]),
+        ("seeed=2", ["seed"]),
+        ("learning_rate=1e-5", ["actor_config.lr"]),
+        ("megatron_training.learning_rate=1e-5", ["actor_config.lr"]),
+        ("num_generations=4", ["rl_config.n_samples_per_prompt"]),
+        ("actor_rollout_ref.rollout.n=4", ["rl_config.n_samples_per_prompt"]),
+        ("beta=0.1", ["rl_config.init_kl_coef"]),
+        ("algorithm.kl_ctrl.kl_coef=0.1", ["rl_config.init_kl_coef"]),
+        ("max_completion_length=64", ["generate_config.sampling_config.max_tokens"]),
+        ("eval_steps=5", ["eval.every"]),
+        ("qwertyuiop=1", []),
+    ],
+)
 def test_an_unknown_key_is_refused_with_the_nearest(override, meant):
     with pytest.raises(ConfigError) as error:
         compose(TINY, [override])
     first, listing = str(error.value).splitlines()
     assert first.startswith(f"unknown key '{override.lstrip('+~').partition('=')[0]}'")
     assert first.split("'")[3::2] == meant
-    assert listing == f"`python cli/train_grpo.py --config-name {TINY} --keys [SECTION]` lists the known keys"
+    assert (
+        listing
+        == f"`python cli/train_grpo.py --config-name {TINY} --keys [SECTION]` lists the known keys"
+    )
     assert "use +" not in str(error.value)
 
 
@@ -96,16 +111,32 @@ def test_all_unknown_keys_are_named_at_once():
     done = train("--config-name", TINY, "lora_rank=8", "megatron_training.train_itrs=4")
     assert done.returncode == 2 and done.stdout == ""
     assert [line.partition(",")[0] for line in done.stderr.splitlines()[:2]] == [
-        "error: unknown key 'lora_rank'", "error: unknown key 'megatron_training.train_itrs'"]
+        "error: unknown key 'lora_rank'",
+        "error: unknown key 'megatron_training.train_itrs'",
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_a_known_key_works_wherever_it_stands(prefix):
-    """entropy_coeff and sampling_config.seed are upstream's, train_iters is in the YAML, rehearsal is not."""
-    config = compose(TINY, [f"{prefix}rl_config.entropy_coeff=0.1", f"{prefix}generate_config.sampling_config.seed=3",
-                            f"{prefix}megatron_training.train_iters=7", f"{prefix}rehearsal.enabled=true"])
-    assert config["rl_config"]["entropy_coeff"] == 0.1 and config["generate_config"]["sampling_config"]["seed"] == 3
-    assert config["megatron_training"]["train_iters"] == 7 and config["rehearsal"] == {"enabled": True}
+    """entropy_coeff and sampling_config.seed are upstream's, train_iters is in the YAML, rehearsal
+    is not.
+    """
+    config = compose(
+        TINY,
+        [
+            f"{prefix}rl_config.entropy_coeff=0.1",
+            f"{prefix}generate_config.sampling_config.seed=3",
+            f"{prefix}megatron_training.train_iters=7",
+            f"{prefix}rehearsal.enabled=true",
+        ],
+    )
+    assert (
+        config["rl_config"]["entropy_coeff"] == 0.1
+        and config["generate_config"]["sampling_config"]["seed"] == 3
+    )
+    assert config["megatron_training"]["train_iters"] == 7 and config["rehearsal"] == {
+        "enabled": True
+    }
     of_the_user = compose(TINY, ["aqn.multipliers.post_attention=2"])["aqn"]["multipliers"]
     assert of_the_user == {"post_attention": 2}
     assert "epochs" not in compose(TINY, ["~rl_config.epochs"])["rl_config"]
@@ -116,20 +147,26 @@ def test_parts_of_configs(prefix):
     assert compose(TINY, [f"{prefix}aqn=off"])["aqn"]["enabled"] is False
     name = "grpo_qwen25_7b_gsm8k_8npu"
     assert "rollout_correction" not in compose(name)
-    assert compose(name, [f"{prefix}rollout_correction=token_tis"])["rollout_correction"]["method"] == "token_tis"
+    assert (
+        compose(name, [f"{prefix}rollout_correction=token_tis"])["rollout_correction"]["method"]
+        == "token_tis"
+    )
 
 
-@pytest.mark.parametrize(("override", "message"), [
-    ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, strong"),
-    ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, strong"),
-    ("aqn=off,qerl", "add --multirun"),
-    ("seed=1,2", "add --multirun"),
-    ("aqn", "'aqn' is no override: write key=value"),
-    ("=5", "'=5' is no override: write key=value"),
-    ("seed.x=1", "unknown key 'seed.x'"),
-    ("rl_config.epochs=[", f"{TINY} with rl_config.epochs=["),
-    ("task.prompt=${nowhere}", "nowhere"),
-])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, strong"),
+        ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, strong"),
+        ("aqn=off,qerl", "add --multirun"),
+        ("seed=1,2", "add --multirun"),
+        ("aqn", "'aqn' is no override: write key=value"),
+        ("=5", "'=5' is no override: write key=value"),
+        ("seed.x=1", "unknown key 'seed.x'"),
+        ("rl_config.epochs=[", f"{TINY} with rl_config.epochs=["),
+        ("task.prompt=${nowhere}", "nowhere"),
+    ],
+)
 def test_an_override_that_cannot_be_is_refused_in_words(override, message):
     with pytest.raises(ConfigError) as error:
         compose(TINY, [override])
@@ -150,14 +187,18 @@ def test_the_resolved_config_is_printed():
 def test_the_combinations_of_a_sweep():
     """Hydra's syntax: lists, ranges, globs of parts."""
     assert combinations(TINY, ["aqn=off,qerl", "seed=range(1,3)", "eval.every=5"]) == [
-        [f"aqn={aqn}", f"seed={seed}", "eval.every=5"] for aqn in ("off", "qerl") for seed in (1, 2)]
+        [f"aqn={aqn}", f"seed={seed}", "eval.every=5"] for aqn in ("off", "qerl") for seed in (1, 2)
+    ]
     assert combinations(TINY, ["rollout_correction=glob(*)"]) == [
         [f"rollout_correction={method}"]
-        for method in ("geometric_mask", "icepop", "none", "sequence_tis", "token_tis")]
+        for method in ("geometric_mask", "icepop", "none", "sequence_tis", "token_tis")
+    ]
     with pytest.raises(ConfigError, match="with seed="):
         combinations(TINY, ["seed=1,["])
     done = train("--multirun", "--config-name", TINY, "aqn=off,loud")
-    assert done.returncode == 2 and "unknown aqn 'loud'" in done.stderr and done.stdout == "", "before the first run"
+    assert done.returncode == 2 and "unknown aqn 'loud'" in done.stderr and done.stdout == "", (
+        "before the first run"
+    )
 
 
 def test_keys_with_values_and_comments():
@@ -165,9 +206,14 @@ def test_keys_with_values_and_comments():
     lines = {line.partition("=")[0]: line for line in listed}
     assert lines["rl_config.mini_batch_size"].split("  # ")[1] == "prompts per update"
     assert lines["rl_config.epochs"].startswith("rl_config.epochs=3 ")
-    assert "rl_config.actor_resource.num_npus=2" in " ".join(listed) and "entropy_coeff" in " ".join(listed)
+    assert "rl_config.actor_resource.num_npus=2" in " ".join(
+        listed
+    ) and "entropy_coeff" in " ".join(listed)
     everything = list_of_keys(TINY)
-    assert "entropy_coeff" not in everything and "rl_config has 94 more, not set here: --keys rl_config" in everything
+    assert (
+        "entropy_coeff" not in everything
+        and "rl_config has 94 more, not set here: --keys rl_config" in everything
+    )
     noise = list_of_keys(TINY, "aqn", ["aqn=off"])
     assert "aqn.enabled=false" in noise and "null: the run's seed" in noise
     with pytest.raises(ConfigError, match="unknown section 'rl_confg', did you mean 'rl_config'"):
@@ -175,8 +221,9 @@ def test_keys_with_values_and_comments():
 
 
 def test_comments_of_a_file_of_a_group():
-    assert comments("# About it.\n# @package a.b\nx: [1, 2]  # list\ny:  # section\n  z: '# no'\n", "group") == {
-        "a.b.x": "list", "a.b.y": "section"}
+    assert comments(
+        "# About it.\n# @package a.b\nx: [1, 2]  # list\ny:  # section\n  z: '# no'\n", "group"
+    ) == {"a.b.x": "list", "a.b.y": "section"}
     assert comments("x: 1 # one", "group") == {"group.x": "one"}
 
 
@@ -187,7 +234,9 @@ def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path
     (own / "mine.yaml").write_text(f"# Mine.\ndefaults: [{TINY}, _self_]\nseed: 5\n")
     (own / "aqn" / "loud.yaml").write_text("# Loud.\n# @package aqn\nsigma_start: 0.5\n")
     monkeypatch.chdir(tmp_path)
-    assert compose("mine")["seed"] == 5 and compose("mine")["rl_config"] == compose(TINY)["rl_config"]
+    assert (
+        compose("mine")["seed"] == 5 and compose("mine")["rl_config"] == compose(TINY)["rl_config"]
+    )
     assert compose(TINY, ["aqn=loud"])["aqn"] == {"sigma_start": 0.5}
     assert "mine" in train(cwd=tmp_path).stderr
     monkeypatch.chdir(ROOT)
@@ -199,9 +248,13 @@ def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path
 
 
 def test_pure_functions_on_their_own():
-    config, known = {"a": {"x": 1}, "b": None}, {"": ["a", "b", "c"], "a": ["x", "y"], "c": ["spam"]}
-    assert checked(["a.x=2", "a.y=3", "c.spam=4", "b.any.name=5", "~a.x", "++a.x=1"], config, known) == [
-        "a.x=2", "++a.y=3", "++c.spam=4", "++b.any.name=5", "~a.x", "++a.x=1"]
+    config, known = (
+        {"a": {"x": 1}, "b": None},
+        {"": ["a", "b", "c"], "a": ["x", "y"], "c": ["spam"]},
+    )
+    assert checked(
+        ["a.x=2", "a.y=3", "c.spam=4", "b.any.name=5", "~a.x", "++a.x=1"], config, known
+    ) == ["a.x=2", "++a.y=3", "++c.spam=4", "++b.any.name=5", "~a.x", "++a.x=1"]
     assert nearest("a.spamm", config, known) == ["c.spam"]
     with pytest.raises(ConfigError, match="unknown key 'a.y'"):
         checked(["~a.y"], config, known)
@@ -210,12 +263,14 @@ def test_pure_functions_on_their_own():
 def test_many_known_names_are_counted_and_few_are_listed():
     many = [f"name{number}" for number in range(30)]
     assert unknown("thing", "name", many, "ask") == (
-        "unknown thing 'name', did you mean 'name9', 'name8' or 'name7'? 30 are known: ask")
+        "unknown thing 'name', did you mean 'name9', 'name8' or 'name7'? 30 are known: ask"
+    )
     assert unknown("thing", "zzz", many) == "unknown thing 'zzz'. 30 are known"
     assert unknown("thing", "zzz", many[:3]) == "unknown thing 'zzz'. Known: name0, name1, name2"
 
 
 # ---- any Python, any folder ----
+
 
 @pytest.fixture
 def bare_python(tmp_path) -> Path:
@@ -228,7 +283,11 @@ def bare_python(tmp_path) -> Path:
 def checkout(tmp_path) -> Path:
     """A checkout that no Python has installed."""
     for folder in ("cli", "tools", "configs", "mindspeed_qerl"):
-        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder,
+            tmp_path / "checkout" / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     return tmp_path / "checkout"
 
 
@@ -239,8 +298,10 @@ def test_a_tool_starts_again_with_the_venv_of_its_checkout(bare_python, checkout
     assert done.returncode == 2 and "did you mean 'seed'?" in done.stderr, done.stderr
     program = checkout / "tools" / "which.py"
     header = tool.read_text().split("from mindspeed_qerl.errors")[0].split("import argparse")[1]
-    program.write_text(f"{header}import os, mindspeed_qerl\n"
-                       "print(sys.prefix, mindspeed_qerl.__file__, os.environ['PYTHONPATH'], sys.argv[1:])")
+    program.write_text(
+        f"{header}import os, mindspeed_qerl\n"
+        "print(sys.prefix, mindspeed_qerl.__file__, os.environ['PYTHONPATH'], sys.argv[1:])"
+    )
     shown = run(bare_python, program, "a b", cwd=tmp_path).stdout.split(maxsplit=3)
     package = checkout / "mindspeed_qerl" / "__init__.py"
     assert shown == [str(checkout / ".venv"), str(package), str(checkout), "['a b']\n"]
@@ -282,16 +343,35 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     """A wheel, in a folder of its own, used from another, with the packages of this Python."""
     for file in ("setup.py", "pyproject.toml", "README.md", "requirements"):
         (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, checkout / file)
-    built = run(sys.executable, "-m", "pip", "wheel", checkout, "--no-deps", "--no-build-isolation", "-w", tmp_path)
+    built = run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        checkout,
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+    )
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     packed = {name for name in names if name.startswith("mindspeed_qerl/configs/")}
-    assert packed == {f"mindspeed_qerl/configs/{file.relative_to(CONFIGS)}" for file in CONFIGS.rglob("*.yaml")}
-    assert not any(name.startswith(("tests", "configs", "tools", "cli", "benchmarks")) for name in names)
-    commands = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert packed == {
+        f"mindspeed_qerl/configs/{file.relative_to(CONFIGS)}" for file in CONFIGS.rglob("*.yaml")
+    }
+    assert not any(
+        name.startswith(("tests", "configs", "tools", "cli", "benchmarks")) for name in names
+    )
+    commands = (
+        zipfile.ZipFile(wheel)
+        .read(next(name for name in names if name.endswith("entry_points.txt")))
+        .decode()
+    )
     assert {f"qerl-{file.stem.replace('_', '-')}" for file in TOOLS} | {"qerl-train"} == {
-        line.partition(" ")[0] for line in commands.splitlines() if line.startswith("qerl-")}
+        line.partition(" ")[0] for line in commands.splitlines() if line.startswith("qerl-")
+    }
 
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -301,9 +381,13 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
         return run(python, "-c", start, *words, cwd=tmp_path, PYTHONPATH=str(site))
 
     assert f"\n  {TINY} " in call(sys.executable, "bin/qerl-train").stderr
-    judged = call(sys.executable, "bin/qerl-plan-layout", "--config-name", "grpo_qwen25_7b_gsm8k_8npu")
+    judged = call(
+        sys.executable, "bin/qerl-plan-layout", "--config-name", "grpo_qwen25_7b_gsm8k_8npu"
+    )
     assert judged.returncode == 0 and "legal" in judged.stdout, judged.stderr
-    lacking = call(bare_python, "bin/qerl-export-adapter", "--checkpoint", "c", "--base", "b", "--output", "o")
+    lacking = call(
+        bare_python, "bin/qerl-export-adapter", "--checkpoint", "c", "--base", "b", "--output", "o"
+    )
     assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
     assert lacking.stderr.startswith(f"error: {bare_python} has no ")
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-           for file in sorted((ROOT / "mindspeed_qerl").rglob("*.py")) if "\n    >>> " in file.read_text()]
+MODULES = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for file in sorted((ROOT / "mindspeed_qerl").rglob("*.py"))
+    if "\n    >>> " in file.read_text()
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -24,12 +24,22 @@ def test_the_same_weights_in_other_files_are_the_same(tmp_path):
     assert written(tmp_path / "three", c, b, a) == written(tmp_path / "two", a | c, b) == whole
 
 
-@pytest.mark.parametrize("change", [
-    {"a": TENSORS["a"] + 1e-6}, {"a": TENSORS["a"].view(4, 3)}, {"a": TENSORS["a"].to(torch.float16)},
-    {"d": torch.zeros(1)}, {"b": TENSORS["b"][:-1]}, {"c": torch.zeros(0, 2)}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": TENSORS["a"] + 1e-6},
+        {"a": TENSORS["a"].view(4, 3)},
+        {"a": TENSORS["a"].to(torch.float16)},
+        {"d": torch.zeros(1)},
+        {"b": TENSORS["b"][:-1]},
+        {"c": torch.zeros(0, 2)},
+    ],
+)
 def test_other_weights_are_others(tmp_path, change):
     assert written(tmp_path / "before", TENSORS) != written(tmp_path / "after", TENSORS | change)
-    assert written(tmp_path / "fewer", {"a": TENSORS["a"]}) != written(tmp_path / "renamed", {"A": TENSORS["a"]})
+    assert written(tmp_path / "fewer", {"a": TENSORS["a"]}) != written(
+        tmp_path / "renamed", {"A": TENSORS["a"]}
+    )
 
 
 def test_what_is_not_looked_at(tmp_path):
@@ -45,7 +55,9 @@ def test_a_file_that_was_cut_is_named(tmp_path):
     written(tmp_path / "model", TENSORS)
     for size in (4, 20):
         os.truncate(tmp_path / "model" / "model-0.safetensors", size)
-        with pytest.raises(ValueError, match=r"model-0.safetensors cannot be read; it may be cut short"):
+        with pytest.raises(
+            ValueError, match=r"model-0.safetensors cannot be read; it may be cut short"
+        ):
             weights_digest(tmp_path / "model")
 
 
@@ -68,8 +80,13 @@ def test_the_files_of_a_model(tmp_path):
     for name in ("config.json", "tokenizer.json", "README.md"):
         (tmp_path / "model" / name).write_text(name)
     assert {label: path.name for label, path in model_files(tmp_path / "model").items()} == {
-        "model/config.json": "config.json", "model/tokenizer.json": "tokenizer.json", "model/weights": "model"}
+        "model/config.json": "config.json",
+        "model/tokenizer.json": "tokenizer.json",
+        "model/weights": "model",
+    }
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
-    assert model_files(tmp_path / "tokenizer").keys() == {"model/tokenizer.json"}  # the weights are elsewhere
+    assert model_files(tmp_path / "tokenizer").keys() == {
+        "model/tokenizer.json"
+    }  # the weights are elsewhere
     assert load_file(tmp_path / "model" / "model-0.safetensors").keys() == TENSORS.keys()

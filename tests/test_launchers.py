@@ -1,5 +1,6 @@
-"""examples/grpo: what the launchers would do, what they do where no NPU is, and that they stop the Ray that they
-started and no other."""
+"""examples/grpo: what the launchers would do, what they do where no NPU is, and that they stop the
+Ray that they started and no other.
+"""
 
 import functools
 import os
@@ -26,8 +27,8 @@ LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
 PAGE = ROOT / "docs" / "launch.md"
 BIN = Path(sys.executable).parent
 
-# In place of python: the launcher's own helpers run, everything else is written down. With TRAINING it stands in for a
-# training.
+# In place of python: the launcher's own helpers run, everything else is written down. With TRAINING
+# it stands in for a training.
 PYTHON = f"""#!/usr/bin/env bash
 case $1 in
     examples/grpo/*) exec {sys.executable} "$@" ;;
@@ -56,21 +57,34 @@ except KeyboardInterrupt:
 
 
 def make_machine(folder: Path) -> dict:
-    """An environment in which python and ray write down that they were called, and everything that a launcher looks
-    for is there."""
+    """An environment in which python and ray write down that they were called, and everything that
+    a launcher looks for is there.
+    """
     fakes = folder / "bin"
     fakes.mkdir()
     (fakes / "python").write_text(PYTHON)
     (fakes / "ray").write_text('#!/usr/bin/env bash\necho "ray $*" >> "$RECORD"\n')
-    for file in ("Ascend/cann/set_env.sh", "Ascend/nnal/atb/set_env.sh", "libjemalloc.so.2", "record"):
+    for file in (
+        "Ascend/cann/set_env.sh",
+        "Ascend/nnal/atb/set_env.sh",
+        "libjemalloc.so.2",
+        "record",
+    ):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()
     for fake in fakes.iterdir():
         fake.chmod(0o755)
-    return {"PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/user",
-            "BOX_LOCK": str(folder / "lock"), "RECORD": str(folder / "record"),
-            "ASCEND_ROOT": str(folder / "Ascend"), "JEMALLOC": str(folder / "libjemalloc.so.2"),
-            "MODELS": "/data/models", "DATA": "/data", "PYTHON": "python"}
+    return {
+        "PATH": f"{fakes}:{BIN}:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": "/home/user",
+        "BOX_LOCK": str(folder / "lock"),
+        "RECORD": str(folder / "record"),
+        "ASCEND_ROOT": str(folder / "Ascend"),
+        "JEMALLOC": str(folder / "libjemalloc.so.2"),
+        "MODELS": "/data/models",
+        "DATA": "/data",
+        "PYTHON": "python",
+    }
 
 
 @pytest.fixture
@@ -80,29 +94,46 @@ def machine(tmp_path):
 
 def few_files() -> None:
     """A shell's usual soft limit, on any machine."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
-def launch(machine: dict, script: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", str(script), *arguments], check=False, cwd=cwd, env=machine, capture_output=True,
-                          text=True, timeout=300, preexec_fn=few_files)
+def launch(
+    machine: dict, script: str | Path, *arguments: str, cwd: Path = ROOT
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(script), *arguments],
+        check=False,
+        cwd=cwd,
+        env=machine,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=few_files,
+    )
 
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """A function that launches with --dry-run once for all that look at it; the paths of its machine read as on a
-    box."""
+    """A function that launches with --dry-run once for all that look at it; the paths of its
+    machine read as on a box.
+    """
     machine = make_machine(tmp_path_factory.mktemp("machine"))
 
     @functools.cache
     def shown(*words: str) -> subprocess.CompletedProcess:
         """words: VARIABLE=value ..., then the launcher and its arguments."""
         start = next(place for place, word in enumerate(words) if word.endswith(".sh"))
-        result = launch({**machine, **dict(word.split("=", 1) for word in words[:start])}, *words[start:])
+        result = launch(
+            {**machine, **dict(word.split("=", 1) for word in words[:start])}, *words[start:]
+        )
         assert result.returncode == 0 and recorded(machine) == "", result
         result.stdout = result.stdout.replace(machine["ASCEND_ROOT"], "/usr/local/Ascend").replace(
-            machine["JEMALLOC"], "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2")
+            machine["JEMALLOC"], "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
+        )
         return result
+
     return shown
 
 
@@ -118,14 +149,20 @@ def recorded(machine: dict) -> str:
 def test_shellcheck():
     files = [str(file.relative_to(ROOT)) for file in sorted(FOLDER.glob("*.sh"))]
     assert len(files) == len(LAUNCHERS) + 3 == 11
-    result = subprocess.run([str(BIN / "shellcheck"), "--external-sources", *files], check=False, cwd=ROOT,
-                            capture_output=True, text=True)
+    result = subprocess.run(
+        [str(BIN / "shellcheck"), "--external-sources", *files],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stdout
     for file in files:
         assert subprocess.run(["bash", "-n", file], check=False, cwd=ROOT).returncode == 0
         code = re.sub(r"^\s*#.*|  #.*", "", (ROOT / file).read_text(), flags=re.MULTILINE)
-        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill",
-                             code), "nothing by name, nothing to every interface"
+        assert not re.search(r"ray stop|killall|0\.0\.0\.0|pkill", code), (
+            "nothing by name, nothing to every interface"
+        )
 
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.stem)
@@ -135,38 +172,60 @@ def test_dry_run_shows_everything_and_runs_nothing(script, dry_run):
     nodes = 2 if "2x8" in script.stem else 1
     variables = ["NODE_ADDR=10.0.0.1"] if nodes == 2 else []
     shown = commands(dry_run(*variables, f"examples/grpo/{script.name}", "--dry-run"))
-    name = script.stem.replace("grpo_trainer_",
-                               "grpo_").replace("a3b_", "a3b_gsm8k_").replace("a27b_", "a27b_gsm8k_").replace(
-        "5b_", "5b_gsm8k_").replace("7b_8", "7b_gsm8k_8")
+    name = (
+        script.stem.replace("grpo_trainer_", "grpo_")
+        .replace("a3b_", "a3b_gsm8k_")
+        .replace("a27b_", "a27b_gsm8k_")
+        .replace("5b_", "5b_gsm8k_")
+        .replace("7b_8", "7b_gsm8k_8")
+    )
     config = compose(name)
     npus = config["rl_config"]["actor_resource"]["num_npus"]
     assert shown[-1] == ["python", "-u", "cli/train_grpo.py", "--config-name", name]
     first = [command[:2] for command in shown]
-    order = [first.index(words)
-             for words in (["python", "tools/preflight.py"], ["python", "tools/convert_gsm8k.py"],
-                           ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"], ["ray", "start"], ["python", "-u"])]
+    order = [
+        first.index(words)
+        for words in (
+            ["python", "tools/preflight.py"],
+            ["python", "tools/convert_gsm8k.py"],
+            ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"],
+            ["ray", "start"],
+            ["python", "-u"],
+        )
+    ]
     assert order == sorted(order)
     ray = shown[first.index(["ray", "start"])]
     assert f'--resources={{"NPU": {npus // nodes}}}' in ray
-    assert {f"--min-worker-port={WORKERS[0]}", f"--max-worker-port={WORKERS[-1]}", f"--port={RAY_PORT}"} <= {*ray}
+    assert {
+        f"--min-worker-port={WORKERS[0]}",
+        f"--max-worker-port={WORKERS[-1]}",
+        f"--port={RAY_PORT}",
+    } <= {*ray}
     assert "--include-dashboard=false" in ray and "--dashboard-host=127.0.0.1" in ray
     assert f"--node-ip-address={'10.0.0.1' if nodes == 2 else '127.0.0.1'}" in ray
-    assert f"--num-cpus={npus * 4 + 2 + 10}" in ray  # upstream's bundles, two tasks, the transfer dock
+    assert (
+        f"--num-cpus={npus * 4 + 2 + 10}" in ray
+    )  # upstream's bundles, two tasks, the transfer dock
     assert (["export", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"] in shown) == (nodes == 1)
     assert (["export", "RAY_AUTH_MODE=token"] in [command[:2] for command in shown]) == (nodes == 2)
     options = [*(["--nodes", "2"] if nodes == 2 else []), "--own-ray"]
     later = ["--later", "test rows", "--later", "training files", "--later", "base weights"]
     preflight = ["python", "tools/preflight.py", "--config-name", name]
     assert [command for command in shown if command[1].endswith("preflight.py")] == [
-        preflight + later + options, preflight + options], "before the conversions, and once more after them"
+        preflight + later + options,
+        preflight + options,
+    ], "before the conversions, and once more after them"
     load = config["actor_config"]["load"].replace("models/", "/data/models/")
     assert load in next(command for command in shown if command[0] == "env")
 
 
 def test_the_page_shows_what_the_launchers_show(dry_run):
     """Every block of docs/launch.md that begins with a dry run; all launchers are among them."""
-    blocks = re.findall(r"^```\n\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
-                        PAGE.read_text(), re.MULTILINE)
+    blocks = re.findall(
+        r"^```\n\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
+        PAGE.read_text(),
+        re.MULTILINE,
+    )
     assert {script for _, _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
     for variables, command, _, output in blocks:
         assert dry_run(*variables.split(), *shlex.split(command)).stdout == output, command
@@ -184,44 +243,94 @@ def test_variants_and_overrides(machine):
     assert "trust" not in by_option.stdout
     joined = commands(launch({**machine, "RAY_ADDRESS": "10.0.0.9:6379"}, script, "--dry-run"))
     assert not any(command[0] == "ray" or "--own-ray" in command for command in joined)
-    for arguments, said in ((["--dryrun"], "unknown option --dryrun"), (["aqn"], "neither an option nor an override"),
-                            (["--config-name", "grpo_qwen3_30b_a3b_16npu"],
-                             "did you mean 'grpo_qwen3_30b_a3b_gsm8k_16npu'"),
-                            (["actor_config.lrr=1"], "actor_config.lrr"),
-                            (["--config-name", "grpo_tiny_moe_cpu"], "are for configs of NPUs")):
+    for arguments, said in (
+        (["--dryrun"], "unknown option --dryrun"),
+        (["aqn"], "neither an option nor an override"),
+        (
+            ["--config-name", "grpo_qwen3_30b_a3b_16npu"],
+            "did you mean 'grpo_qwen3_30b_a3b_gsm8k_16npu'",
+        ),
+        (["actor_config.lrr=1"], "actor_config.lrr"),
+        (["--config-name", "grpo_tiny_moe_cpu"], "are for configs of NPUs"),
+    ):
         assert said in refused(machine, script, *arguments)
 
 
 def refused(machine: dict, script: Path, *arguments: str) -> str:
-    """What a launcher says that stops before it does or shows anything, without a word of bash's or Python's own."""
+    """What a launcher says that stops before it does or shows anything, without a word of bash's or
+    Python's own.
+    """
     result = launch(machine, script, *arguments)
-    assert result.returncode == 2 and result.stdout == "" and recorded(machine) == "", (arguments, result)
-    assert not re.search(r"Traceback|unbound variable|launch\.sh: line", result.stderr), result.stderr
+    assert result.returncode == 2 and result.stdout == "" and recorded(machine) == "", (
+        arguments,
+        result,
+    )
+    assert not re.search(r"Traceback|unbound variable|launch\.sh: line", result.stderr), (
+        result.stderr
+    )
     return result.stderr
 
 
-ONE_NODE, TWO_NODES = FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh", FOLDER / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
+ONE_NODE, TWO_NODES = (
+    FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh",
+    FOLDER / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh",
+)
 
 
-@pytest.mark.parametrize(("script", "name", "value", "rule"), [
-    *((ONE_NODE, "RAY_PORT", value, "a whole number from 1024 to 65534")
-      for value in ("08080", "abc", "99999", "-1", "1023", "65535", "9" * 20, "a[0]")),
-    *((ONE_NODE, "NODE_TIMEOUT", value, "a whole number from 1 to 999999") for value in ("abc", "-5", "0", "1.5")),
-    *((ONE_NODE, "NODES", value, "a whole number from 1 to") for value in ("0", "-1", "two")),
-    *((ONE_NODE, "NODE_RANK", value, "be 0: this is a launch on one node") for value in ("5", "x")),
-    *((TWO_NODES, "NODE_RANK", value, "a whole number from 0 to 1") for value in ("7", "2", "-1", "x")),
-])
+@pytest.mark.parametrize(
+    ("script", "name", "value", "rule"),
+    [
+        *(
+            (ONE_NODE, "RAY_PORT", value, "a whole number from 1024 to 65534")
+            for value in ("08080", "abc", "99999", "-1", "1023", "65535", "9" * 20, "a[0]")
+        ),
+        *(
+            (ONE_NODE, "NODE_TIMEOUT", value, "a whole number from 1 to 999999")
+            for value in ("abc", "-5", "0", "1.5")
+        ),
+        *((ONE_NODE, "NODES", value, "a whole number from 1 to") for value in ("0", "-1", "two")),
+        *(
+            (ONE_NODE, "NODE_RANK", value, "be 0: this is a launch on one node")
+            for value in ("5", "x")
+        ),
+        *(
+            (TWO_NODES, "NODE_RANK", value, "a whole number from 0 to 1")
+            for value in ("7", "2", "-1", "x")
+        ),
+    ],
+)
 def test_variables_that_cannot_be(script, name, value, rule, machine):
-    said = refused({**machine, "NODE_ADDR": "10.0.0.2", "MASTER_ADDR": "10.0.0.1", name: value}, script, "--dry-run")
-    assert said.startswith(f"launch: {name}={value} must be") and rule in said and len(said.splitlines()) == 1
+    said = refused(
+        {**machine, "NODE_ADDR": "10.0.0.2", "MASTER_ADDR": "10.0.0.1", name: value},
+        script,
+        "--dry-run",
+    )
+    assert (
+        said.startswith(f"launch: {name}={value} must be")
+        and rule in said
+        and len(said.splitlines()) == 1
+    )
 
 
-@pytest.mark.parametrize(("variables", "said"), [
-    ({"NODE_ADDR": "fd00::5"}, "error: NODE_ADDR=fd00::5 must be an IPv4 address"),
-    ({"NODE_ADDR": "127.0.0.1"}, "error: NODE_ADDR=127.0.0.1 is this machine's own"),
-    ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1:6380"}, "error: MASTER_ADDR=10.0.0.1:6380 must be an IPv4 address"),
-    ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.2"}, "launch: NODE_ADDR=10.0.0.2 is MASTER_ADDR"),
-    ({"RAY_ADDRESS": "ray://10.0.0.1:1"}, "error: RAY_ADDRESS='ray://10.0.0.1:1' is none that a run can join")])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NODE_ADDR": "fd00::5"}, "error: NODE_ADDR=fd00::5 must be an IPv4 address"),
+        ({"NODE_ADDR": "127.0.0.1"}, "error: NODE_ADDR=127.0.0.1 is this machine's own"),
+        (
+            {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1:6380"},
+            "error: MASTER_ADDR=10.0.0.1:6380 must be an IPv4 address",
+        ),
+        (
+            {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.2"},
+            "launch: NODE_ADDR=10.0.0.2 is MASTER_ADDR",
+        ),
+        (
+            {"RAY_ADDRESS": "ray://10.0.0.1:1"},
+            "error: RAY_ADDRESS='ray://10.0.0.1:1' is none that a run can join",
+        ),
+    ],
+)
 def test_addresses_that_cannot_be(variables, said, machine):
     refusal = refused({**machine, "NODE_ADDR": "10.0.0.2", **variables}, TWO_NODES, "--dry-run")
     assert refusal.startswith(said) and len(refusal.splitlines()) == 1
@@ -239,7 +348,10 @@ def test_a_node_tells_the_commit_of_a_path_of_any_kind(monkeypatch, tmp_path):
     root = tmp_path / "it's; touch x"
     root.mkdir()
     assert look_here(str(root))[0] == "no commit"
-    for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]):
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"],
+    ):
         subprocess.run(["git", "-C", str(root), *words], check=True)
     assert re.fullmatch(r"commit [0-9a-f]{7,}", look_here(str(root))[0])
 
@@ -251,28 +363,60 @@ def test_ports_that_can_be(port, machine):
     assert f"--port={port} --ray-client-server-port={int(port) + 1}" in result.stdout
 
 
-@pytest.mark.parametrize(("override", "rule"), [
-    *((f"rl_config.actor_resource.num_npus={value}", f"rl_config.actor_resource.num_npus = {rule}")
-      for value, rule in (("-8", "-8 must be at least 1"), ("0", "0 must be at least 1"), ("abc", "'abc' must be int"),
-                          ("true", "True must be int"))),
-    ("rl_config=null", "rl_config.actor_resource.num_npus is missing"),
-    ("rl_config.num_cpus_for_local_task=abc", "rl_config.num_cpus_for_local_task = 'abc' must be int"),
-    ("megatron_training.data_path=null", "megatron_training.data_path = '' must be a path"),
-    ("megatron_training.tokenizer_name_or_path=null", "megatron_training.tokenizer_name_or_path is missing"),
-    ("task=null", "task.train_file = '' must be a path"),
-    ("actor_config.load=5", "actor_config.load = 5 must be str"),
-    ("engine=foo", "unknown engine 'foo'"),
-    ("engine=local",
-     "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local rehearsal.enabled=true"),
-])
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        *(
+            (
+                f"rl_config.actor_resource.num_npus={value}",
+                f"rl_config.actor_resource.num_npus = {rule}",
+            )
+            for value, rule in (
+                ("-8", "-8 must be at least 1"),
+                ("0", "0 must be at least 1"),
+                ("abc", "'abc' must be int"),
+                ("true", "True must be int"),
+            )
+        ),
+        ("rl_config=null", "rl_config.actor_resource.num_npus is missing"),
+        (
+            "rl_config.num_cpus_for_local_task=abc",
+            "rl_config.num_cpus_for_local_task = 'abc' must be int",
+        ),
+        ("megatron_training.data_path=null", "megatron_training.data_path = '' must be a path"),
+        (
+            "megatron_training.tokenizer_name_or_path=null",
+            "megatron_training.tokenizer_name_or_path is missing",
+        ),
+        ("task=null", "task.train_file = '' must be a path"),
+        ("actor_config.load=5", "actor_config.load = 5 must be str"),
+        ("engine=foo", "unknown engine 'foo'"),
+        (
+            "engine=local",
+            (
+                "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local "
+                "rehearsal.enabled=true"
+            ),
+        ),
+    ],
+)
 def test_configs_that_cannot_be_launched(override, rule, machine):
     said = refused(machine, ONE_NODE, "--dry-run", override)
-    assert said.startswith("error: ") and rule in said and "Traceback" not in said and len(said.splitlines()) <= 2
+    assert (
+        said.startswith("error: ")
+        and rule in said
+        and "Traceback" not in said
+        and len(said.splitlines()) <= 2
+    )
 
 
 def test_npus_that_nodes_cannot_share(machine):
-    said = refused({**machine, "NODE_ADDR": "10.0.0.1"}, TWO_NODES, "--dry-run",
-                   "rl_config.actor_resource.num_npus=15")
+    said = refused(
+        {**machine, "NODE_ADDR": "10.0.0.1"},
+        TWO_NODES,
+        "--dry-run",
+        "rl_config.actor_resource.num_npus=15",
+    )
     assert "num_npus = 15 cannot be shared equally by 2 nodes" in said
 
 
@@ -281,30 +425,47 @@ def test_a_layout_that_cannot_exist_stops_first(options, machine):
     began = time.monotonic()
     said = refused(machine, ONE_NODE, *options, "actor_config.tensor_model_parallel_size=3")
     seen("a config whose layout cannot exist", said, began)
-    assert "tools/plan_layout.py says:" in said and "32 attention heads cannot be divided by TP 3" in said
+    assert (
+        "tools/plan_layout.py says:" in said
+        and "32 attention heads cannot be divided by TP 3" in said
+    )
 
 
 def test_base_weights_are_not_converted_into_the_folder_of_another_layout(machine, tmp_path):
     machine["MODELS"] = str(tmp_path)
-    tp4 = ["--dry-run", "megatron_training.sequence_parallel=true", "actor_config.tensor_model_parallel_size=4",
-           "actor_config.expert_model_parallel_size=4", "generate_config.infer_tensor_parallel_size=4",
-           "generate_config.infer_expert_parallel_size=4"]
+    tp4 = [
+        "--dry-run",
+        "megatron_training.sequence_parallel=true",
+        "actor_config.tensor_model_parallel_size=4",
+        "actor_config.expert_model_parallel_size=4",
+        "generate_config.infer_tensor_parallel_size=4",
+        "generate_config.infer_expert_parallel_size=4",
+    ]
     said = refused(machine, ONE_NODE, *tp4)
     own = f"actor_config.load={tmp_path}/Qwen3-30B-A3B-tp4-pp1-ep4"
-    assert "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said and said.rstrip(
-        ).endswith(f"set {own}")
+    assert (
+        "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said
+        and said.rstrip().endswith(f"set {own}")
+    )
     for load in (own, "actor_config.load=any/name"):
         result = launch(machine, ONE_NODE, *tp4, load)
-        assert result.returncode == 0 and load.partition("=")[2] in next(
-            words for words in commands(result) if words[0] == "env")[-1], result.stderr
+        assert (
+            result.returncode == 0
+            and load.partition("=")[2]
+            in next(words for words in commands(result) if words[0] == "env")[-1]
+        ), result.stderr
     base = tmp_path / "Qwen3-30B-A3B-tp1-pp1-ep16"
     base.mkdir()
     (base / "latest_checkpointed_iteration.txt").touch()
-    assert launch(machine, ONE_NODE, *tp4).returncode == 0, "nothing to convert; the preflight looks at what is there"
+    assert launch(machine, ONE_NODE, *tp4).returncode == 0, (
+        "nothing to convert; the preflight looks at what is there"
+    )
 
 
 def test_which_python(machine, tmp_path):
-    """$PYTHON if it is given, else the .venv of the checkout, else `python`; `ray` is the one beside it."""
+    """$PYTHON if it is given, else the .venv of the checkout, else `python`; `ray` is the one
+    beside it.
+    """
     checkout = tmp_path / "checkout"
     shutil.copytree(FOLDER, checkout / "examples" / "grpo")
     script = checkout / "examples" / "grpo" / ONE_NODE.name
@@ -312,7 +473,9 @@ def test_which_python(machine, tmp_path):
     for folder in (own, other):
         folder.mkdir(parents=True)
         (folder / "python").write_text(
-            f'#!/usr/bin/env bash\necho "{folder} $1, ray of $(dirname "$(command -v ray)")" >> "$RECORD"; exit 2\n')
+            f'#!/usr/bin/env bash\necho "{folder} $1, ray of $(dirname "$(command -v ray)")" >> '
+            '"$RECORD"; exit 2\n'
+        )
         (folder / "ray").touch()
         (folder / "python").chmod(0o755)
         (folder / "ray").chmod(0o755)
@@ -321,9 +484,12 @@ def test_which_python(machine, tmp_path):
     launch({**machine, "PYTHON": "other/bin/python"}, script, cwd=tmp_path)
     shutil.rmtree(own)
     launch({**machine, "PATH": f"{other}:{machine['PATH']}"}, script)
-    assert recorded(machine).splitlines() == [f"{folder} examples/grpo/facts.py, ray of {folder}"
-                                              for folder in (own, other, other)]
-    assert "there is no python3.99 here" in launch({**machine, "PYTHON": "python3.99"}, script).stderr
+    assert recorded(machine).splitlines() == [
+        f"{folder} examples/grpo/facts.py, ray of {folder}" for folder in (own, other, other)
+    ]
+    assert (
+        "there is no python3.99 here" in launch({**machine, "PYTHON": "python3.99"}, script).stderr
+    )
 
 
 def test_from_any_directory(machine, tmp_path):
@@ -331,9 +497,16 @@ def test_from_any_directory(machine, tmp_path):
     here = {**machine, "MODELS": "my models", "DATA": "d"}
     result = launch(here, script, "--dry-run", cwd=tmp_path)
     assert result.returncode == 0 and str(tmp_path / "my models" / "Qwen2.5-7B-Instruct") in next(
-        words for words in commands(result) if words[0] == "env")
-    assert launch({**here, "MODELS": str(tmp_path / "my models"), "DATA": str(tmp_path / "d")},
-                  os.path.relpath(script, ROOT), "--dry-run").stdout == result.stdout
+        words for words in commands(result) if words[0] == "env"
+    )
+    assert (
+        launch(
+            {**here, "MODELS": str(tmp_path / "my models"), "DATA": str(tmp_path / "d")},
+            os.path.relpath(script, ROOT),
+            "--dry-run",
+        ).stdout
+        == result.stdout
+    )
 
 
 def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
@@ -341,14 +514,19 @@ def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
     gsm8k, base = tmp_path / "data" / "gsm8k", tmp_path / "models" / "Qwen2.5-7B-Instruct-tp2-pp1"
     (gsm8k / "Qwen2.5-7B-Instruct").mkdir(parents=True)
     base.mkdir(parents=True)
-    for file in (gsm8k / "train_chat.parquet", gsm8k / "test_chat.parquet",
-                 gsm8k / "Qwen2.5-7B-Instruct" / "gsm8k_train_packed_input_ids_document.bin",
-                 base / "latest_checkpointed_iteration.txt"):
+    for file in (
+        gsm8k / "train_chat.parquet",
+        gsm8k / "test_chat.parquet",
+        gsm8k / "Qwen2.5-7B-Instruct" / "gsm8k_train_packed_input_ids_document.bin",
+        base / "latest_checkpointed_iteration.txt",
+    ):
         shown = launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout
         assert re.search("tools/convert|convert_ckpt", shown), "something is missing still"
         file.touch()
-    assert not re.search("tools/convert|convert_ckpt",
-                         launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout)
+    assert not re.search(
+        "tools/convert|convert_ckpt",
+        launch(machine, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh", "--dry-run").stdout,
+    )
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]*")), reason="this machine has NPUs")
@@ -356,14 +534,19 @@ def test_without_npus_it_stops_at_the_preflight(machine, tmp_path):
     (tmp_path / "bin" / "python").unlink()  # the real one
     began = time.monotonic()
     result = launch({**machine, "MODELS": str(tmp_path)}, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")
-    seen("no NPUs at all", next(line for line in result.stdout.splitlines() if line.startswith("No NPU here")), began)
+    seen(
+        "no NPUs at all",
+        next(line for line in result.stdout.splitlines() if line.startswith("No NPU here")),
+        began,
+    )
     assert result.returncode == 1
     assert "8 NPUs are asked for, this machine has none" in result.stdout
     command = "python cli/train_grpo.py --config-name grpo_qwen25_7b_gsm8k_8npu engine=local rehearsal.enabled=true"
     assert command in result.stderr
     assert recorded(machine) == "", "no Ray"
-    assert [command[1] for command in commands(result)
-            if command[0] == "python"] == ["tools/preflight.py"], "nothing converted, nothing trained"
+    assert [command[1] for command in commands(result) if command[0] == "python"] == [
+        "tools/preflight.py"
+    ], "nothing converted, nothing trained"
 
 
 def free_port() -> int:
@@ -373,7 +556,9 @@ def free_port() -> int:
 
 
 class Launched:
-    """A launcher with a real Ray and a training that is played, up to where the training waits for GO."""
+    """A launcher with a real Ray and a training that is played, up to where the training waits for
+    GO.
+    """
 
     def __init__(self, machine: dict, tmp_path: Path):
         (tmp_path / "bin" / "ray").unlink()  # the real one
@@ -385,10 +570,22 @@ class Launched:
         llm.mkdir()
         (llm / "convert_ckpt.py").touch()
         self.process = subprocess.Popen(
-            ["bash", str(FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")], text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
-            env={**machine, "TRAINING": str(tmp_path / "training.py"), "RUN": str(self.log.parent), "GO": str(self.go),
-                 "MINDSPEED_LLM": str(llm), "RAY_PORT": str(free_port()), "HOME": str(tmp_path), "JEMALLOC": ""})
+            ["bash", str(FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={
+                **machine,
+                "TRAINING": str(tmp_path / "training.py"),
+                "RUN": str(self.log.parent),
+                "GO": str(self.go),
+                "MINDSPEED_LLM": str(llm),
+                "RAY_PORT": str(free_port()),
+                "HOME": str(tmp_path),
+                "JEMALLOC": "",
+            },
+        )
         self.output = ""
         for line in self.process.stdout:
             self.output += line
@@ -401,7 +598,10 @@ class Launched:
         found = []
         for process in psutil.process_iter():
             try:
-                if os.getsid(process.pid) == self.session and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    os.getsid(process.pid) == self.session
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except (ProcessLookupError, psutil.NoSuchProcess):
                 pass
@@ -419,7 +619,9 @@ def launched(machine, tmp_path):
     if started.process.poll() is None:
         started.process.send_signal(signal.SIGTERM)
         started.end()
-    shutil.rmtree(re.search(r"--temp-dir=(/tmp/qerl-ray\.\w+)", started.output)[1], ignore_errors=True)
+    shutil.rmtree(
+        re.search(r"--temp-dir=(/tmp/qerl-ray\.\w+)", started.output)[1], ignore_errors=True
+    )
 
 
 @pytest.fixture
@@ -428,18 +630,48 @@ def another_ray(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("r"), free_port()
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}",
-             f"--ray-client-server-port={free_port()}", "--num-cpus=1",
-             "--node-ip-address=127.0.0.1", "--resources={\"ANOTHER\": 3}", "--include-dashboard=false",
-             f"--temp-dir=/tmp/another-ray.{port}"],
-            stdout=log, stderr=log,
-            env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"})
+            [
+                str(BIN / "ray"),
+                "start",
+                "--head",
+                "--block",
+                f"--port={port}",
+                f"--ray-client-server-port={free_port()}",
+                "--num-cpus=1",
+                "--node-ip-address=127.0.0.1",
+                '--resources={"ANOTHER": 3}',
+                "--include-dashboard=false",
+                f"--temp-dir=/tmp/another-ray.{port}",
+            ],
+            stdout=log,
+            stderr=log,
+            env={
+                **os.environ,
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
+        )
     address = f"127.0.0.1:{port}"
-    assert subprocess.run([sys.executable, str(FOLDER / "wait_for_npus.py"), "--nodes", "1", "--npus", "0",
-                           "--timeout", "120", "--ray-process",
-                           str(process.pid)],
-                          env={**os.environ, "RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
-                          check=False, timeout=200).returncode == 0, (folder / "log").read_text()
+    assert (
+        subprocess.run(
+            [
+                sys.executable,
+                str(FOLDER / "wait_for_npus.py"),
+                "--nodes",
+                "1",
+                "--npus",
+                "0",
+                "--timeout",
+                "120",
+                "--ray-process",
+                str(process.pid),
+            ],
+            env={**os.environ, "RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+            check=False,
+            timeout=200,
+        ).returncode
+        == 0
+    ), (folder / "log").read_text()
     yield address, process
     process.terminate()
     process.wait(timeout=60)
@@ -449,8 +681,12 @@ def another_ray(tmp_path_factory):
 def test_its_own_ray_is_private_and_the_only_one_it_stops(another_ray, launched):
     processes = launched.of_ray()
     assert {"raylet", "gcs_server"} <= {process.name() for process in processes}
-    listening = [connection.laddr.ip for process in processes for connection in process.net_connections("inet")
-                 if connection.status == psutil.CONN_LISTEN]
+    listening = [
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
     assert listening and set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert "NPUs 8.0" in launched.output
 
@@ -458,21 +694,41 @@ def test_its_own_ray_is_private_and_the_only_one_it_stops(another_ray, launched)
     assert launched.end() == 7, "the training's own status"
     assert launched.of_ray() == []
     log = launched.log.read_text().splitlines()
-    assert log[0] == "warming up" and log[1] == f"Run directory: {launched.log.parent}" and log[-1] == "asked b"
+    assert (
+        log[0] == "warming up"
+        and log[1] == f"Run directory: {launched.log.parent}"
+        and log[-1] == "asked b"
+    )
 
     address, process = another_ray
     assert process.poll() is None
-    asked = subprocess.run([sys.executable, "-c",
-                            f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.cluster_resources())"],
-                           env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
-                           check=False, capture_output=True, text=True, timeout=120)
+    asked = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            (
+                f"import ray; ray.init({address!r}, log_to_driver=False); "
+                "print(ray.cluster_resources())"
+            ),
+        ],
+        env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "'ANOTHER': 3.0" in asked.stdout and "'NPU'" not in asked.stdout, asked.stderr
 
 
-@pytest.mark.parametrize(("signals", "group"),
-                         [pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
-                          pytest.param(signal.SIGTERM, True, marks=pytest.mark.full), (signal.SIGINT, True)],
-                         ids=["kill", "scheduler", "Ctrl-C"])
+@pytest.mark.parametrize(
+    ("signals", "group"),
+    [
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.full),
+        (signal.SIGINT, True),
+    ],
+    ids=["kill", "scheduler", "Ctrl-C"],
+)
 def test_stopped_from_outside(launched, signals, group):
     """The training is told once and may end in order, then Ray is stopped."""
     (os.killpg if group else os.kill)(launched.process.pid, signals)
@@ -487,16 +743,30 @@ def test_a_missing_node_is_named(monkeypatch):
 
     address = "10.0.0.1:6380"
     assert missing([("10.0.0.1", 8), ("10.0.0.2", 8)], 2, 8, address) == ""
-    assert missing([("10.0.0.1", 8), ("10.0.0.2", 6)], 2, 8, address) == "the node at 10.0.0.2 has 6 of 8 NPUs"
+    assert (
+        missing([("10.0.0.1", 8), ("10.0.0.2", 6)], 2, 8, address)
+        == "the node at 10.0.0.2 has 6 of 8 NPUs"
+    )
     alone = missing([("10.0.0.1", 8)], 2, 8, address)
-    assert "1 of 2 nodes are there (10.0.0.1)" in alone and "NODE_RANK=1 MASTER_ADDR=10.0.0.1 NODE_ADDR=" in alone
+    assert (
+        "1 of 2 nodes are there (10.0.0.1)" in alone
+        and "NODE_RANK=1 MASTER_ADDR=10.0.0.1 NODE_ADDR=" in alone
+    )
     assert missing([], 2, 8, address) == "nobody answers at 10.0.0.1:6380"
 
 
-@pytest.mark.parametrize(("seen", "status", "words"), [
-    ([["10.0.0.1"]], 1, "1 of 2 nodes are in Ray\n"),
-    ([["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"], ["10.0.0.1"]], 4, "the node at 10.0.0.2 has left Ray")],
-    ids=["not there", "left"])
+@pytest.mark.parametrize(
+    ("seen", "status", "words"),
+    [
+        ([["10.0.0.1"]], 1, "1 of 2 nodes are in Ray\n"),
+        (
+            [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"], ["10.0.0.1"]],
+            4,
+            "the node at 10.0.0.2 has left Ray",
+        ),
+    ],
+    ids=["not there", "left"],
+)
 def test_the_nodes_are_watched_until_one_is_gone(seen, status, words, monkeypatch, capfd):
     monkeypatch.syspath_prepend(FOLDER)
     import wait_for_npus

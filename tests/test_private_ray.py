@@ -28,18 +28,33 @@ def test_every_port_is_on_the_loopback_interface(started):
     def worker() -> int:
         return psutil.Process().pid
 
-    pids = {ray.get(worker.remote()), *(child.pid for child in psutil.Process().children(recursive=True))}
-    connections = [connection for pid in pids for connection in psutil.Process(pid).net_connections()]
+    pids = {
+        ray.get(worker.remote()),
+        *(child.pid for child in psutil.Process().children(recursive=True)),
+    }
+    connections = [
+        connection for pid in pids for connection in psutil.Process(pid).net_connections()
+    ]
     sockets = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
     assert len(sockets) > 4, "the head, the raylet and the worker listen"
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} <= {"127.0.0.1", "::1"}
 
 
-@pytest.mark.parametrize("error, raised, words", [
-    (RuntimeError("Failed to start GCS.\n\nLast"), EngineError, r"^Ray did not start.* Failed to start GCS\. L"),
-    (ConnectionError("no answer"), EngineError, "no answer"), (OSError(28, "disk full"), OSError, "disk full")])
+@pytest.mark.parametrize(
+    "error, raised, words",
+    [
+        (
+            RuntimeError("Failed to start GCS.\n\nLast"),
+            EngineError,
+            r"^Ray did not start.* Failed to start GCS\. L",
+        ),
+        (ConnectionError("no answer"), EngineError, "no answer"),
+        (OSError(28, "disk full"), OSError, "disk full"),
+    ],
+)
 def test_a_start_that_fails_is_said_in_words(monkeypatch, error, raised, words):
     """The first is Ray's for a GCS that is killed while it starts."""
+
     def fail(**_):
         raise error
 
@@ -66,7 +81,9 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
         os.write(2, b"stderr is back")
         private_ray.stop()
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     directory, logs = done.stdout.split()
     assert logs == "True" and not Path(directory).exists()
     assert done.stderr == "stderr is back"
@@ -74,19 +91,32 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
 
 @pytest.fixture
 def child():
-    """(a process that started a Ray and waits, that Ray's temporary directory, where no other test's Ray removes what
-    is left of it, the process's descendants)."""
+    """(a process that started a Ray and waits, that Ray's temporary directory, where no other
+    test's Ray removes what is left of it, the process's descendants).
+    """
     script = "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"
-    with (tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent,
-          subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": parent}) as process):
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent,
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": parent},
+        ) as process,
+    ):
         directory = Path(process.stdout.readline().strip())
         yield process, directory, psutil.Process(process.pid).children(recursive=True)
         process.kill()
 
 
 def guard_of(directory: Path, processes: list[psutil.Process]) -> psutil.Process:
-    [guard] = (process for process in processes if {str(private_ray.GUARD), str(directory)} <= {*process.cmdline()})
+    [guard] = (
+        process
+        for process in processes
+        if {str(private_ray.GUARD), str(directory)} <= {*process.cmdline()}
+    )
     return guard
 
 
@@ -98,7 +128,9 @@ def test_a_killed_process_leaves_nothing_and_has_last_words(child):
     assert not psutil.wait_procs([guard], timeout=100)[1]
     assert not directory.exists()
     assert not psutil.wait_procs(others, timeout=1)[1], "the guard is the last one"
-    assert process.stderr.read().startswith(f"error: process {process.pid} ended without a word: it was killed")
+    assert process.stderr.read().startswith(
+        f"error: process {process.pid} ended without a word: it was killed"
+    )
 
 
 def test_a_process_that_ends_takes_its_guard_along(child):
@@ -107,12 +139,17 @@ def test_a_process_that_ends_takes_its_guard_along(child):
     assert not psutil.wait_procs(others, timeout=60)[1] and not directory.exists()
 
 
-@pytest.mark.parametrize("number, words", [
-    ("SIGSTOP", r"Ray's raylet \(pid \d+\) was stopped 1 s ago \(SIGSTOP"),
-    ("SIGKILL", r"process \d+ was killed while Ray started, or a process of Ray was")])
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        ("SIGSTOP", r"Ray's raylet \(pid \d+\) was stopped 1 s ago \(SIGSTOP"),
+        ("SIGKILL", r"process \d+ was killed while Ray started, or a process of Ray was"),
+    ],
+)
 def test_a_start_whose_raylet_does_not_answer_ends_with_a_reason(number, words):
-    """`ray.init` is in C++ then: it would wait for ever for a raylet that is stopped, deaf to Ctrl-C, and with one
-    that is dead it ends its process without a word."""
+    """`ray.init` is in C++ then: it would wait for ever for a raylet that is stopped, deaf to
+    Ctrl-C, and with one that is dead it ends its process without a word.
+    """
     script = f"""if True:
         import signal, psutil, ray
         from mindspeed_qerl import private_ray
@@ -124,8 +161,9 @@ def test_a_start_whose_raylet_does_not_answer_ends_with_a_reason(number, words):
         ray._private.worker.connect = meanwhile
         private_ray.start(num_cpus=1)
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode and re.match(rf"error: {words}", done.stderr)
 
 
@@ -180,7 +218,9 @@ def test_a_second_interrupt_while_it_stops_leaves_nothing(monkeypatch, capfd):
     assert directory.exists()
     monkeypatch.undo()
     private_ray.stop()
-    assert not directory.exists() and not guard.is_running() and "error" not in capfd.readouterr().err
+    assert (
+        not directory.exists() and not guard.is_running() and "error" not in capfd.readouterr().err
+    )
 
 
 @pytest.mark.full  # Ray's processes take half a minute to notice

@@ -1,5 +1,6 @@
-"""benchmarks/study.py with runs that are drawn: what it asks for, when it stops, and that its tables are of its data
-alone."""
+"""benchmarks/study.py with runs that are drawn: what it asks for, when it stops, and that its
+tables are of its data alone.
+"""
 
 import importlib.util
 import json
@@ -21,35 +22,57 @@ def study(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "study", module)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(module.STUDIES, "two", module.Study(
-        "Is one better?", {"one": ("x=1",), "other": ("x=2",), "third": ("x=3",)},
-        (("one", "other", "accuracy"), ("third", "other", "pass@1")), {"sixteen": ()}))
+    monkeypatch.setitem(
+        module.STUDIES,
+        "two",
+        module.Study(
+            "Is one better?",
+            {"one": ("x=1",), "other": ("x=2",), "third": ("x=3",)},
+            (("one", "other", "accuracy"), ("third", "other", "pass@1")),
+            {"sixteen": ()},
+        ),
+    )
     monkeypatch.setattr(module.Study, "weights", lambda _: "a model")
     return module
 
 
 def drawn(asked, effects, of_seed=0.01, questions=300, model="a model"):
     """A stand-in for `run_cell`, whose accuracies differ by `effects`."""
+
     def run(name, cell, seed, core, root):
         asked.append((seed, cell))
         generator = np.random.default_rng([seed, *cell.encode()])
         hard = np.random.default_rng(9).normal(0, 0.1, questions)
         chance = np.clip(0.5 + effects[cell] + generator.normal(0, of_seed) + hard, 0, 1)
-        found = {measure: {"samples": samples, "right": "".join(
-            "0123456789abcdefg"[right] for right in generator.binomial(samples, chance))}
-            for measure, samples in (("accuracy", 4), ("sixteen", 16))}
-        return {**found, "model": model, "entropy": [0.5, 0.25]}, [f"{number}?" for number in range(questions)]
+        found = {
+            measure: {
+                "samples": samples,
+                "right": "".join(
+                    "0123456789abcdefg"[right] for right in generator.binomial(samples, chance)
+                ),
+            }
+            for measure, samples in (("accuracy", 4), ("sixteen", 16))
+        }
+        return {**found, "model": model, "entropy": [0.5, 0.25]}, [
+            f"{number}?" for number in range(questions)
+        ]
+
     return run
 
 
 def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(study, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(study, "run_cell", drawn(asked, {"one": 0.3, "other": 0.0, "third": 0.0}, 0.04))
+    monkeypatch.setattr(
+        study, "run_cell", drawn(asked, {"one": 0.3, "other": 0.0, "third": 0.0}, 0.04)
+    )
     data = study.Data("two", tmp_path)
     study.carry_out("two", data, study.OneRunACore(0.0, [0]), 30, root=tmp_path)
     assert asked == [], "no time, no run"
     study.carry_out("two", data, study.OneRunACore(1.0, [0]), 2, root=tmp_path)
-    assert asked == [(seed, cell) for seed in (1, 2) for cell in ("one", "other", "third")] and data.most is None
+    assert (
+        asked == [(seed, cell) for seed in (1, 2) for cell in ("one", "other", "third")]
+        and data.most is None
+    )
     again = study.Data("two", tmp_path)
     assert again.cells == data.cells
     asked.clear()
@@ -58,9 +81,13 @@ def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(study, mon
     words = again.words()
     assert words["one", "other", "accuracy"][0] == "better" and None not in words.values()
     counts = {cell: max(seed for seed, of in asked if of == cell) for cell in data.cells}
-    assert counts["one"] < counts["third"] == counts["other"] <= again.most <= 30, "what is decided needs no more runs"
+    assert counts["one"] < counts["third"] == counts["other"] <= again.most <= 30, (
+        "what is decided needs no more runs"
+    )
     asked.clear()
-    study.carry_out("two", study.Data("two", tmp_path), study.OneRunACore(1.0, [0]), 30, root=tmp_path)
+    study.carry_out(
+        "two", study.Data("two", tmp_path), study.OneRunACore(1.0, [0]), 30, root=tmp_path
+    )
     assert asked == []
 
 
@@ -75,9 +102,13 @@ def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_pat
     monkeypatch.setattr(study.Study, "weights", lambda _: "another")
     assert data.missing(2) == [(2, "one"), (2, "other"), (2, "third")]
     data.cells["other"]["2"]["model"] = "another"
-    assert len(data.differences("one", "other", "accuracy")) == 1, "stopped half-way, no pair has two models"
+    assert len(data.differences("one", "other", "accuracy")) == 1, (
+        "stopped half-way, no pair has two models"
+    )
     asked = []
-    monkeypatch.setattr(study, "run_cell", drawn(asked, dict.fromkeys(data.cells, 0.0), model="another"))
+    monkeypatch.setattr(
+        study, "run_cell", drawn(asked, dict.fromkeys(data.cells, 0.0), model="another")
+    )
     study.carry_out("two", data, study.OneRunACore(1.0, [0]), 2, root=tmp_path)
     assert asked == [(2, "one"), (2, "other"), (2, "third")] and data.missing(2) == []
     data.cells["one"]["1"]["model"] = "a third"
@@ -132,7 +163,12 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
     monkeypatch.setattr(study, "run_cell", drawn([], {"one": 0.2, "other": 0.0, "third": 0.0}))
     study.carry_out("two", data, study.OneRunACore(1.0, [0]), 30, root=tmp_path)
     text = study.tables(study.Data("two", tmp_path))
-    one = np.mean([[int(digit) / 4 for digit in run["accuracy"]["right"]] for run in data.cells["one"].values()])
+    one = np.mean(
+        [
+            [int(digit) / 4 for digit in run["accuracy"]["right"]]
+            for run in data.cells["one"].values()
+        ]
+    )
     assert f"| one | {len(data.cells['one'])} | {one:.3f}" in text and "0.500 → 0.250" in text
     assert "| one | other | accuracy |" in text and "| **better** |" in text
     study.draw(data, tmp_path / "picture.png")
@@ -140,12 +176,19 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "two.json").read_text())["most"] == data.most
     data.cells = {cell: {"1": runs["1"]} for cell, runs in data.cells.items()}
     data.most = None
-    assert study.tables(data).endswith("0.500 → 0.250 |"), "of one seed no comparison is said, not an empty one"
+    assert study.tables(data).endswith("0.500 → 0.250 |"), (
+        "of one seed no comparison is said, not an empty one"
+    )
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "studies").glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "docs" / "studies").glob("*.json")), ids=lambda file: file.stem
+)
 def test_the_tables_of_the_documents_are_those_of_their_data(study, file):
-    assert study.tables(study.Data(file.stem, file.parent)) in (ROOT / "docs" / "results.md").read_text()
+    assert (
+        study.tables(study.Data(file.stem, file.parent))
+        in (ROOT / "docs" / "results.md").read_text()
+    )
 
 
 def test_a_folder_of_runs_has_one_config_and_model_and_set_of_overrides(study):
@@ -166,25 +209,50 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
         commands.append([str(part) for part in command])
 
     run = RunDirectory(tmp_path / "run")
-    answers = [{"step": step, "question": "?", "scores": scores} for step, scores in ((0, [0, 1]), (9, [1, 1]))]
-    for file, rows in (("eval_answers.jsonl", answers), ("evaluations/sixteen/answers.jsonl", answers),
-                       ("metrics.jsonl", [{"step": 1, "entropy/mean": 0.5}, {"step": 2, "entropy/mean": 0.25}])):
+    answers = [
+        {"step": step, "question": "?", "scores": scores}
+        for step, scores in ((0, [0, 1]), (9, [1, 1]))
+    ]
+    for file, rows in (
+        ("eval_answers.jsonl", answers),
+        ("evaluations/sixteen/answers.jsonl", answers),
+        ("metrics.jsonl", [{"step": 1, "entropy/mean": 0.5}, {"step": 2, "entropy/mean": 0.25}]),
+    ):
         (run.path / file).parent.mkdir(parents=True, exist_ok=True)
         (run.path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = SimpleNamespace(faults=(), path=run.path, data={"test": "a digest"}, code={"mindspeed_qerl": "0123456789"},
-                           scores={0: {"?": 0.5}, 9: {"?": 1.0}})
+    read = SimpleNamespace(
+        faults=(),
+        path=run.path,
+        data={"test": "a digest"},
+        code={"mindspeed_qerl": "0123456789"},
+        scores={0: {"?": 0.5}, 9: {"?": 1.0}},
+    )
     asked = []
     monkeypatch.setattr(study.subprocess, "run", call)
     monkeypatch.setattr(study, "compose", lambda name, overrides: overrides)
     monkeypatch.setattr(study, "finished", lambda raw, name: asked.append(raw) or run)
     monkeypatch.setattr(study, "read_run", lambda path: read)
-    found, questions = study.run_cell("two", "other", 3, 1, tmp_path / "runs", ["local.kv_cache_gib=1"])
+    found, questions = study.run_cell(
+        "two", "other", 3, 1, tmp_path / "runs", ["local.kv_cache_gib=1"]
+    )
     (command,) = commands  # the evaluation was there
     assert questions == ["?"] and found == {
-        "model": "a model", "data": "4e52d87761fa", "code": "0123456", "start": 0.5, "entropy": [0.5, 0.25],
-        "accuracy": {"samples": 2, "right": "2"}, "sixteen": {"samples": 2, "right": "2"}}
-    assert {"x=2", "seed=3", "rl_config.actor_resource.num_npus=1", "local.kv_cache_gib=1", "run.name=2",
-            f"run.root={tmp_path}/runs/grpo_steps_moe_cpu_a model"} <= set(command)
+        "model": "a model",
+        "data": "4e52d87761fa",
+        "code": "0123456",
+        "start": 0.5,
+        "entropy": [0.5, 0.25],
+        "accuracy": {"samples": 2, "right": "2"},
+        "sixteen": {"samples": 2, "right": "2"},
+    }
+    assert {
+        "x=2",
+        "seed=3",
+        "rl_config.actor_resource.num_npus=1",
+        "local.kv_cache_gib=1",
+        "run.name=2",
+        f"run.root={tmp_path}/runs/grpo_steps_moe_cpu_a model",
+    } <= set(command)
     assert set(asked[0]) <= set(command), "the run that is read is the one that was asked for"
     read.faults = ("the noise of step 3 reached no norm",)
     with pytest.raises(SystemExit, match="run: the noise of step 3 reached no norm"):
@@ -192,12 +260,18 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
 
 
 def test_one_point_is_not_points(study):
-    assert [study.Study("", {}, (), effect=effect).points for effect in (0.01, 0.02)] == ["1 point", "2 points"]
+    assert [study.Study("", {}, (), effect=effect).points for effect in (0.01, 0.02)] == [
+        "1 point",
+        "2 points",
+    ]
 
 
 def test_the_studies_compare_cells_that_they_have(study):
     for each in study.STUDIES.values():
         for cell, baseline, measure in each.comparisons:
             assert {cell, baseline} <= each.cells.keys()
-            assert measure == "accuracy" or measure in each.evaluations or (
-                measure.startswith("pass@") and "sixteen" in each.evaluations)
+            assert (
+                measure == "accuracy"
+                or measure in each.evaluations
+                or (measure.startswith("pass@") and "sixteen" in each.evaluations)
+            )

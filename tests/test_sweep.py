@@ -1,5 +1,6 @@
-"""A sweep: the real command line and Hydra, with runs that take no time; and one that is killed (test-full runs the
-real thing)."""
+"""A sweep: the real command line and Hydra, with runs that take no time; and one that is killed
+(test-full runs the real thing).
+"""
 
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 from mindspeed_qerl.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
-STUB = '''
+STUB = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
@@ -50,20 +51,37 @@ train.run = run
 sys.argv[0] = __file__
 # runpy would change argv
 exec(compile(Path({cli!r}).read_text(), {cli!r}, "exec"), {{"__name__": "__main__", "__file__": {cli!r}}})
-'''
+"""
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A function that starts a sweep over two settings of AQN and two seeds; its runs take as long as a file called
-    hangs<seed> is there."""
+    """A function that starts a sweep over two settings of AQN and two seeds; its runs take as long
+    as a file called hangs<seed> is there.
+    """
     (tmp_path / "rows").write_text("first")
     stub = tmp_path / "stub.py"
-    stub.write_text(STUB.format(root=str(ROOT), folder=str(tmp_path), cli=str(ROOT / "cli/train_grpo.py")))
-    command = [sys.executable, stub, "--multirun", "--config-name", "grpo_tiny_moe_cpu", "aqn=off,qerl", "seed=1,2",
-               f"run.root={tmp_path}/runs"]
-    return lambda *more: subprocess.Popen([*command, *more], cwd=tmp_path, stdout=subprocess.PIPE,
-                                          stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
+    stub.write_text(
+        STUB.format(root=str(ROOT), folder=str(tmp_path), cli=str(ROOT / "cli/train_grpo.py"))
+    )
+    command = [
+        sys.executable,
+        stub,
+        "--multirun",
+        "--config-name",
+        "grpo_tiny_moe_cpu",
+        "aqn=off,qerl",
+        "seed=1,2",
+        f"run.root={tmp_path}/runs",
+    ]
+    return lambda *more: subprocess.Popen(
+        [*command, *more],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
 
 
 def calls(folder):
@@ -71,8 +89,10 @@ def calls(folder):
 
 
 def states(folder):
-    return [json.loads(file.read_text())["state"]
-            for file in sorted((folder / "runs/grpo_tiny_moe_cpu").glob("*/status.json"))]
+    return [
+        json.loads(file.read_text())["state"]
+        for file in sorted((folder / "runs/grpo_tiny_moe_cpu").glob("*/status.json"))
+    ]
 
 
 def wait_for(condition):
@@ -84,11 +104,20 @@ def test_every_combination_is_run_once_and_not_again(sweep, tmp_path):
     process = sweep()
     out, error = process.communicate()
     assert process.returncode == 0, error
-    assert calls(tmp_path) == ["1 False new auto", "2 False new auto", "1 True new auto", "2 True new auto"]
+    assert calls(tmp_path) == [
+        "1 False new auto",
+        "2 False new auto",
+        "1 True new auto",
+        "2 True new auto",
+    ]
     assert "0.600 after step 3" in out and "0.700 after step 3" in out
     again = sweep()
     out, _ = again.communicate()
-    assert again.returncode == 0 and out.count("finished before, in") == 4 and len(calls(tmp_path)) == 4
+    assert (
+        again.returncode == 0
+        and out.count("finished before, in") == 4
+        and len(calls(tmp_path)) == 4
+    )
     (tmp_path / "rows").write_text("others")  # another experiment
     sweep().communicate()
     assert len(calls(tmp_path)) == 8
@@ -106,7 +135,10 @@ def test_a_failed_run_is_reported_and_not_in_the_way(sweep, tmp_path):
     (tmp_path / "fails1").unlink()
     fixed = sweep()
     fixed.communicate()
-    assert fixed.returncode == 0 and calls(tmp_path)[4:] == ["1 False again auto", "1 True again auto"]
+    assert fixed.returncode == 0 and calls(tmp_path)[4:] == [
+        "1 False again auto",
+        "1 True again auto",
+    ]
     assert states(tmp_path) == ["finished"] * 4
 
 
@@ -115,7 +147,8 @@ def test_a_sweep_that_is_killed_takes_its_run_along_and_goes_on(sweep, tmp_path)
     process = sweep()
     wait_for(lambda: (tmp_path / "calls").exists() and len(calls(tmp_path)) == 2)
     process.kill()
-    process.communicate()  # ends only when nobody holds the pipes any more, the run's process included
+    # ends only when nobody holds the pipes any more, the run's process included
+    process.communicate()
     assert sorted(states(tmp_path)) == ["finished", "running"]
     (tmp_path / "hangs2").unlink()
     again = sweep()
@@ -129,8 +162,9 @@ def test_an_interrupted_sweep_stops_whole(sweep, tmp_path):
     (tmp_path / "hangs1").touch()
     process = sweep()
     wait_for(lambda: (tmp_path / "calls").exists())
-    for child in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True,
-                                check=True).stdout.split():
+    for child in subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split():
         os.kill(int(child), signal.SIGINT)  # a terminal sends it to both
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()

@@ -1,5 +1,7 @@
-"""Two boxes with addresses of their own, joined by a cable, the shipped launcher of two nodes on both: preflight and
-Ray are real, the training is played, which asks Ray for its NPUs and has an actor on each node."""
+"""Two boxes with addresses of their own, joined by a cable, the shipped launcher of two nodes on
+both: preflight and Ray are real, the training is played, which asks Ray for its NPUs and has an
+actor on each node.
+"""
 
 import os
 import re
@@ -61,9 +63,16 @@ def nodes(files, tmp_path):
     (tmp_path / "token").write_text("0" * 64)
     os.mkfifo(tmp_path / "go")
     # Ray would start as many workers as the box has CPUs, before anybody asks for one
-    variables = {**files, "PATH": f"{fakes}:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHON": str(fakes / "python"),
-                 "HOME": str(tmp_path), "TRAINING": str(tmp_path / "training.py"), "GO": str(tmp_path / "go"),
-                 "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_prestart_worker_first_driver": "0"}
+    variables = {
+        **files,
+        "PATH": f"{fakes}:/usr/bin:/bin:/usr/sbin:/sbin",
+        "PYTHON": str(fakes / "python"),
+        "HOME": str(tmp_path),
+        "TRAINING": str(tmp_path / "training.py"),
+        "GO": str(tmp_path / "go"),
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_prestart_worker_first_driver": "0",
+    }
     with joined() as cables:
         both = Nodes(tmp_path, cables, variables, EIGHT)
         yield both
@@ -75,8 +84,9 @@ NO_PREFLIGHT = {"NO_PREFLIGHT": "1"}
 
 
 def test_a_healthy_run(nodes):
-    """No warnings but the host's; nothing is left, of processes and of files; the second node waits for the first
-    one's preflight, and ends with it."""
+    """No warnings but the host's; nothing is left, of processes and of files; the second node waits
+    for the first one's preflight, and ends with it.
+    """
     before = sorted(map(str, Path("/tmp").glob("qerl-ray*")))
     nodes.start(0)
     nodes.start(1)
@@ -86,18 +96,28 @@ def test_a_healthy_run(nodes):
     assert "NPUs 16.0\n[('10.0.0.1', '10.0.0.1'), ('10.0.0.2', '10.0.0.2')]\n" in nodes.said(0)
     for rank in (0, 1):
         assert "HCCL_SOCKET_IFNAME=eth0" in nodes.said(rank)
-        assert set(re.findall(r"│   (\S.*?)\s+│ (?:warning|failed)", nodes.said(rank))) <= OF_THE_HOST
+        assert (
+            set(re.findall(r"│   (\S.*?)\s+│ (?:warning|failed)", nodes.said(rank))) <= OF_THE_HOST
+        )
         assert left_over(nodes.box(rank)) == []
         assert nodes.said(rank).splitlines()[-1] == f"left: {' '.join(before) or '/tmp/qerl-ray*'}"
-    assert ("launch: node 0 has stopped its Ray, and this node is done. How the training went is in node 0's run "
-            "directory\n") in nodes.said(1)
+    assert (
+        "launch: node 0 has stopped its Ray, and this node is done. How the training went is in "
+        "node 0's run directory\n"
+    ) in nodes.said(1)
 
 
 def test_the_second_node_is_missing(nodes):
     nodes.start(0, **NO_PREFLIGHT, NODE_TIMEOUT="8")
     assert nodes.end(0) == 1
-    assert "launch: Ray has 8 NPUs at 10.0.0.1; waiting for 16 on 2 nodes, at most 8 s\n" in nodes.said(0)
-    assert "launch: after 8 s 1 of 2 nodes are there (10.0.0.1): start this script on the other" in nodes.said(0)
+    assert (
+        "launch: Ray has 8 NPUs at 10.0.0.1; waiting for 16 on 2 nodes, at most 8 s\n"
+        in nodes.said(0)
+    )
+    assert (
+        "launch: after 8 s 1 of 2 nodes are there (10.0.0.1): start this script on the other"
+        in nodes.said(0)
+    )
     nodes.seen("the second node is missing", 0, "after 8 s 1 of 2 nodes are there")
     assert left_over(nodes.box(0)) == []
 
@@ -113,7 +133,9 @@ def test_the_second_node_is_late(nodes):
 
 @pytest.mark.parametrize("how", ["killed", "Ctrl-C", "cable"])
 def test_the_second_node_is_lost_in_training(how, nodes):
-    """Which ends with it: a second after a Ctrl-C, a quarter of a minute after a kill, a minute after a cable."""
+    """Which ends with it: a second after a Ctrl-C, a quarter of a minute after a kill, a minute
+    after a cable.
+    """
     for rank in (0, 1):
         nodes.start(rank, **NO_PREFLIGHT)
     nodes.until(0, "it trains")
@@ -124,21 +146,40 @@ def test_the_second_node_is_lost_in_training(how, nodes):
         os.killpg(nodes.process[1].pid, signal.SIGINT)
     else:
         subprocess.run([*nodes.cables[1], "ip", "link", "set", "eth0", "down"], check=True)
-    nodes.until(0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it")
-    nodes.seen({"killed": "the second node is killed in training", "Ctrl-C": "Ctrl-C on the second node in training",
-                "cable": "the cable between two nodes is cut in training"}[how], 0, "has left Ray")
+    nodes.until(
+        0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it"
+    )
+    nodes.seen(
+        {
+            "killed": "the second node is killed in training",
+            "Ctrl-C": "Ctrl-C on the second node in training",
+            "cable": "the cable between two nodes is cut in training",
+        }[how],
+        0,
+        "has left Ray",
+    )
     assert nodes.end(0) == 1 and left_over(nodes.box(0)) == []
     assert nodes.end(1) == {"killed": -signal.SIGKILL, "Ctrl-C": 130, "cable": 1}[how]
     if how == "cable":
-        assert re.search(r"cannot be reached for 60 s: its launcher ends|this node's Ray has ended", nodes.said(1))
+        assert re.search(
+            r"cannot be reached for 60 s: its launcher ends|this node's Ray has ended",
+            nodes.said(1),
+        )
 
 
 def test_an_address_where_the_first_node_does_not_reach_the_second(nodes):
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(1, **NO_PREFLIGHT, NODE_ADDR=UNREACHABLE)
     assert (nodes.end(0), nodes.end(1)) == (1, 1)
-    assert "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where" in nodes.said(0)
-    nodes.seen("NODE_ADDR of node 1 where node 0 does not reach it", 0, "a task on the node at 172.17.0.1 fails")
+    assert (
+        "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where"
+        in nodes.said(0)
+    )
+    nodes.seen(
+        "NODE_ADDR of node 1 where node 0 does not reach it",
+        0,
+        "a task on the node at 172.17.0.1 fails",
+    )
     assert "(raylet)" not in nodes.said(0), "a page of Ray's own"
     assert "whether it could reach NODE_ADDR=172.17.0.1" in nodes.said(1)
 
@@ -148,15 +189,26 @@ def test_an_address_where_the_second_node_does_not_reach_the_first(nodes):
     nodes.start(1, **NO_PREFLIGHT, MASTER_ADDR=UNREACHABLE, NODE_TIMEOUT="8")
     assert (nodes.end(0), nodes.end(1)) == (1, 1)
     assert "after 8 s 1 of 2 nodes are there (172.17.0.1)" in nodes.said(0)
-    assert "launch: after 8 s nobody answers at 172.17.0.1:6380: look at what node 0's launcher says" in nodes.said(1)
-    nodes.seen("NODE_ADDR of node 0 where node 1 does not reach it", 1, "nobody answers at 172.17.0.1:6380: look")
+    assert (
+        "launch: after 8 s nobody answers at 172.17.0.1:6380: look at what node 0's launcher says"
+        in nodes.said(1)
+    )
+    nodes.seen(
+        "NODE_ADDR of node 0 where node 1 does not reach it",
+        1,
+        "nobody answers at 172.17.0.1:6380: look",
+    )
 
 
 def test_another_token(nodes, tmp_path):
     (tmp_path / "other").write_text("1" * 64)
     nodes.start(0, **NO_PREFLIGHT, NODE_TIMEOUT="40")
     nodes.start(1, **NO_PREFLIGHT, RAY_AUTH_TOKEN_PATH=str(tmp_path / "other"))
-    nodes.until(1, "launch: this node's Ray has not joined that of 10.0.0.1:6380 after 20 s, though that one answers")
+    nodes.until(
+        1,
+        "launch: this node's Ray has not joined that of 10.0.0.1:6380 after 20 s, though that "
+        "one answers",
+    )
     nodes.seen("another token on the second node", 1, "has not joined that of")
     assert nodes.end(0) == 1
     nodes.end(1)
@@ -175,11 +227,18 @@ def test_sixteen_dies_are_visible_on_each(nodes):
 def test_other_code_on_the_second_node(nodes):
     file = ROOT / "mindspeed_qerl" / "files.py"
     nodes.start(0, **NO_PREFLIGHT)
-    nodes.start(1, Box(dies=8, network=False, files={str(file): file.read_text() + "# an edit\n"}), **NO_PREFLIGHT)
+    nodes.start(
+        1,
+        Box(dies=8, network=False, files={str(file): file.read_text() + "# an edit\n"}),
+        **NO_PREFLIGHT,
+    )
     assert (nodes.end(0), nodes.end(1)) == (1, 0)
-    assert re.search(rf"^launch: the node at 10.0.0.2 has other code in {ROOT}/mindspeed_qerl \(commit \w+, files \w+"
-                     r"\) than this one \(commit \w+, files \w+\): bring both to the same commit, without edits$",
-                     nodes.said(0), re.MULTILINE)
+    assert re.search(
+        rf"^launch: the node at 10.0.0.2 has other code in {ROOT}/mindspeed_qerl \(commit \w+, files \w+"
+        r"\) than this one \(commit \w+, files \w+\): bring both to the same commit, without edits$",
+        nodes.said(0),
+        re.MULTILINE,
+    )
     nodes.seen("other code on the second node", 0, "has other code in")
 
 
@@ -187,11 +246,15 @@ def test_another_clock_on_the_second_node(nodes, tmp_path):
     """Told, and gone on with."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import time\ntrue = time.time\ntime.time = lambda: true() + 100\n")
+        "import time\ntrue = time.time\ntime.time = lambda: true() + 100\n"
+    )
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(1, **NO_PREFLIGHT, PYTHONPATH=str(tmp_path / "site"))
     nodes.until(0, "it trains")
     nodes.seen("another clock on the second node", 0, "warning: the clock")
     (nodes.folder / "go").write_text("0")
     assert (nodes.end(0), nodes.end(1)) == (0, 0)
-    assert re.search("launch: warning: the clock of the node at 10.0.0.2 is (9|10)[0-9] s or more from", nodes.said(0))
+    assert re.search(
+        "launch: warning: the clock of the node at 10.0.0.2 is (9|10)[0-9] s or more from",
+        nodes.said(0),
+    )

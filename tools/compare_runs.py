@@ -1,16 +1,17 @@
-"""Does the difference between runs mean anything? Groups runs that differ only in the seed, and compares the groups.
+"""Does the difference between runs mean anything? Groups runs that differ only in the seed, and
+compares the groups.
 
     python tools/compare_runs.py runs/grpo_tiny_moe_cpu
     python tools/compare_runs.py RUN RUN RUN ... --baseline "aqn off" --output comparison
 
-A RUN is a run directory, or a folder with some. Left out, with the reason: runs that did not finish or whose last step
-was not evaluated, runs whose noise did not fire as their config says, runs with other data or other code than most,
-repetitions of a seed.
+A RUN is a run directory, or a folder with some. Left out, with the reason: runs that did not finish
+or whose last step was not evaluated, runs whose noise did not fire as their config says, runs with
+other data or other code than most, repetitions of a seed.
 
-The difference to the baseline is paired by seed and question. The verdict says better, worse, or not distinguishable,
-and then about how many more seeds it would take; looked at once, it is wrong in at most one of twenty cases where
-there is no difference (docs/compare.md has the measurement). Writes comparison.md, comparison.json and comparison.png
-to --output.
+The difference to the baseline is paired by seed and question. The verdict says better, worse, or
+not distinguishable, and then about how many more seeds it would take; looked at once, it is wrong
+in at most one of twenty cases where there is no difference (docs/compare.md has the measurement).
+Writes comparison.md, comparison.json and comparison.png to --output.
 """
 
 import argparse
@@ -25,16 +26,37 @@ if __name__ == "__main__":  # a file of a checkout
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="exit status: 0 compared, 1 nothing to compare or a damaged run, "
-                                            "2 wrong arguments")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold some")
-    parser.add_argument("--baseline", metavar="GROUP", help="a group's name as the table shows it, its settings, or a "
-                        "part of them (default: the one without AQN)")
-    parser.add_argument("--evaluation", metavar="NAME", help="compare what tools/evaluate.py --run RUN --name NAME "
-                        "measured (default: the evaluations made during the run)")
-    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("comparison"),
-                        help="where the files go (default: comparison)")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 compared, 1 nothing to compare or a damaged run, 2 wrong arguments",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run directories, or folders that hold some",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="GROUP",
+        help="a group's name as the table shows it, its settings, or a "
+        "part of them (default: the one without AQN)",
+    )
+    parser.add_argument(
+        "--evaluation",
+        metavar="NAME",
+        help="compare what tools/evaluate.py --run RUN --name NAME "
+        "measured (default: the evaluations made during the run)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=Path("comparison"),
+        help="where the files go (default: comparison)",
+    )
     args = parser.parse_args()
     from rich.console import Console
     from rich.markdown import Markdown
@@ -44,7 +66,9 @@ def main() -> int:
     from mindspeed_qerl.runs.compared_run import find_runs, read_run
 
     try:
-        comparison = compare([read_run(path, args.evaluation) for path in find_runs(args.runs)], args.baseline)
+        comparison = compare(
+            [read_run(path, args.evaluation) for path in find_runs(args.runs)], args.baseline
+        )
         files = write_comparison(comparison, args.output)
     except (ValueError, OSError) as error:
         print(f"compare_runs: {error}", file=sys.stderr)

@@ -1,18 +1,19 @@
 """Convert GSM8K to the files that training reads.
 
-Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "answer"} rows, or of verl's or TRL's rows
-of GSM8K, one such file whose name begins with train or test, or a dataset of the Hugging Face Hub (openai/gsm8k).
-Writes to --output, for each split:
+Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "answer"} rows, or of
+verl's or TRL's rows of GSM8K, one such file whose name begins with train or test, or a dataset of
+the Hugging Face Hub (openai/gsm8k). Writes to --output, for each split:
 
---format chat (text; what the local engine and every evaluation read)
-  {train,test}_chat.parquet  messages (one user turn), question, answer (canonical gold number), solution
-  {train,test}.jsonl         {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
+--format chat (text; what the local engine and every evaluation read) {train,test}_chat.parquet
+  messages (one user turn), question, answer (canonical gold number), solution {train,test}.jsonl
+  {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
 
 --format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, see docs/data.md)
-  gsm8k_{train,test}_packed_input_ids_document.{bin,idx}  the prompt in the chat template of --tokenizer
-  gsm8k_{train,test}_packed_labels_document.{bin,idx}     the canonical gold number
+  gsm8k_{train,test}_packed_input_ids_document.{bin,idx}  the prompt in the chat template of
+  --tokenizer gsm8k_{train,test}_packed_labels_document.{bin,idx}     the canonical gold number
 
-Every row is checked first. A bad row stops the conversion with its file and line, and nothing is written or changed.
+Every row is checked first. A bad row stops the conversion with its file and line, and nothing is
+written or changed.
 """
 
 import argparse
@@ -33,35 +34,59 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 converted, 1 bad input or output, 2 wrong arguments\n\n"
-        "examples:\n"
-        "  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k\n"
-        "  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k --format mindspeed \\\n"
-        "      --tokenizer models/Qwen3-30B-A3B --max-prompt-length 512",
+        epilog="exit status: 0 converted, 1 bad input or output, 2 wrong "
+        "arguments\n\nexamples:\n  python tools/convert_gsm8k.py --input openai/gsm8k "
+        "--output data/gsm8k\n  python tools/convert_gsm8k.py --input openai/gsm8k "
+        "--output data/gsm8k --format mindspeed \\\n      --tokenizer "
+        "models/Qwen3-30B-A3B --max-prompt-length 512",
     )
-    parser.add_argument("--input", required=True, metavar="DIR_OR_HUB_NAME",
-                        help="folder, file, or Hub dataset to read")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to; made if it is not there")
-    parser.add_argument("--format", choices=("chat", "mindspeed"), default="chat",
-                        help="what to write (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="DIR",
-                        help="mindspeed: directory of the Hugging Face model to be trained")
-    parser.add_argument("--max-prompt-length", type=int, metavar="TOKENS",
-                        help="mindspeed: your rl_config.max_prompt_length; says how many rows the trainer will leave "
-                             "out "
-                        "because of it (all rows are written)")
-    parser.add_argument("--max-steps", type=int, metavar="N",
-                        help="only problems whose published solution has at most N lines, 2 to 11 in GSM8K")
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="DIR_OR_HUB_NAME",
+        help="folder, file, or Hub dataset to read",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="folder to write to; made if it is not there"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("chat", "mindspeed"),
+        default="chat",
+        help="what to write (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="mindspeed: directory of the Hugging Face model to be trained",
+    )
+    parser.add_argument(
+        "--max-prompt-length",
+        type=int,
+        metavar="TOKENS",
+        help="mindspeed: your rl_config.max_prompt_length; says how many rows the trainer will "
+        "leave out because of it (all rows are written)",
+    )
+    parser.add_argument(
+        "--max-steps",
+        type=int,
+        metavar="N",
+        help="only problems whose published solution has at most N lines, 2 to 11 in GSM8K",
+    )
     args = parser.parse_args()
     if (args.format == "mindspeed") != (args.tokenizer is not None):
         parser.error("--format mindspeed and --tokenizer DIR go together")
     if args.max_prompt_length is not None and (args.format == "chat" or args.max_prompt_length < 1):
-        parser.error("--max-prompt-length is a number of tokens, at least 1, for --format mindspeed")
+        parser.error(
+            "--max-prompt-length is a number of tokens, at least 1, for --format mindspeed"
+        )
     try:
         if args.format == "chat":
             written = convert(args.input, args.output, progress=True, max_steps=args.max_steps)
         else:
-            packed = convert_packed(args.input, args.output, args.tokenizer, progress=True, max_steps=args.max_steps)
+            packed = convert_packed(
+                args.input, args.output, args.tokenizer, progress=True, max_steps=args.max_steps
+            )
             written = [split.report(args.max_prompt_length) for split in packed]
         print(*written, sep="\n")
     except (ValueError, OSError) as error:

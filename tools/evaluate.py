@@ -1,14 +1,15 @@
 """Evaluate a model on a task with vLLM: greedily, and with several samples.
 
-    python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1     its last checkpoint
-    python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data data/gsm8k/test_chat.parquet --output base
-    python tools/evaluate.py --model ... --adapter DIR --data ... --output ...          a PEFT adapter
+    python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1     its last
+    checkpoint python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data
+    data/gsm8k/test_chat.parquet --output base python tools/evaluate.py --model ... --adapter DIR
+    --data ... --output ...          a PEFT adapter
 
-Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k), how many answers
-were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes every answer
-(mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are merged into a temporary copy of the
-model, which takes its size in the temporary directory (TMPDIR). A run's evaluations lie in RUN/evaluations/NAME, where
-compare_runs.py --evaluation NAME finds them.
+Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k),
+how many answers were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes
+every answer (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are
+merged into a temporary copy of the model, which takes its size in the temporary directory (TMPDIR).
+A run's evaluations lie in RUN/evaluations/NAME, where compare_runs.py --evaluation NAME finds them.
 """
 
 import argparse
@@ -31,49 +32,86 @@ from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="exit status: 0 evaluated, 1 bad input or output, 2 wrong arguments")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 evaluated, 1 bad input or output, 2 wrong arguments",
+    )
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
     how = parser.add_argument_group("how")
     quantized = parser.add_argument_group("with quantised linear layers (docs/quantization.md)")
     hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
-    what.add_argument("--output", type=Path, metavar="DIR", help="folder to make (with --run: RUN/evaluations/NAME)")
+    what.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder to make (with --run: RUN/evaluations/NAME)",
+    )
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
     for option in fields(Evaluation):
         if option.metadata:
             group = what if option.name in ("model", "data", "adapter", "step") else how
             arguments = {key: value for key, value in option.metadata.items() if key != "least"}
             group.add_argument(f"--{option.name.replace('_', '-')}", **arguments)
-    quantized.add_argument("--quantization", choices=ROLLOUT_FORMATS,
-                           help="default: that of the run, if rollout_quantization.evaluation is set")
-    quantized.add_argument("--quantization-lora", choices=("merged", "beside"),
-                           help="default: that of the run, or merged")
-    hardware.add_argument("--hardware-error", nargs="+", choices=HARDWARE_ERRORS, metavar="KIND",
-                          help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)")
+    quantized.add_argument(
+        "--quantization",
+        choices=ROLLOUT_FORMATS,
+        help="default: that of the run, if rollout_quantization.evaluation is set",
+    )
+    quantized.add_argument(
+        "--quantization-lora",
+        choices=("merged", "beside"),
+        help="default: that of the run, or merged",
+    )
+    hardware.add_argument(
+        "--hardware-error",
+        nargs="+",
+        choices=HARDWARE_ERRORS,
+        metavar="KIND",
+        help=", ".join(HARDWARE_ERRORS) + " (default: the run's hardware_error.evaluation)",
+    )
     hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")
     hardware.add_argument("--block", type=int, help="default: 64")
     args = vars(parser.parse_args())
-    run, output, name, kinds, std, block, format, lora = map(args.pop, (
-        "run", "output", "name", "hardware_error", "gaussian_std", "block", "quantization", "quantization_lora"))
+    run, output, name, kinds, std, block, format, lora = map(
+        args.pop,
+        (
+            "run",
+            "output",
+            "name",
+            "hardware_error",
+            "gaussian_std",
+            "block",
+            "quantization",
+            "quantization_lora",
+        ),
+    )
     given = {key: value for key, value in args.items() if value is not None}
     complete = given.keys() >= {"model", "data"} and output
     if run is None and not complete or run is not None and (output or "adapter" in given):
-        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it, and its adapters "
-                     "are its own)")
+        parser.error(
+            "give --run, or --model, --data and --output (a run's evaluations lie in it, and its "
+            "adapters are its own)"
+        )
     if run is None and (name or "step" in given):
         parser.error("--name and --step go with --run")
-    sizes = {key: value for key, value in (("gaussian_std", std), ("block", block)) if value is not None}
+    sizes = {
+        key: value for key, value in (("gaussian_std", std), ("block", block)) if value is not None
+    }
     if sizes and not kinds:
         parser.error("--gaussian-std and --block go with --hardware-error")
     if lora and not format:
         parser.error("--quantization-lora goes with --quantization")
     if format:
         chosen = {"format": format} | ({"lora": lora} if lora else {})
-        given["quantization"] = None if format == "none" else chosen if run else Quantization(**chosen)
+        given["quantization"] = (
+            None if format == "none" else chosen if run else Quantization(**chosen)
+        )
     if kinds:
         given["hardware_error"] = {"kinds": kinds, "gaussian_std": 0.05, "block": 64} | sizes
-    # what torch and vLLM say of themselves while they start: no Triton, a deprecated operator, where memory is
+    # what torch and vLLM say of themselves while they start: no Triton, a deprecated operator,
+    # where memory is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_LOGS", "-all")
@@ -81,7 +119,9 @@ def main() -> int:
     try:
         evaluation = of_run(run, **given) if run else Evaluation(**given)
         if not Path(evaluation.model).is_dir():
-            raise FileNotFoundError(f"{evaluation.model} is no directory: give the folder of a Hugging Face model")
+            raise FileNotFoundError(
+                f"{evaluation.model} is no directory: give the folder of a Hugging Face model"
+            )
         if run:
             output = Path(run) / "evaluations" / (name or f"step{evaluation.step}")
         summary = evaluate(evaluation, output, lambda line: print(line, flush=True))
@@ -98,7 +138,10 @@ def _print(summary: dict) -> None:
     from rich.table import Table
 
     columns = {key: summary[key] for key in ("greedy", "sampled") if key in summary}
-    questions, name = next(iter(columns.values()))["n_problems"], "/".join(Path(summary["data"]).parts[-2:])
+    questions, name = (
+        next(iter(columns.values()))["n_problems"],
+        "/".join(Path(summary["data"]).parts[-2:]),
+    )
     title = f"{name}, {questions:,} questions, verifier {summary['verifier']}"
     table = Table("", *columns, title=title, title_justify="left")
 
@@ -107,11 +150,19 @@ def _print(summary: dict) -> None:
             table.add_row(label, *cells)
 
     def at_k(kind: str, numbers: dict) -> str:
-        return next((f"{value:.3f} (k = {key.partition('@')[2]})" for key, value in numbers.items()
-                     if key.startswith(f"{kind}@")), "")
+        return next(
+            (
+                f"{value:.3f} (k = {key.partition('@')[2]})"
+                for key, value in numbers.items()
+                if key.startswith(f"{kind}@")
+            ),
+            "",
+        )
 
-    row("accuracy (pass@1) [95 %]",
-        lambda of: f"{of['accuracy']:.3f} [{of['interval_low']:.3f}, {of['interval_high']:.3f}]")
+    row(
+        "accuracy (pass@1) [95 %]",
+        lambda of: f"{of['accuracy']:.3f} [{of['interval_low']:.3f}, {of['interval_high']:.3f}]",
+    )
     row("pass@k, best of k", partial(at_k, "pass"))
     row("maj@k, majority right", partial(at_k, "maj"))
     row("cut off", lambda of: f"{of['truncated_fraction']:.1%}")

@@ -1,11 +1,12 @@
 """Export the LoRA adapters of a training run for Hugging Face tools.
 
-Reads the checkpoints of either engine (`checkpoints` in the run directory), of any tensor, pipeline and expert
-parallel layout; of the MindSpeed-RL engine's, the files of all nodes must be in one directory. Needs torch and
-safetensors, and neither an NPU nor Megatron. Writes to --output:
+Reads the checkpoints of either engine (`checkpoints` in the run directory), of any tensor, pipeline
+and expert parallel layout; of the MindSpeed-RL engine's, the files of all nodes must be in one
+directory. Needs torch and safetensors, and neither an NPU nor Megatron. Writes to --output:
 
-without --merged  adapter_model.safetensors and adapter_config.json, for PEFT and vLLM (--enable-lora)
-with --merged     the whole model with W + (alpha / r) B A, with the base model's configuration and tokenizer; takes
+without --merged  adapter_model.safetensors and adapter_config.json, for PEFT and vLLM
+(--enable-lora) with --merged     the whole model with W + (alpha / r) B A, with the base model's
+configuration and tokenizer; takes
                   as much memory as three of the base model's files
 
 An adapter that does not fit the base model stops the export, and nothing is written.
@@ -24,18 +25,32 @@ if __name__ == "__main__":  # a file of a checkout
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 exported, 1 bad input or output, 2 wrong arguments\n\n"
-        "examples:\n"
-        "  python tools/export_adapter.py --checkpoint RUN/checkpoints --base models/Qwen3-30B-A3B --output adapter\n"
-        "  python tools/export_adapter.py --checkpoint RUN/checkpoints --iteration 200 --base models/Qwen3-30B-A3B "
-        "\\\n      --output models/Qwen3-30B-A3B-gsm8k --merged")
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="`checkpoints` of the run directory")
-    parser.add_argument("--iteration", type=int, metavar="N", help="which one (default: the latest)")
-    parser.add_argument("--base", required=True, metavar="HF_DIR",
-                        help="the Hugging Face model that was trained, in safetensors")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make; must not hold anything")
-    parser.add_argument("--merged", action="store_true", help="write a whole model instead of an adapter")
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 exported, 1 bad input or output, 2 wrong "
+        "arguments\n\nexamples:\n  python tools/export_adapter.py --checkpoint "
+        "RUN/checkpoints --base models/Qwen3-30B-A3B --output adapter\n  python "
+        "tools/export_adapter.py --checkpoint RUN/checkpoints --iteration 200 --base "
+        "models/Qwen3-30B-A3B \\\n      --output models/Qwen3-30B-A3B-gsm8k --merged",
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="`checkpoints` of the run directory"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="which one (default: the latest)"
+    )
+    parser.add_argument(
+        "--base",
+        required=True,
+        metavar="HF_DIR",
+        help="the Hugging Face model that was trained, in safetensors",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="folder to make; must not hold anything"
+    )
+    parser.add_argument(
+        "--merged", action="store_true", help="write a whole model instead of an adapter"
+    )
     args = parser.parse_args()
     from mindspeed_qerl.local.checkpoint import load_adapters
     from mindspeed_qerl.lora.export import save_merged, save_peft
@@ -47,8 +62,10 @@ def main() -> int:
         print(f"export_adapter: {error}", file=sys.stderr)
         return 1
     parameters = sum(tensor.numel() for pair in adapters.weights.values() for tensor in pair)
-    print(f"iteration {adapters.iteration}: {len(adapters.weights):,} modules, {parameters:,} parameters, r "
-          f"{adapters.rank}, alpha {adapters.alpha:g}")
+    print(
+        f"iteration {adapters.iteration}: {len(adapters.weights):,} modules, {parameters:,} "
+        f"parameters, r {adapters.rank}, alpha {adapters.alpha:g}"
+    )
     print(f"{args.output}: {'merged model' if args.merged else 'PEFT adapter'}")
     return 0
 

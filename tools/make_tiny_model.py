@@ -1,10 +1,10 @@
-"""Make the starting point of the local runs from nothing: model, tokenizer and word problems. About a minute on 2
-quiet cores.
+"""Make the starting point of the local runs from nothing: model, tokenizer and word problems. About
+a minute on 2 quiet cores.
 
-The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet and
-data/test_chat.parquet (one-step word problems; the test problems use operand pairs that nothing in training uses), and
-recipe.json: what was made, how accurate it is, how many distinct facts the split has. Running it again finds the
-directory made and does nothing.
+The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet
+and data/test_chat.parquet (one-step word problems; the test problems use operand pairs that nothing
+in training uses), and recipe.json: what was made, how accurate it is, how many distinct facts the
+split has. Running it again finds the directory made and does nothing.
 """
 
 import argparse
@@ -23,21 +23,39 @@ from mindspeed_qerl.local.tiny_model import DEEP, Recipe, make_tiny_model
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", metavar="DIR",
-                        help="directory to make; one that holds anything else is never overwritten (default: "
-                             "models/tiny_qwen3_moe, with --deep models/steps_qwen3_moe)")
-    parser.add_argument("--seed", type=int, default=0,
-                        help="decides the held-out pairs, the problems and the weights (default: %(default)s)")
-    parser.add_argument("--large", action="store_true",
-                        help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for "
-                             "benchmarks")
-    parser.add_argument("--deep", action="store_true",
-                        help="the studies' 2.4M-parameter Qwen3-MoE of 7 layers, and problems of one to three steps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="directory to make; one that holds anything else is never overwritten (default: "
+        "models/tiny_qwen3_moe, with --deep models/steps_qwen3_moe)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="decides the held-out pairs, the problems and the weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for "
+        "benchmarks",
+    )
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="the studies' 2.4M-parameter Qwen3-MoE of 7 layers, and problems of one to three "
+        "steps",
+    )
     arguments = parser.parse_args()
     if arguments.deep and arguments.large:
         parser.error("--deep and --large are two models: give one")
-    recipe = DEEP if arguments.deep else Recipe(shape="large", steps=0) if arguments.large else Recipe()
+    recipe = (
+        DEEP if arguments.deep else Recipe(shape="large", steps=0) if arguments.large else Recipe()
+    )
     recipe = replace(recipe, seed=arguments.seed)
     output = arguments.output or f"models/{'steps' if arguments.deep else 'tiny'}_qwen3_moe"
     try:
@@ -45,7 +63,9 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{output}: {report['parameters']:,} parameters, {report['seconds']['total']:.0f} s to make")
+    print(
+        f"{output}: {report['parameters']:,} parameters, {report['seconds']['total']:.0f} s to make"
+    )
     print("split:", json.dumps(report["split"]))
     for name, parts in report["accuracy"].items():
         print(f"{name}:", ", ".join(f"{part} {share:.2f}" for part, share in parts.items()))

@@ -1,10 +1,12 @@
-"""Pack the rows of your own task for MindSpeed-RL's trainer: token ids of one model (docs/own_task.md).
+"""Pack the rows of your own task for MindSpeed-RL's trainer: token ids of one model
+(docs/own_task.md).
 
-    python tools/pack_task.py --rows my_task/train.jsonl --tokenizer models/Qwen3-30B-A3B --data-path data/my/train
+    python tools/pack_task.py --rows my_task/train.jsonl --tokenizer models/Qwen3-30B-A3B
+    --data-path data/my/train
 
-writes {data-path}_packed_{input_ids,labels}_document.{bin,idx} and {data-path}_rows.jsonl, where the reward finds each
-row. Every row is checked first: whatever fails, nothing is written or changed. GSM8K itself is written by
-tools/convert_gsm8k.py --format mindspeed.
+writes {data-path}_packed_{input_ids,labels}_document.{bin,idx} and {data-path}_rows.jsonl, where
+the reward finds each row. Every row is checked first: whatever fails, nothing is written or
+changed. GSM8K itself is written by tools/convert_gsm8k.py --format mindspeed.
 """
 
 import argparse
@@ -22,15 +24,32 @@ from mindspeed_qerl.tasks.rows import read_rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="exit status: 0 packed, 1 bad input or output, 2 wrong arguments")
-    parser.add_argument("--rows", required=True, metavar="FILE",
-                        help=".jsonl or .parquet with prompt or messages, and answer (docs/own_task.md)")
-    parser.add_argument("--tokenizer", required=True, metavar="DIR", help="of the Hugging Face model to be trained")
-    parser.add_argument("--data-path", required=True, metavar="PREFIX",
-                        help="megatron_training.data_path: folder and name")
-    parser.add_argument("--max-prompt-length", type=int, metavar="TOKENS",
-                        help="your rl_config.max_prompt_length; says how many rows the trainer will leave out")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 packed, 1 bad input or output, 2 wrong arguments",
+    )
+    parser.add_argument(
+        "--rows",
+        required=True,
+        metavar="FILE",
+        help=".jsonl or .parquet with prompt or messages, and answer (docs/own_task.md)",
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="DIR", help="of the Hugging Face model to be trained"
+    )
+    parser.add_argument(
+        "--data-path",
+        required=True,
+        metavar="PREFIX",
+        help="megatron_training.data_path: folder and name",
+    )
+    parser.add_argument(
+        "--max-prompt-length",
+        type=int,
+        metavar="TOKENS",
+        help="your rl_config.max_prompt_length; says how many rows the trainer will leave out",
+    )
     args = parser.parse_args()
     try:
         packed = pack_rows(read_rows(args.rows), args.data_path, args.tokenizer, progress=True)

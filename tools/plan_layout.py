@@ -1,8 +1,9 @@
-"""Which parallel layouts exist for a model on a number of NPUs, or whether one that you have in mind does.
+"""Which parallel layouts exist for a model on a number of NPUs, or whether one that you have in
+mind does.
 
-Asks every rule of MindSpeed-RL, Megatron, MindSpeed and vLLM about training, rollout and batch together, and adds up
-what the fullest NPU must hold. Nothing is started, no NPU and no model weights are needed. Memory is an estimate from
-sizes, never measured on an NPU.
+Asks every rule of MindSpeed-RL, Megatron, MindSpeed and vLLM about training, rollout and batch
+together, and adds up what the fullest NPU must hold. Nothing is started, no NPU and no model
+weights are needed. Memory is an estimate from sizes, never measured on an NPU.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from mindspeed_qerl.recipe.types import Batch, Recipe
 
 PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given
-MOST_GB = 10 ** 6
+MOST_GB = 10**6
 PLOTTED = 5  # layouts that a picture has room for
 EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong arguments
 
@@ -48,20 +49,37 @@ examples:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help=f"{', '.join(NAMED_SHAPES)}; or the directory of a Hugging Face model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help=f"{', '.join(NAMED_SHAPES)}; or the directory of a Hugging Face model"
+    )
     parser.add_argument("--ranks", type=int, help="NPUs: dies, a 910C has two")
     parser.add_argument("--ranks-per-node", type=int, help=f"NPUs of one node (default: {NODE})")
-    parser.add_argument("--check", metavar="KEY=SIZE,...",
-                        help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
-                        "out are 1, inference sizes left out are chosen, and so is the batch")
-    parser.add_argument("--config-name", metavar="NAME",
-                        help="judge a config of configs/, with the overrides that follow")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the config")
-    parser.add_argument("--top", type=int, default=10, help="how many layouts to list (default: 10)")
-    parser.add_argument("--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the memory as stacked bars")
+    parser.add_argument(
+        "--check",
+        metavar="KEY=SIZE,...",
+        help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
+        "out are 1, inference sizes left out are chosen, and so is the batch",
+    )
+    parser.add_argument(
+        "--config-name",
+        metavar="NAME",
+        help="judge a config of configs/, with the overrides that follow",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="Hydra overrides of the config"
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, help="how many layouts to list (default: 10)"
+    )
+    parser.add_argument(
+        "--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the memory as stacked bars"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (bytes) instead of tables")
     return parser
 
@@ -77,12 +95,17 @@ def main() -> int:
             plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(args, str(path), plan.shape)
-            return judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE) or refused
+            return (
+                judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE)
+                or refused
+            )
         shape = read_shape(args.model)
         refused = no_layout_runs(args, args.model, shape)
         if args.check is not None:
             sizes = checked_sizes(args)
-            typed = [name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")]
+            typed = [
+                name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")
+            ]
             plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
             return judge(args, plan, None, typed) or refused
         return list_layouts(args, shape, width) or refused
@@ -96,24 +119,42 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, most in (("ranks", MAX_RANKS), ("ranks_per_node", None), ("top", None)):
         given = getattr(args, name)
         if given is not None and (given < 1 or most and given > most):
-            raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1"
-                              + (f" and at most {most:,}" if most else ""))
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given} must be at least 1"
+                + (f" and at most {most:,}" if most else "")
+            )
     if not 0 < args.memory_gb <= MOST_GB:
-        raise ConfigError(f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}")
-    if args.config_name and (args.model is not None or args.ranks is not None or args.check is not None):
-        raise ConfigError("--config-name has its own model, ranks and layout; change them with overrides such as "
-                          "rl_config.actor_resource.num_npus=12")
+        raise ConfigError(
+            f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}"
+        )
+    if args.config_name and (
+        args.model is not None or args.ranks is not None or args.check is not None
+    ):
+        raise ConfigError(
+            "--config-name has its own model, ranks and layout; change them with overrides such as "
+            "rl_config.actor_resource.num_npus=12"
+        )
     if not args.config_name and (args.overrides or not args.model or args.ranks is None):
-        raise ConfigError(f"{args.overrides[0]!r} is an override of a config: give --config-name" if args.overrides
-                          else "--model and --ranks are needed, or --config-name; see --help")
-    if args.plot and (args.plot.suffix.lower() not in PICTURES or not args.plot.parent.is_dir() or args.plot.is_dir()):
-        raise ConfigError(f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end in "
-                          f"{', '.join(PICTURES)}")
+        raise ConfigError(
+            f"{args.overrides[0]!r} is an override of a config: give --config-name"
+            if args.overrides
+            else "--model and --ranks are needed, or --config-name; see --help"
+        )
+    if args.plot and (
+        args.plot.suffix.lower() not in PICTURES
+        or not args.plot.parent.is_dir()
+        or args.plot.is_dir()
+    ):
+        raise ConfigError(
+            f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end "
+            f"in {', '.join(PICTURES)}"
+        )
 
 
 def recipe_of(name: str, overrides: list[str]) -> Recipe:
-    """The recipe of a config; ConfigError for an engine, a model, a section or a key that is unknown, and for values
-    of the wrong kind: it would silently be left out of the judgement."""
+    """The recipe of a config; ConfigError for an engine, a model, a section or a key that is
+    unknown, and for values of the wrong kind: it would silently be left out of the judgement.
+    """
     recipe, found = read(compose(name, overrides))
     try:
         engine_of(recipe)
@@ -131,8 +172,10 @@ def no_layout_runs(args: argparse.Namespace, model: str, shape: ModelShape) -> b
     else:
         why = not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
     for fault in why:
-        print(f"No layout runs on NPUs: {fault}. By the rules of layouts alone:",
-              file=sys.stderr if args.json else sys.stdout)
+        print(
+            f"No layout runs on NPUs: {fault}. By the rules of layouts alone:",
+            file=sys.stderr if args.json else sys.stdout,
+        )
     return bool(why)
 
 
@@ -147,34 +190,59 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
             raise ConfigError(f"--check {args.check}: {key} is given twice, leave one out")
         if not size.isdecimal() or len(size) > 9 or not 1 <= int(size) <= MAX_RANKS:
             raise ConfigError(
-                f"--check {key}={size}: the size must be a whole number of at least 1 and at most {MAX_RANKS:,}")
+                f"--check {key}={size}: the size must be a whole number of at least 1 and at most "
+                f"{MAX_RANKS:,}"
+            )
         sizes[key] = int(size)
     return sizes
 
 
-def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str]) -> int:
-    """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the sizes that were
-    typed."""
+def judge(
+    args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str]
+) -> int:
+    """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the
+    sizes that were typed.
+    """
     faults = broken(plan)
     memory = None if faults else planner.with_memory(plan, settings, args.memory_gb)
     draw(args, [memory] if memory else [], f"{plan.shape.name} on {plan.layout.world} ranks")
-    asked = plan if args.config_name else replace(plan, batch=Batch())  # --check has no batch of its own
-    near = [(other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
-            for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])]
+    asked = (
+        plan if args.config_name else replace(plan, batch=Batch())
+    )  # --check has no batch of its own
+    near = [
+        (other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
+        for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])
+    ]
     if args.json:
-        print(json.dumps({"legal": not faults, "model": plan.shape.name, "plan": show.plan_dict(plan),
-                          "broken": [vars(fault) for fault in faults], "memory": memory and show.memory_dict(memory),
-                          "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
-                          "nearest": [{**show.plan_dict(other), "changes": change}
-                                      for other, change in near]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "legal": not faults,
+                    "model": plan.shape.name,
+                    "plan": show.plan_dict(plan),
+                    "broken": [vars(fault) for fault in faults],
+                    "memory": memory and show.memory_dict(memory),
+                    "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
+                    "nearest": [
+                        {**show.plan_dict(other), "changes": change} for other, change in near
+                    ],
+                },
+                indent=1,
+            )
+        )
         return 1 if faults else 0
     console = show.console()
     say = partial(console.print, highlight=False)
     say(show.model_line(plan.shape))
-    say(f"{plan.layout.world} ranks: {show.sizes_line(plan)}; {show.nodes(plan.layout, args.ranks_per_node is None)}")
+    say(
+        f"{plan.layout.world} ranks: {show.sizes_line(plan)}; "
+        f"{show.nodes(plan.layout, args.ranks_per_node is None)}"
+    )
     if memory:
-        say(show.batch_line(plan)
-            + ("" if args.config_name else " (the number of prompts nearest to 64 that divides)"))
+        say(
+            show.batch_line(plan)
+            + ("" if args.config_name else " (the number of prompts nearest to 64 that divides)")
+        )
         say(f"[bold green]legal[/], all {len(RULES)} rules hold. {show.DISCLAIMER}")
         show.print_memory(console, memory)
         for reason in planner.reasons(memory):
@@ -189,42 +257,70 @@ def judge(args: argparse.Namespace, plan: Plan, settings: Settings | None, typed
 
 
 def draw(args: argparse.Namespace, memories: list[Memory], title: str) -> None:
-    """The picture that --plot asks for; without a legal layout a sentence that there is none. ConfigError if it cannot
-    be written."""
+    """The picture that --plot asks for; without a legal layout a sentence that there is none.
+    ConfigError if it cannot be written.
+    """
     if args.plot and not memories:
-        print(f"--plot {args.plot}: no picture was written, for want of a legal layout", file=sys.stderr)
+        print(
+            f"--plot {args.plot}: no picture was written, for want of a legal layout",
+            file=sys.stderr,
+        )
     elif args.plot:
         try:
-            show.plot_memory({show.label(memory.plan): memory for memory in memories}, title, args.plot)
+            show.plot_memory(
+                {show.label(memory.plan): memory for memory in memories}, title, args.plot
+            )
         except OSError as error:
-            raise ConfigError(f"--plot {args.plot} cannot be written: {error.strerror or error}") from error
+            raise ConfigError(
+                f"--plot {args.plot} cannot be written: {error.strerror or error}"
+            ) from error
 
 
 def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
     """List the layouts that exist; if there is none, say what refuses them."""
     ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
-    best, fitting = ranked[:args.top], sum(memory.fits for memory in ranked)
+    best, fitting = ranked[: args.top], sum(memory.fits for memory in ranked)
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
     others = [] if ranked else planner.other_worlds(shape, args.ranks, width)
     draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
-        print(json.dumps({"model": shape.name, "ranks": args.ranks, "ranks_per_node": width, "existing": len(ranked),
-                          "fitting": fitting, "layouts": [show.ranked_dict(memory) for memory in best],
-                          "refused": [{"message": message, "candidates": number} for message, number in why],
-                          "other_ranks": others}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "model": shape.name,
+                    "ranks": args.ranks,
+                    "ranks_per_node": width,
+                    "existing": len(ranked),
+                    "fitting": fitting,
+                    "layouts": [show.ranked_dict(memory) for memory in best],
+                    "refused": [
+                        {"message": message, "candidates": number} for message, number in why
+                    ],
+                    "other_ranks": others,
+                },
+                indent=1,
+            )
+        )
         return 0 if ranked else 1
-    console, nodes = show.console(), show.nodes(Layout(args.ranks, ranks_per_node=width), args.ranks_per_node is None)
+    console, nodes = (
+        show.console(),
+        show.nodes(Layout(args.ranks, ranks_per_node=width), args.ranks_per_node is None),
+    )
     say = partial(console.print, highlight=False)
     say(show.model_line(shape))
     if ranked:
         order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
-        say(f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
-            f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into {args.memory_gb:g} GB. {order}, "
-            "each with its best inference layout.")
+        say(
+            f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
+            f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into "
+            f"{args.memory_gb:g} GB. {order}, each with its best inference layout."
+        )
         show.print_layouts(console, best)
         return 0
-    say(f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every division of them by TP, "
-        "PP and EP:")
+    say(
+        f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every "
+        "division of them by TP, PP and EP:"
+    )
     for message, _ in why[:8]:
         say(f"  {message}")
     if others:

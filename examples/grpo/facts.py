@@ -1,8 +1,9 @@
-"""What launch.sh needs of a config and of this machine's network, checked, as assignments for its shell:
-python facts.py --config-name NAME [--nodes N] [--address ADDRESS] [--master ADDRESS] [key=value ...]
+"""What launch.sh needs of a config and of this machine's network, checked, as assignments for its
+shell: python facts.py --config-name NAME [--nodes N] [--address ADDRESS] [--master ADDRESS]
+[key=value ...]
 
-exit status: 0, or 2 for an address that cannot be one, a config that cannot be launched, whose layout cannot exist, or
-whose base weights would be converted into the folder of another layout
+exit status: 0, or 2 for an address that cannot be one, a config that cannot be launched, whose
+layout cannot exist, or whose base weights would be converted into the folder of another layout
 """
 
 import argparse
@@ -38,10 +39,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config-name", required=True)
     parser.add_argument("--nodes", type=int, default=1, help="nodes that share the NPUs equally")
-    parser.add_argument("--address", default="127.0.0.1", help="of this node; its interface is looked up")
+    parser.add_argument(
+        "--address", default="127.0.0.1", help="of this node; its interface is looked up"
+    )
     parser.add_argument("--master", default="127.0.0.1", help="address of node 0")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
@@ -60,23 +65,31 @@ def main() -> int:
 def check_addresses(args: argparse.Namespace) -> None:
     """ConfigError unless nodes can have these addresses, and Ray be joined at RAY_ADDRESS."""
     ray = os.environ.get("RAY_ADDRESS", "")
-    faults = [fault_of_address("NODE_ADDR", args.address, args.nodes),
-              fault_of_address("MASTER_ADDR", args.master, args.nodes),
-              f"RAY_ADDRESS={fault}" if ray not in ("", "auto") and (fault := fault_of_ray_address(ray)) else ""]
+    faults = [
+        fault_of_address("NODE_ADDR", args.address, args.nodes),
+        fault_of_address("MASTER_ADDR", args.master, args.nodes),
+        f"RAY_ADDRESS={fault}"
+        if ray not in ("", "auto") and (fault := fault_of_ray_address(ray))
+        else "",
+    ]
     if any(faults):
         raise ConfigError(next(filter(None, faults)))
 
 
 def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the launcher needs to know, and the words of the conversion of base weights, none if they are there or
-    there are none."""
+    """What the launcher needs to know, and the words of the conversion of base weights, none if
+    they are there or there are none.
+    """
     case = case_of(compose(name, overrides), name, nodes, own_ray=True)
     check_for_npus(case, name)
     if case.unread:
         raise ConfigError("\n".join(case.unread))
     recipe = case.recipe
     if case.npus % nodes:
-        raise ConfigError(f"rl_config.actor_resource.num_npus = {case.npus} cannot be shared equally by {nodes} nodes")
+        raise ConfigError(
+            f"rl_config.actor_resource.num_npus = {case.npus} cannot be shared equally by {nodes} "
+            "nodes"
+        )
     facts = {
         "npus": case.npus,
         "cpus": needed_cpus(recipe),
@@ -94,12 +107,19 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
 
 
 def network(address: str) -> dict[str, str]:
-    """The interface that has the address, "" if none has, and all there are; asked without `ip`, which may be missing.
+    """The interface that has the address, "" if none has, and all there are; asked without `ip`,
+    which may be missing.
     """
-    found = [(name, each.address) for name, addresses in psutil.net_if_addrs().items() for each in addresses
-             if each.family in (socket.AF_INET, socket.AF_INET6)]
-    return {"interface": next((name for name, each in found if each == address), ""),
-            "interfaces": ", ".join(f"{name} {each}" for name, each in found)}
+    found = [
+        (name, each.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return {
+        "interface": next((name for name, each in found if each == address), ""),
+        "interfaces": ", ".join(f"{name} {each}" for name, each in found),
+    }
 
 
 def check_for_npus(case: Case, name: str) -> None:
@@ -107,10 +127,14 @@ def check_for_npus(case: Case, name: str) -> None:
         return
     engine = case.recipe.engine
     if not engine_of(read_recipe(compose(name))).UPSTREAM:
-        raise ConfigError(f"{name} has engine = {engine}: the launchers are for configs of NPUs. It needs none: "
-                          f"python cli/train_grpo.py --config-name {name}")
-    raise ConfigError(f"engine = {engine}: the launchers are for NPUs. On CPUs {name} is rehearsed: "
-                      f"python cli/train_grpo.py --config-name {name} engine=local rehearsal.enabled=true")
+        raise ConfigError(
+            f"{name} has engine = {engine}: the launchers are for configs of NPUs. It needs none: "
+            f"python cli/train_grpo.py --config-name {name}"
+        )
+    raise ConfigError(
+        f"engine = {engine}: the launchers are for NPUs. On CPUs {name} is rehearsed: "
+        f"python cli/train_grpo.py --config-name {name} engine=local rehearsal.enabled=true"
+    )
 
 
 def check_layout(case: Case, npus_per_node: int, overrides: list[str]) -> None:
@@ -120,18 +144,35 @@ def check_layout(case: Case, npus_per_node: int, overrides: list[str]) -> None:
             return
     except ConfigError:
         pass  # said by the tool
-    done = subprocess.run([sys.executable, "tools/plan_layout.py", "--config-name", case.name, "--ranks-per-node",
-                           str(npus_per_node), *overrides],
-                          check=False, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "tools/plan_layout.py",
+            "--config-name",
+            case.name,
+            "--ranks-per-node",
+            str(npus_per_node),
+            *overrides,
+        ],
+        check=False,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
-        raise ConfigError(f"{case.name}, as it is overridden here, has no layout that can be trained. "
-                          f"tools/plan_layout.py says:\n{done.stdout.rstrip()}")
+        raise ConfigError(
+            f"{case.name}, as it is overridden here, has no layout that can be trained. "
+            f"tools/plan_layout.py says:\n{done.stdout.rstrip()}"
+        )
 
 
 def path(key: str, value: str) -> str:
     if not value.strip():
-        raise ConfigError(f"{key} = {value!r} must be a path, where the launcher looks and converts to: leave it as "
-                          "the config has it, or name another")
+        raise ConfigError(
+            f"{key} = {value!r} must be a path, where the launcher looks and converts to: leave it "
+            "as the config has it, or name another"
+        )
     return value
 
 

@@ -8,20 +8,29 @@ from mindspeed_qerl.algorithm.metrics import Mean, Metric, kl_estimate
 from mindspeed_qerl.recipe.types import Algorithm
 
 
-def rewards_less_kl(rewards: torch.Tensor, old_logprobs: torch.Tensor, reference_logprobs: torch.Tensor,
-                    mask: torch.Tensor, algorithm: Algorithm) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """KL in the reward: each answer's reward - kl_coefficient * sum over its tokens of the `kl_penalty` estimate of
-    KL(policy before the update || base model), computed in float64 and without a gradient.
+def rewards_less_kl(
+    rewards: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    algorithm: Algorithm,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """KL in the reward: each answer's reward - kl_coefficient * sum over its tokens of the
+    `kl_penalty` estimate of KL(policy before the update || base model), computed in float64 and
+    without a gradient.
 
-    verl takes the estimate off token by token (trainer/ppo/ray_trainer.py:78 `apply_kl_penalty`), and GRPO's outcome
-    is the sum over tokens (core_algos.py:304): the same, but for verl's bounds on low_var_kl.
+    verl takes the estimate off token by token (trainer/ppo/ray_trainer.py:78 `apply_kl_penalty`),
+    and GRPO's outcome is the sum over tokens (core_algos.py:304): the same, but for verl's bounds
+    on low_var_kl.
 
     Args:
-        rewards: [answers]. old_logprobs, reference_logprobs: [answers, length], of the policy before this iteration's
-            first update and of the base model. mask: bool [answers, length], True on completion tokens.
+        rewards: [answers]. old_logprobs, reference_logprobs: [answers, length], of the policy
+            before this iteration's first update and of the base model. mask: bool [answers,
+            length], True on completion tokens.
 
     Returns:
-        float64 [answers], and reward/kl: the mean of that sum, in nats an answer, before its coefficient.
+        float64 [answers], and reward/kl: the mean of that sum, in nats an answer, before its
+        coefficient.
 
     >>> old, base = torch.tensor([[0.5, 0.5], [0.5, 0.9]]).log(), torch.tensor([[0.25, 0.5], [0.5, 0.1]]).log()
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -29,18 +38,30 @@ def rewards_less_kl(rewards: torch.Tensor, old_logprobs: torch.Tensor, reference
     (tensor([0.9307, 1.0000], dtype=torch.float64), {'reward/kl': Mean(total=0.6931471824645996, count=2)})
     """
     zero = torch.zeros((), dtype=torch.float64)
-    old, reference = (torch.where(mask, each.detach().double(), zero) for each in (old_logprobs, reference_logprobs))
-    kl = kl_estimate(old, reference, algorithm.kl_penalty).sum(1)  # 0 outside the mask, of every kind
-    return rewards.double() - algorithm.kl_coefficient * kl, {"reward/kl": Mean(kl.sum().item(), len(kl))}
+    old, reference = (
+        torch.where(mask, each.detach().double(), zero)
+        for each in (old_logprobs, reference_logprobs)
+    )
+    kl = kl_estimate(old, reference, algorithm.kl_penalty).sum(
+        1
+    )  # 0 outside the mask, of every kind
+    return rewards.double() - algorithm.kl_coefficient * kl, {
+        "reward/kl": Mean(kl.sum().item(), len(kl))
+    }
 
 
-def group_advantages(rewards: torch.Tensor, group_size: int, estimator: Literal["group_norm", "rloo"] = "group_norm",
-                     divide_by_std: bool = True) -> torch.Tensor:
+def group_advantages(
+    rewards: torch.Tensor,
+    group_size: int,
+    estimator: Literal["group_norm", "rloo"] = "group_norm",
+    divide_by_std: bool = True,
+) -> torch.Tensor:
     """How much better each answer is than those to the same prompt, computed in float64.
 
-    group_norm: (r - mean) / (std + 1e-6), std unbiased (GRPO; MindSpeed-RL trainer/utils/compute_utils.py:152
-    `compute_group_norm_advantage_return`); with divide_by_std=False r - mean (Dr. GRPO, arXiv 2503.20783).
-    rloo: r - mean of the others' rewards (leave-one-out, arXiv 2402.14740).
+    group_norm: (r - mean) / (std + 1e-6), std unbiased (GRPO; MindSpeed-RL
+    trainer/utils/compute_utils.py:152 `compute_group_norm_advantage_return`); with
+    divide_by_std=False r - mean (Dr. GRPO, arXiv 2503.20783). rloo: r - mean of the others' rewards
+    (leave-one-out, arXiv 2402.14740).
 
     Args:
         rewards: [prompts * group_size], a prompt's answers side by side.
@@ -58,8 +79,10 @@ def group_advantages(rewards: torch.Tensor, group_size: int, estimator: Literal[
     tensor([ 1., -1.,  0.,  0.])
     """
     if group_size < 2 or rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards cannot be grouped by {group_size}: "
-                         "groups need at least 2 equal parts")
+        raise ValueError(
+            f"{rewards.numel()} rewards cannot be grouped by {group_size}: "
+            "groups need at least 2 equal parts"
+        )
     groups = rewards.double().reshape(-1, group_size)
     above_mean = groups - groups.mean(1, keepdim=True)
     if estimator == "rloo":

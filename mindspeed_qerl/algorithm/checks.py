@@ -1,6 +1,7 @@
-"""Whether the numbers of a run can be true, for both engines: each function takes what a run knows of itself and
-returns the sentence for what it cannot be, or None; `StepChecks` asks them of every step. docs/faults.md has the
-faults that they were tried on."""
+"""Whether the numbers of a run can be true, for both engines: each function takes what a run knows
+of itself and returns the sentence for what it cannot be, or None; `StepChecks` asks them of every
+step. docs/faults.md has the faults that they were tried on.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,36 +13,58 @@ from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
 from mindspeed_qerl.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 
-# k3 between two correct implementations, noise off, nats per token (docs/faults.md says how they were measured).
+# k3 between two correct implementations, noise off, nats per token (docs/faults.md says how they
+# were measured).
 MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
-MOST_K3_ROUTED = 0.5  # bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model (docs/faults.md)
+# bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model (docs/faults.md)
+MOST_K3_ROUTED = 0.5
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
-LEAST_K3 = 3e-4  # k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3 (docs/faults.md)
-NOISY_STEPS = 4  # after so many chance is small: one norm of 128 weights gives 1 +- 0.06 in a single step
-MOST_NOISE_OF_A_STEP = 1.5  # rounding gives up to 1.15 of any sigma (docs/faults.md), the rest is for chance
-ROUNDINGS = 2  # resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
-LOST_SHARE = 0.1  # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
-VISIBLE_SHARE = 0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
+# k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3 (docs/faults.md)
+LEAST_K3 = 3e-4
+NOISY_STEPS = (
+    4  # after so many chance is small: one norm of 128 weights gives 1 +- 0.06 in a single step
+)
+MOST_NOISE_OF_A_STEP = (
+    1.5  # rounding gives up to 1.15 of any sigma (docs/faults.md), the rest is for chance
+)
+# resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
+ROUNDINGS = 2
+# of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
+LOST_SHARE = 0.1
+VISIBLE_SHARE = (
+    0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
+)
 BETWEEN = "k3 between the policy that sampled and the one that is trained"
-DIFFERENT = ("Usual causes: the temperature of sampling is missing in the trainer's log-probs, the rollout engine's "
-             "weights are not the trainer's (a stale sync), the two see other tokens (template, truncation), or noise "
-             "stayed on")
+DIFFERENT = (
+    "Usual causes: the temperature of sampling is missing in the trainer's log-probs, the rollout "
+    "engine's weights are not the trainer's (a stale sync), the two see other tokens (template, "
+    "truncation), or noise stayed on"
+)
 
 
-def mismatch_fault(k3: float, noise: float, sensitivity: float, dtype: str, other_arithmetic: bool,
-                   routed: bool = False) -> str | None:
-    """Whether k3, from the policy that sampled to the one that is trained, before its update, can be true.
+def mismatch_fault(
+    k3: float,
+    noise: float,
+    sensitivity: float,
+    dtype: str,
+    other_arithmetic: bool,
+    routed: bool = False,
+) -> str | None:
+    """Whether k3, from the policy that sampled to the one that is trained, before its update, can
+    be true.
 
-    Noise off: not above the bound of the dtype, if nothing computes as other hardware would. Noise on: not what
-    rounding alone gives, unless the noise is next to nothing or these tokens leave it nothing to move.
+    Noise off: not above the bound of the dtype, if nothing computes as other hardware would. Noise
+    on: not what rounding alone gives, unless the noise is next to nothing or these tokens leave it
+    nothing to move.
 
     Args:
-        k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers, 0 for none.
-        sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16". other_arithmetic: one of the two sides is
-            meant to compute otherwise (hardware_error, rollout_quantization), so that only the lower bound holds.
-            routed: the model has experts.
+        k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers,
+            0 for none. sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16".
+            other_arithmetic: one of the two sides is
+            meant to compute otherwise (hardware_error, rollout_quantization), so that only the
+            lower bound holds. routed: the model has experts.
 
     >>> mismatch_fault(2e-13, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
     >>> mismatch_fault(7.7e-3, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)[:66]
@@ -49,70 +72,92 @@ def mismatch_fault(k3: float, noise: float, sensitivity: float, dtype: str, othe
     """
     most = MOST_K3 if dtype == "float32" else MOST_K3_ROUTED if routed else MOST_K3_BF16
     if not noise and not other_arithmetic and not k3 <= most:  # NaN is not <= either
-        return (f"{BETWEEN} is {k3:.3g} nats per token with the noise off, in {dtype} at most {most:g} is rounding. "
-                f"{DIFFERENT}")
+        return (
+            f"{BETWEEN} is {k3:.3g} nats per token with the noise off, in {dtype} at most {most:g} "
+            f"is rounding. {DIFFERENT}"
+        )
     if k3 < ROUNDING_K3 < LEAST_K3 * noise**2 * sensitivity:
-        return (f"{BETWEEN} is {k3:.3g} nats per token with noise of std {noise:.3g} on, which is impossible. Usual "
-                "causes: old log-probs that come from the sampler, or noise that did not reach the rollout")
+        return (
+            f"{BETWEEN} is {k3:.3g} nats per token with noise of std {noise:.3g} on, which is "
+            "impossible. Usual causes: old log-probs that come from the sampler, or noise that "
+            "did not reach the rollout"
+        )
     return None
 
 
 def mismatch_warning(k3: float, noise: float, dtype: str, other_arithmetic: bool) -> str | None:
-    """What to warn of in bfloat16, where rounding hides what float32 shows; arguments as `mismatch_fault`.
+    """What to warn of in bfloat16, where rounding hides what float32 shows; arguments as
+    `mismatch_fault`.
 
     >>> mismatch_warning(2.7e-5, 0.0, "bfloat16", False)
     """
     if noise or other_arithmetic or dtype == "float32" or k3 <= UNUSUAL_K3_BF16:
         return None
-    return (f"{BETWEEN} is {k3:.3g} nats per token with the noise off; two correct implementations in {dtype} stay "
-            f"below {UNUSUAL_K3_BF16:g}, unless rounding sends many tokens to other experts. {DIFFERENT}")
+    return (
+        f"{BETWEEN} is {k3:.3g} nats per token with the noise off; two correct implementations in "
+        f"{dtype} stay below {UNUSUAL_K3_BF16:g}, unless rounding sends many tokens to other "
+        f"experts. {DIFFERENT}"
+    )
 
 
 def loss_fault(metrics: Mapping[str, float], algorithm: Algorithm) -> str | None:
-    """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their coefficients.
+    """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their
+    coefficients.
 
     >>> parts = {"loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.48}
     >>> loss_fault(parts, Algorithm(kl_coefficient=0.1))[:29]
     'the loss that was backpropaga'
     """
     kl, entropy = algorithm.kl_coefficient, algorithm.entropy_coefficient
-    parts = (metrics["loss/policy"], kl * metrics["loss/kl"], -entropy * metrics.get("loss/entropy", 0.0))
+    parts = (
+        metrics["loss/policy"],
+        kl * metrics["loss/kl"],
+        -entropy * metrics.get("loss/entropy", 0.0),
+    )
     total, expected = metrics["loss/total"], sum(parts)
     if abs(total - expected) <= 1e-4 * max(map(abs, parts)) + 1e-6:
         return None
-    return (f"the loss that was backpropagated is {total:.6g}; policy + {kl:g} KL - {entropy:g} entropy, by their own "
-            f"metrics, is {expected:.6g}. A sign or a coefficient is wrong where the loss is put together")
+    return (
+        f"the loss that was backpropagated is {total:.6g}; policy + {kl:g} KL - {entropy:g} "
+        f"entropy, by their own metrics, is {expected:.6g}. A sign or a coefficient is wrong where "
+        "the loss is put together"
+    )
 
 
 def tokens_fault(trained: int, sampled: int, epochs: int) -> str | None:
     """Whether each token that was sampled and kept was in the loss, once an epoch.
 
     Args:
-        trained: tokens in the loss, over all updates and ranks. sampled: tokens of the answers that are kept, end
-            tokens included.
+        trained: tokens in the loss, over all updates and ranks. sampled: tokens of the answers that
+            are kept, end tokens included.
 
     >>> tokens_fault(trained=20, sampled=10, epochs=2)
     """
     if trained == sampled * epochs:
         return None
-    return (f"{trained:,} tokens were trained, and {sampled:,} were sampled and kept, to be trained {epochs} times: "
-            f"{sampled * epochs:,}. A mask, or the way of the answers to the ranks, loses or repeats some")
+    return (
+        f"{trained:,} tokens were trained, and {sampled:,} were sampled and kept, to be trained "
+        f"{epochs} times: {sampled * epochs:,}. A mask, or the way of the answers to the ranks, "
+        "loses or repeats some"
+    )
 
 
 def replay_fault(replayed: int, recorded: int, epochs: int) -> str | None:
     """Whether each token that has routes was replayed, once an epoch.
 
     Args:
-        replayed: tokens, over all updates and ranks; every layer counts as many. recorded: tokens with routes, of the
-            answers that are trained; 0 where nothing is replayed.
+        replayed: tokens, over all updates and ranks; every layer counts as many. recorded: tokens
+            with routes, of the answers that are trained; 0 where nothing is replayed.
 
     >>> replay_fault(replayed=20, recorded=10, epochs=2)
     """
     if replayed == recorded * epochs:
         return None
-    return (f"the routes of {replayed:,} tokens were replayed, and {recorded:,} were recorded, to be replayed "
-            f"{epochs} times: {recorded * epochs:,}. The model that trains is not the one that has the routes, "
-            "or the way of the routes to the ranks loses some")
+    return (
+        f"the routes of {replayed:,} tokens were replayed, and {recorded:,} were recorded, to be "
+        f"replayed {epochs} times: {recorded * epochs:,}. The model that trains is not the one "
+        "that has the routes, or the way of the routes to the ranks loses some"
+    )
 
 
 def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
@@ -128,39 +173,50 @@ def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
     wrong = ~(sums <= 1e-5 * np.maximum(np.abs(groups).sum(1), 1.0))
     if not wrong.any():
         return None
-    return (f"the advantages of {wrong.sum()} of {len(groups)} groups do not add up to 0, the first to "
-            f"{sums[wrong][0]:.3g}: they are not measured within their groups")
+    return (
+        f"the advantages of {wrong.sum()} of {len(groups)} groups do not add up to 0, the first to "
+        f"{sums[wrong][0]:.3g}: they are not measured within their groups"
+    )
 
 
-def ends_fault(tokens: np.ndarray, mask: np.ndarray, finished: np.ndarray, ends: Collection[int]) -> str | None:
+def ends_fault(
+    tokens: np.ndarray, mask: np.ndarray, finished: np.ndarray, ends: Collection[int]
+) -> str | None:
     """Whether the last trained token of each answer that was not cut off is an end token.
 
     Args:
-        tokens: int [answers, length]. mask: bool [answers, length - 1], True at position t where token t + 1 is
-            trained. finished: bool [answers]. ends: ids of the end tokens; without any nothing is said.
+        tokens: int [answers, length]. mask: bool [answers, length - 1], True at position t where
+            token t + 1 is trained. finished: bool [answers]. ends: ids of the end tokens; without
+            any nothing is said.
 
     >>> tokens, mask = np.array([[5, 7, 2], [5, 7, 8]]), np.array([[True, True], [True, True]])
     >>> ends_fault(tokens, mask, np.array([True, False]), ends={2})
     """
-    last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # the token that the last True speaks of
+    last = mask.shape[1] - np.argmax(
+        mask[:, ::-1], axis=1
+    )  # the token that the last True speaks of
     found = tokens[np.arange(len(tokens)), last]
     wrong = np.flatnonzero(finished & mask.any(1) & ~np.isin(found, list(ends)))
     if not ends or not len(wrong):
         return None
-    return (f"the last trained token of {len(wrong)} of {finished.sum()} answers that ended by themselves is none of "
-            f"the end tokens {sorted(ends)}: the first one's is {found[wrong[0]]}. Where an answer ends would not be "
-            "learnt")
+    return (
+        f"the last trained token of {len(wrong)} of {finished.sum()} answers that ended by "
+        f"themselves is none of the end tokens {sorted(ends)}: the first one's is "
+        f"{found[wrong[0]]}. Where an answer ends would not be learnt"
+    )
 
 
 def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]]) -> str | None:
     """Whether the noise of a step, and of the run so far, is what its schedule says.
 
-    Over the run so far the root mean square is judged as a comparison of runs does (runs/compared_run.py), from
-    NOISY_STEPS noisy steps on; a single step has an upper bound only, since bfloat16 swallows small noise whole.
+    Over the run so far the root mean square is judged as a comparison of runs does
+    (runs/compared_run.py), from NOISY_STEPS noisy steps on; a single step has an upper bound only,
+    since bfloat16 swallows small noise whole.
 
     Args:
-        sigma: of this step, as the rollout engine reports it. nominal: by the schedule.
-        seen: (expected, measured) standard deviation of each step with noise so far, this one's last if it has any.
+        sigma: of this step, as the rollout engine reports it. nominal: by the schedule. seen:
+            (expected, measured) standard deviation of each step with noise so far, this one's last
+            if it has any.
 
     >>> noise_fault(0.05, 0.05, [(0.05, 0.049)])
     """
@@ -170,45 +226,58 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
         return None
     expected, measured = seen[-1]
     if not measured < MOST_NOISE_OF_A_STEP * expected:
-        return (f"the noise of this step has a measured std of {measured:.3g}, {expected:.3g} was asked for: it is "
-                "put on twice, or scaled twice")
+        return (
+            f"the noise of this step has a measured std of {measured:.3g}, {expected:.3g} was "
+            "asked for: it is put on twice, or scaled twice"
+        )
     share = math.sqrt(sum(m**2 for _, m in seen) / sum(e**2 for e, _ in seen))
     if len(seen) < NOISY_STEPS or LEAST_NOISE < share < MOST_NOISE:
         return None
-    return (f"the noise of the {len(seen)} noisy steps so far has {share:.2f} of the std that was asked for (root "
-            f"mean square), not {LEAST_NOISE:g} to {MOST_NOISE:g}: it is scaled wrongly, or the rollout's dtype "
-            "swallows it; then take a larger aqn.sigma_start")
+    return (
+        f"the noise of the {len(seen)} noisy steps so far has {share:.2f} of the std that was "
+        f"asked for (root mean square), not {LEAST_NOISE:g} to {MOST_NOISE:g}: it is scaled "
+        "wrongly, or the rollout's dtype swallows it; then take a larger aqn.sigma_start"
+    )
 
 
 def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What a proof of the sync, the rollout engine's weights against base + (alpha / r) B A, says is wrong, by target.
+    """What a proof of the sync, the rollout engine's weights against base + (alpha / r) B A, says
+    is wrong, by target.
 
     Args:
-        movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of the weights, and
-            `lost`, the largest share of one tensor's move that did not arrive.
+        movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
+            the weights, and `lost`, the largest share of one tensor's move that did not arrive.
 
     >>> sync_faults({"linear_qkv": dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)})
     []
     """
-    return [f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by {entry['max_error']:.3g}, "
-            f"rounding is {entry['resolution']:.3g}; up to {entry['lost']:.0%} of a tensor's move is lost; |update| "
-            f"should be {entry['expected']:.3g} and is {entry['moved']:.3g}"
-            for target, entry in movement.items()
-            if not entry["max_error"] <= ROUNDINGS * entry["resolution"] or not entry["lost"] <= LOST_SHARE]
+    return [
+        f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
+        f"{entry['max_error']:.3g}, rounding is {entry['resolution']:.3g}; up to "
+        f"{entry['lost']:.0%} of a tensor's move is lost; |update| should be "
+        f"{entry['expected']:.3g} and is {entry['moved']:.3g}"
+        for target, entry in movement.items()
+        if not entry["max_error"] <= ROUNDINGS * entry["resolution"]
+        or not entry["lost"] <= LOST_SHARE
+    ]
 
 
 def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether every target moved so far that its arrival can be seen; arguments as `sync_faults`."""
-    return all(entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values())
+    return all(
+        entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()
+    )
 
 
-def logprobs_fault(logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray,
-                   text: Callable[[np.ndarray], str]) -> str | None:
-    """Whether the log probabilities of the tokens to train are some; names the answer that has one that is none.
+def logprobs_fault(
+    logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray, text: Callable[[np.ndarray], str]
+) -> str | None:
+    """Whether the log probabilities of the tokens to train are some; names the answer that has one
+    that is none.
 
     Args:
-        logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same shape; the token
-            that each speaks of. text: words for an answer's tokens.
+        logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same
+            shape; the token that each speaks of. text: words for an answer's tokens.
 
     >>> tokens = np.array([[7, 8, 9]])
     >>> logprobs_fault(np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]]), tokens, str)[:81]
@@ -219,13 +288,16 @@ def logprobs_fault(logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray,
         return None
     row, column = np.argwhere(wrong)[0]
     answer = text(tokens[row][mask[row]])[:200]
-    return (f"the trained model gave {logprobs[row, column]} as the log probability of token "
-            f"{mask[row, :column].sum() + 1} of {mask[row].sum()} of the answer {answer!r}: nothing "
-            "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl")
+    return (
+        f"the trained model gave {logprobs[row, column]} as the log probability of token "
+        f"{mask[row, :column].sum() + 1} of {mask[row].sum()} of the answer {answer!r}: nothing "
+        "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl"
+    )
 
 
 def impossible(logprobs: np.ndarray) -> np.ndarray:
-    """Which log probabilities are none, of the same shape: NaN, -infinity, or above 0 by more than rounding.
+    """Which log probabilities are none, of the same shape: NaN, -infinity, or above 0 by more than
+    rounding.
 
     >>> impossible(np.array([-0.1, 1e-6, 0.5, math.nan, -math.inf]))
     array([False, False,  True,  True,  True])
@@ -234,40 +306,59 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 
 
 class StepChecks:
-    """The checks of one run, step by step, with what they keep: the noise so far, and what was warned of."""
+    """The checks of one run, step by step, with what they keep: the noise so far, and what was
+    warned of.
+    """
 
     def __init__(self, recipe: Recipe, epoch: int, routed: bool):
         """epoch: steps of one pass over the training rows. routed: the model has experts."""
         self.recipe, self.epoch, self.routed = recipe, epoch, routed
-        self.noise: list[tuple[float, float]] = []  # std of each step with noise, expected and measured
+        self.noise: list[
+            tuple[float, float]
+        ] = []  # std of each step with noise, expected and measured
         self.warned: set[str] = set()
 
     def resume(self, earlier: Iterable[Mapping[str, float]]) -> None:
         """Take up the metrics of the steps before this start."""
-        self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"])
-                      for row in earlier if row.get("aqn/expected_std")]
+        self.noise = [
+            (row["aqn/expected_std"], row["aqn/measured_std"])
+            for row in earlier
+            if row.get("aqn/expected_std")
+        ]
 
-    def check(self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0) -> list[str]:
+    def check(
+        self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0
+    ) -> list[str]:
         """New warnings, each once a run; EngineError for numbers that cannot be true.
 
         Args:
-            values: metrics of `step`, by our names. tokens: to be trained in each epoch. routes: tokens whose routes
-                are to be replayed in each epoch.
+            values: metrics of `step`, by our names. tokens: to be trained in each epoch. routes:
+                tokens whose routes are to be replayed in each epoch.
         """
-        recipe, noise, dtype = self.recipe, values.get("aqn/expected_std", 0.0), self.recipe.model.dtype
+        recipe, noise, dtype = (
+            self.recipe,
+            values.get("aqn/expected_std", 0.0),
+            self.recipe.model.dtype,
+        )
         faults, warnings = [], {"effective sample size": self._uneven(values)}
         if recipe.noise.enabled:
             if noise:
                 self.noise.append((noise, values["aqn/measured_std"]))
-            nominal = recipe.noise.noise_schedule(recipe.run.train_iters, self.epoch).sigma(step - 1)
+            nominal = recipe.noise.noise_schedule(recipe.run.train_iters, self.epoch).sigma(
+                step - 1
+            )
             faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
         if tokens:
             k3, hardware = values["mismatch/k3"], recipe.hardware_error
             other = bool(hardware.rollout or hardware.training or recipe.quantization.enabled)
-            faults += [mismatch_fault(k3, noise, values["mismatch/sensitivity"], dtype, other, self.routed),
-                       loss_fault(values, recipe.algorithm),
-                       tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs),
-                       replay_fault(values.get("routing/replayed_tokens", 0), routes, recipe.batch.epochs)]
+            faults += [
+                mismatch_fault(
+                    k3, noise, values["mismatch/sensitivity"], dtype, other, self.routed
+                ),
+                loss_fault(values, recipe.algorithm),
+                tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs),
+                replay_fault(values.get("routing/replayed_tokens", 0), routes, recipe.batch.epochs),
+            ]
             warnings["mismatch"] = mismatch_warning(k3, noise, dtype, other)
         if faults := [fault for fault in faults if fault]:
             raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))
@@ -276,11 +367,16 @@ class StepChecks:
         return list(new.values())
 
     def _uneven(self, values: Mapping[str, float]) -> str | None:
-        """With noise on and no correction, importance weights that nobody applies and that are uneven."""
+        """With noise on and no correction, importance weights that nobody applies and that are
+        uneven.
+        """
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")
         if not sigma or correction.method != "none" or size >= correction.warn_below:
             return None
-        return (f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the tokens (below "
-                f"rollout_correction.warn_below = {correction.warn_below:g}): the policy that samples is far from the "
-                "one that is trained. rollout_correction=token_tis weighs the tokens (docs/algorithms.md)")
+        return (
+            f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the "
+            f"tokens (below rollout_correction.warn_below = {correction.warn_below:g}): the policy "
+            "that samples is far from the one that is trained. rollout_correction=token_tis "
+            "weighs the tokens (docs/algorithms.md)"
+        )

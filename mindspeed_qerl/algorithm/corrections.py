@@ -1,5 +1,6 @@
-"""Weights for answers that were sampled by another policy than the one that is trained: by noise, other kernels, other
-hardware. The names are verl's (docs/algo/rollout_corr.md there)."""
+"""Weights for answers that were sampled by another policy than the one that is trained: by noise,
+other kernels, other hardware. The names are verl's (docs/algo/rollout_corr.md there).
+"""
 
 import torch
 
@@ -7,25 +8,35 @@ from mindspeed_qerl.algorithm.metrics import Mean, Metric
 from mindspeed_qerl.recipe.types import Correction
 
 
-def correction_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor,
-                       correction: Correction) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """What the policy loss of each token is multiplied by; r = p_trained / p_sampled, of a token or an answer.
+def correction_weights(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    correction: Correction,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """What the policy loss of each token is multiplied by; r = p_trained / p_sampled, of a token or
+    an answer.
 
     token_tis: min(r, cap) of each token (truncated importance sampling, Yao et al. 2025,
-        fengyao.notion.site/off-policy-rl): the bias that comes from the tokens sampled before stays.
-    sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of large variance.
-    icepop: r of each token within [floor, cap], 0 outside (masked importance sampling, Ant's Ring-1T,
+        fengyao.notion.site/off-policy-rl): the bias that comes from the tokens sampled before
+        stays.
+    sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of
+    large variance. icepop: r of each token within [floor, cap], 0 outside (masked importance
+    sampling, Ant's Ring-1T,
         arXiv 2510.18855).
-    geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within [floor, cap], 0 for others
-        (verl's seq_mean_k1): nothing is undone, answers that are too far off are left out.
+    geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within [floor, cap],
+        0 for others (verl's seq_mean_k1): nothing is undone, answers that are too far off are left
+        out.
     A token of weight 0 still counts where the loss is divided by tokens or answers.
 
     Args:
-        old_logprobs, rollout_logprobs: [batch, length], of the policy that is trained, before this iteration's first
-            update, and of the one that sampled. mask: bool [batch, length], True on completion tokens.
+        old_logprobs, rollout_logprobs: [batch, length], of the policy that is trained, before this
+            iteration's first update, and of the one that sampled. mask: bool [batch, length], True
+            on completion tokens.
 
     Returns:
-        weights [batch, length] without a gradient, 1 outside the mask for the token methods; and their metrics.
+        weights [batch, length] without a gradient, 1 outside the mask for the token methods; and
+        their metrics.
 
     >>> old, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.1]]).log()
     >>> for method in ("token_tis", "sequence_tis", "icepop", "geometric_mask"):
@@ -35,7 +46,9 @@ def correction_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tenso
     tensor([[1.2500, 0.0000]])
     tensor([[0., 0.]])
     """
-    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, torch.zeros_like(rollout_logprobs))
+    log_ratio = torch.where(
+        mask, old_logprobs.detach() - rollout_logprobs, torch.zeros_like(rollout_logprobs)
+    )
     tokens = mask.sum(1, keepdim=True)
     if correction.method == "sequence_tis":
         log_ratio = log_ratio.sum(1, keepdim=True)
@@ -45,7 +58,11 @@ def correction_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tenso
     counted = mask if log_ratio.shape == mask.shape else tokens > 0  # tokens, or answers
     inside = (ratio >= correction.floor) & (ratio <= correction.cap)
     if correction.method in ("token_tis", "sequence_tis"):
-        weights, name, acted_on = ratio.clamp(max=correction.cap), "truncated_fraction", ratio > correction.cap
+        weights, name, acted_on = (
+            ratio.clamp(max=correction.cap),
+            "truncated_fraction",
+            ratio > correction.cap,
+        )
     elif correction.method == "icepop":
         weights, name, acted_on = ratio * inside, "masked_fraction", ~inside
     else:

@@ -1,4 +1,6 @@
-"""The loss: what is trained, and what is logged about it. docs/algorithms.md has each option's formula and paper."""
+"""The loss: what is trained, and what is logged about it. docs/algorithms.md has each option's
+formula and paper.
+"""
 
 from dataclasses import dataclass
 
@@ -9,11 +11,14 @@ from mindspeed_qerl.algorithm.metrics import Mean, Metric, entropy_metrics, kl_e
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
     """log p(tokens) under softmax(logits / temperature).
 
     Args:
-        logits: [batch, length, vocab], where position t predicts tokens[:, t]. tokens: int64 [batch, length].
+        logits: [batch, length, vocab], where position t predicts tokens[:, t]. tokens: int64
+            [batch, length].
 
     Returns:
         float32 [batch, length].
@@ -40,16 +45,17 @@ def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tenso
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch. What stands outside the mask, even NaN or infinity, changes neither the loss nor its gradient.
+    """One micro-batch. What stands outside the mask, even NaN or infinity, changes neither the loss
+    nor its gradient.
 
     Attributes:
         logprobs: float [batch, length], of the policy that is trained, with its gradient.
-        old_logprobs: [batch, length], of that policy before this iteration's first update.
-        rollout_logprobs: [batch, length], of the policy that sampled.
-        advantages: [batch], one per answer.
-        mask: bool [batch, length], True on completion tokens; an answer without any is not trained.
-        reference_logprobs: [batch, length], of the base model, or None where there is no KL term.
-        entropy: [batch, length], of the trained policy's distribution, with its gradient where there is an entropy
+            old_logprobs: [batch, length], of that policy before this iteration's first update.
+            rollout_logprobs: [batch, length], of the policy that sampled. advantages: [batch], one
+            per answer. mask: bool [batch, length], True on completion tokens; an answer without any
+            is not trained. reference_logprobs: [batch, length], of the base model, or None where
+            there is no KL term. entropy: [batch, length], of the trained policy's distribution,
+            with its gradient where there is an entropy
             bonus; or None.
     """
 
@@ -63,7 +69,8 @@ class LossInputs:
 
 
 def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
-    """What the sum that `loss` returns is divided by, in the whole mini-batch: add up those of its micro-batches.
+    """What the sum that `loss` returns is divided by, in the whole mini-batch: add up those of its
+    micro-batches.
 
     token-mean: its tokens (DAPO, arXiv 2503.14476). seq-mean-*: its answers that have tokens;
     seq-mean-token-sum-norm: those times loss_scale_factor (Dr. GRPO, arXiv 2503.20783).
@@ -74,20 +81,29 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
     if algorithm.loss_agg_mode == "token-mean":
         return float(mask.sum())
     answers = float(mask.any(1).sum())
-    return answers * algorithm.loss_scale_factor if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" else answers
+    return (
+        answers * algorithm.loss_scale_factor
+        if algorithm.loss_agg_mode == "seq-mean-token-sum-norm"
+        else answers
+    )
 
 
-def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The loss of one micro-batch as a sum, and its metrics: policy + loss_kl_coefficient KL - entropy_coefficient
-    entropy.
+def loss(
+    inputs: LossInputs, algorithm: Algorithm, correction: Correction
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The loss of one micro-batch as a sum, and its metrics: policy + loss_kl_coefficient KL -
+    entropy_coefficient entropy.
 
-    Divided by the `denominator` of the whole mini-batch it does not depend on how that is cut into micro-batches.
+    Divided by the `denominator` of the whole mini-batch it does not depend on how that is cut into
+    micro-batches.
     """
     mask, count = inputs.mask, denominator(inputs.mask, algorithm)
     metrics = mismatch(inputs.rollout_logprobs, inputs.old_logprobs, mask)
     per_token, clipped_low, clipped_high = policy_loss(inputs, algorithm)
     if correction.method != "none":
-        weights, of_weights = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, mask, correction)
+        weights, of_weights = correction_weights(
+            inputs.old_logprobs, inputs.rollout_logprobs, mask, correction
+        )
         per_token, metrics = per_token * weights, metrics | of_weights
 
     def total_of(values: torch.Tensor) -> torch.Tensor:
@@ -100,7 +116,9 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     metrics["loss/policy"] = Mean(policy.item(), count)
     metrics["loss/kl"] = Mean(0.0, count)
     if algorithm.loss_kl_coefficient:
-        logprobs, reference = (_inside(mask, values) for values in (inputs.logprobs, inputs.reference_logprobs))
+        logprobs, reference = (
+            _inside(mask, values) for values in (inputs.logprobs, inputs.reference_logprobs)
+        )
         kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
         total = total + algorithm.loss_kl_coefficient * kl
         metrics["loss/kl"] = Mean(kl.item(), count)
@@ -111,19 +129,25 @@ def loss(inputs: LossInputs, algorithm: Algorithm, correction: Correction) -> tu
     if inputs.entropy is not None:
         metrics |= entropy_metrics(inputs.entropy, mask)
     tokens = mask.sum().item()
-    for name, clipped in (("clip_fraction", clipped_low | clipped_high), ("clip_fraction_low", clipped_low),
-                          ("clip_fraction_high", clipped_high)):
+    for name, clipped in (
+        ("clip_fraction", clipped_low | clipped_high),
+        ("clip_fraction_low", clipped_low),
+        ("clip_fraction_high", clipped_high),
+    ):
         metrics[name] = Mean((mask & clipped).sum().item(), tokens)
     return total, metrics | {"loss/total": Mean(total.item(), count)}
 
 
-def policy_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def policy_loss(
+    inputs: LossInputs, algorithm: Algorithm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The policy's part of the loss by `algorithm.loss_mode`.
 
-    vanilla: `clipped_loss` of each token's ratio p_new / p_old.
-    gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its value is the
+    vanilla: `clipped_loss` of each token's ratio p_new / p_old. gspo: the same of each answer's
+    ratio, the geometric mean of its tokens' (arXiv 2507.18071); its value is the
         answer's, its gradient each token's share (verl's GSPO-token).
-    cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every token is trained.
+    cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every
+    token is trained.
 
     Returns:
         (loss, whether clipping from below acted, whether from above), each [batch, length].
@@ -133,18 +157,29 @@ def policy_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[torch.Tensor,
     log_ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs)
     if algorithm.loss_mode == "cispo":
         ratio = log_ratio.detach().exp()
-        return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs, ratio < 1 - low, ratio > 1 + high
+        return (
+            -ratio.clamp(1 - low, 1 + high) * advantages * logprobs,
+            ratio < 1 - low,
+            ratio > 1 + high,
+        )
     if algorithm.loss_mode == "gspo":
         of_answer = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = logprobs - logprobs.detach() + of_answer.detach()
-    per_token, is_clipped = clipped_loss(log_ratio.exp(), advantages, low, high, algorithm.clip_ratio_c)
+    per_token, is_clipped = clipped_loss(
+        log_ratio.exp(), advantages, low, high, algorithm.clip_ratio_c
+    )
     return per_token, is_clipped & (advantages < 0), is_clipped & (advantages > 0)
 
 
-def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float,
-                 dual_clip: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped policy loss per token (arXiv 1707.06347), with one bound below and one above (DAPO) and, for
-    negative advantages, one on the loss itself (dual clip, arXiv 1912.09729).
+def clipped_loss(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clipped policy loss per token (arXiv 1707.06347), with one bound below and one above
+    (DAPO) and, for negative advantages, one on the loss itself (dual clip, arXiv 1912.09729).
 
     Args:
         ratio: p_new / p_old of each token. advantages: of a shape that fits.
@@ -152,7 +187,8 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
         dual_clip: where the advantage is negative, a ratio above it counts as it; None: no bound.
 
     Returns:
-        the loss, of `ratio`'s shape, and where [1 - clip_low, 1 + clip_high] took the gradient away, bool.
+        the loss, of `ratio`'s shape, and where [1 - clip_low, 1 + clip_high] took the gradient
+        away, bool.
 
     >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), clip_low=0.2, clip_high=0.28)
     (tensor([-1.2800, -0.5000]), tensor([ True, False]))
@@ -160,11 +196,15 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
-        per_token = torch.where(advantages < 0, torch.minimum(per_token, -advantages * dual_clip), per_token)
+        per_token = torch.where(
+            advantages < 0, torch.minimum(per_token, -advantages * dual_clip), per_token
+        )
     return per_token, clipped > unclipped
 
 
 def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` inside the mask, 0 outside. A product with the mask would keep NaN, and infinity would become it; so
-    would the gradient of whatever overflows outside, which is why arguments of exp() pass through here first."""
+    """`values` inside the mask, 0 outside. A product with the mask would keep NaN, and infinity
+    would become it; so would the gradient of whatever overflows outside, which is why arguments of
+    exp() pass through here first.
+    """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))

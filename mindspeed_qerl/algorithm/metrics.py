@@ -1,7 +1,9 @@
-"""Numbers that say how they are reduced over micro-batches, updates and ranks; and those that compare two policies.
+"""Numbers that say how they are reduced over micro-batches, updates and ranks; and those that
+compare two policies.
 
-A loss returns {name: metric} for one micro-batch. Wherever metrics meet, `merge` joins those of one name, in the order
-they are given; `value` is the number that is logged. All sums are Python floats, so float64.
+A loss returns {name: metric} for one micro-batch. Wherever metrics meet, `merge` joins those of one
+name, in the order they are given; `value` is the number that is logged. All sums are Python floats,
+so float64.
 """
 
 from __future__ import annotations
@@ -47,20 +49,26 @@ class Max:
 
 @dataclass(frozen=True)
 class EffectiveSampleSize:
-    """(sum w)^2 / (N sum w^2) of importance weights w (Kish 1965), in 0..1; 1 is none lost. NaN without any."""
+    """(sum w)^2 / (N sum w^2) of importance weights w (Kish 1965), in 0..1; 1 is none lost. NaN
+    without any.
+    """
 
     total: float
     squares: float
     count: float
 
     def join(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
-        return EffectiveSampleSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+        return EffectiveSampleSize(
+            self.total + other.total, self.squares + other.squares, self.count + other.count
+        )
 
     def value(self) -> float:
         return self.total**2 / (self.count * self.squares) if self.count else math.nan
 
 
-Metric = Mean | Max | EffectiveSampleSize  # `join` gives one of two of a kind, `value` the number they give at last
+Metric = (
+    Mean | Max | EffectiveSampleSize
+)  # `join` gives one of two of a kind, `value` the number they give at last
 
 
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
@@ -77,23 +85,29 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
 
 
 def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
-    """Of the rewards of one iteration, a prompt's answers side by side: mean and standard deviation, and the fraction
-    of prompts whose answers' rewards differ.
+    """Of the rewards of one iteration, a prompt's answers side by side: mean and standard
+    deviation, and the fraction of prompts whose answers' rewards differ.
 
     >>> reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)["reward/groups_with_signal"].item()
     0.5
     """
-    return {"reward/mean": rewards.mean(), "reward/std": rewards.std(),
-            "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean()}
+    return {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean(),
+    }
 
 
-def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: str = "low_var_kl") -> torch.Tensor:
-    """Schulman's estimates of KL(policy || reference) of each token (joschu.net/blog/kl-approx.html), with
-    d = policy - reference, by MindSpeed-RL's names (utils/compute.py `compute_kl_penalty`, without its bounds).
+def kl_estimate(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: str = "low_var_kl"
+) -> torch.Tensor:
+    """Schulman's estimates of KL(policy || reference) of each token
+    (joschu.net/blog/kl-approx.html), with d = policy - reference, by MindSpeed-RL's names
+    (utils/compute.py `compute_kl_penalty`, without its bounds).
 
-    kl (k1): d. abs: |d|. mse (k2): d^2 / 2. low_var_kl (k3): exp(-d) - 1 + d, never negative.
-    As a loss on the policy's own samples k2 has the gradient of KL, k3 that of the KL the other way round, k1 none in
-    expectation.
+    kl (k1): d. abs: |d|. mse (k2): d^2 / 2. low_var_kl (k3): exp(-d) - 1 + d, never negative. As a
+    loss on the policy's own samples k2 has the gradient of KL, k3 that of the KL the other way
+    round, k1 none in expectation.
 
     >>> policy, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
     >>> kl_estimate(policy, reference), kl_estimate(policy, reference, "kl")
@@ -109,20 +123,23 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     """How far the policy that sampled is from the one that is trained, before its update.
 
     Args:
-        sampled, trained: log probabilities of the sampled tokens, [batch, length], by each of the two; computed in
-            float64. mask: bool [batch, length], True on completion tokens.
+        sampled, trained: log probabilities of the sampled tokens, [batch, length], by each of the
+            two; computed in float64. mask: bool [batch, length], True on completion tokens.
 
     Returns:
-        KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of the probabilities,
-        its mean and largest; of the ratio p_trained / p_sampled the mean, which is 1 in expectation, and the effective
-        sample size, of tokens and, by the product of its tokens' ratios, of answers; and how sensitive k3 is here: the
-        mean square of d log p / d logit = 1 - p of the sampled tokens, which nothing can move where p is 1.
+        KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of
+        the probabilities, its mean and largest; of the ratio p_trained / p_sampled the mean, which
+        is 1 in expectation, and the effective sample size, of tokens and, by the product of its
+        tokens' ratios, of answers; and how sensitive k3 is here: the mean square of d log p / d
+        logit = 1 - p of the sampled tokens, which nothing can move where p is 1.
 
     >>> sampled, trained = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     >>> mismatch(sampled, trained, torch.ones(1, 2).bool())["mismatch/max_abs_prob_diff"]
     Max(largest=0.25)
     """
-    of_answers = torch.where(mask, trained.double() - sampled.double(), 0.0).sum(1)[mask.any(1)].exp()
+    of_answers = (
+        torch.where(mask, trained.double() - sampled.double(), 0.0).sum(1)[mask.any(1)].exp()
+    )
     sampled, trained = sampled[mask].double(), trained[mask].double()
     count = sampled.numel()
     difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
@@ -143,12 +160,14 @@ def _effective(ratio: torch.Tensor) -> EffectiveSampleSize:
 
 
 def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    """Mean entropy of a token's distribution, in nats: of all tokens, and of each answer's first `FIRST_TOKENS`, where
-    a method of solution is chosen.
+    """Mean entropy of a token's distribution, in nats: of all tokens, and of each answer's first
+    `FIRST_TOKENS`, where a method of solution is chosen.
 
     Args:
         entropy: [batch, length]. mask: bool [batch, length], True on completion tokens.
     """
     first = mask & (mask.cumsum(1) <= FIRST_TOKENS)
-    return {name: Mean(entropy.detach()[where].double().sum().item(), where.sum().item())
-            for name, where in (("entropy/mean", mask), ("entropy/first_tokens", first))}
+    return {
+        name: Mean(entropy.detach()[where].double().sum().item(), where.sum().item())
+        for name, where in (("entropy/mean", mask), ("entropy/first_tokens", first))
+    }

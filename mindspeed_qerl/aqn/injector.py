@@ -22,10 +22,12 @@ class NoiseReport:
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
         layers, names: number and module names of the norms that get noise, in stage 0 too.
-        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's multiplier over all
+        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
+        multiplier over all
             weights of these norms.
-        measured_std: standard deviation in float64 of (noisy - clean) over all weights of these norms, as they lie in
-            the model, i.e. after rounding to its dtype. Far below expected_std when BF16 swallows the noise.
+        measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
+            norms, as they lie in the model, i.e. after rounding to its dtype. Far below
+            expected_std when BF16 swallows the noise.
         changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
     """
 
@@ -44,8 +46,9 @@ class NoiseReport:
 def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
     """N(0, 1) noise, float32 on the CPU, that depends on its arguments only.
 
-    A private generator is keyed by SHA-256 of (seed, step, parameter name), so every rank that holds the parameter
-    draws the same noise, whatever else it holds, and the global generator is not touched.
+    A private generator is keyed by SHA-256 of (seed, step, parameter name), so every rank that
+    holds the parameter draws the same noise, whatever else it holds, and the global generator is
+    not touched.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     # it keeps 32 bits of a seed
@@ -56,35 +59,62 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> to
 class NoiseInjector:
     """Gaussian noise on the norm weights of `model`, in place, on and off.
 
-    While noise is on, the weights belong to the injector: call `remove()` before anything syncs, offloads, saves or
-    compares them, and `apply(step)` after. If they were overwritten with the noise on, `remove()` raises instead of
-    putting stale values back.
+    While noise is on, the weights belong to the injector: call `remove()` before anything syncs,
+    offloads, saves or compares them, and `apply(step)` after. If they were overwritten with the
+    noise on, `remove()` raises instead of putting stale values back.
 
     Args:
-        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
-        targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors are raised here;
+        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it. targets,
+            exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors are
+            raised here;
             norms with factor 0 get no noise.
     """
 
-    def __init__(self, model: torch.nn.Module, schedule: NoiseSchedule, targets: str | Sequence[str] = "auto",
-                 exclude: str | Sequence[str] = (), multipliers: Iterable[tuple[str, float]] = (), *, seed: int):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        schedule: NoiseSchedule,
+        targets: str | Sequence[str] = "auto",
+        exclude: str | Sequence[str] = (),
+        multipliers: Iterable[tuple[str, float]] = (),
+        *,
+        seed: int,
+    ):
         self.schedule, self.seed = schedule, seed
         selected = select_targets(model, targets, exclude)
-        scaled = [(target, factor)
-                  for target, factor in zip(selected, multipliers_of(selected, multipliers)) if factor]
+        scaled = [
+            (target, factor)
+            for target, factor in zip(selected, multipliers_of(selected, multipliers))
+            if factor
+        ]
         if not scaled:
-            raise ValueError(f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use aqn=off")
+            raise ValueError(
+                f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
+                "aqn=off"
+            )
         self.targets, self.multipliers = zip(*scaled)
         sizes = [target.module.weight.numel() for target in self.targets]
-        self.scale = math.sqrt(sum(size * factor**2 for size, factor in zip(sizes, self.multipliers)) / sum(sizes))
+        self.scale = math.sqrt(
+            sum(size * factor**2 for size, factor in zip(sizes, self.multipliers)) / sum(sizes)
+        )
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
-        roles = ", ".join(f"{count} {role}" for role, count in Counter(target.role for target in self.targets).items())
-        names = ", ".join(target.name if factor == 1 else f"{target.name} (x {factor:g})" for target, factor in scaled)
+        roles = ", ".join(
+            f"{count} {role}"
+            for role, count in Counter(target.role for target in self.targets).items()
+        )
+        names = ", ".join(
+            target.name if factor == 1 else f"{target.name} (x {factor:g})"
+            for target, factor in scaled
+        )
         logger.info("AQN targets %d RMSNorm layers (%s): %s", len(self.targets), roles, names)
         if not any(schedule.sigmas()):
-            logger.warning("AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves stage 0, which "
-                           "is off", schedule.num_stages, schedule.total_steps)
+            logger.warning(
+                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
+                "stage 0, which is off",
+                schedule.num_stages,
+                schedule.total_steps,
+            )
 
     @property
     def is_on(self) -> bool:
@@ -93,10 +123,11 @@ class NoiseInjector:
 
     @torch.no_grad()
     def apply(self, step: int) -> NoiseReport:
-        """Adds the noise of `step` to the clean weights (what was on before is removed first) and reports it.
+        """Adds the noise of `step` to the clean weights (what was on before is removed first) and
+        reports it.
 
-        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in float32, rounded once
-        to the weight's dtype.
+        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in
+        float32, rounded once to the weight's dtype.
 
         Raises:
             ValueError: step is no integer >= 0. RuntimeError: see `remove`.
@@ -106,26 +137,42 @@ class NoiseInjector:
         for target, factor in zip(self.targets, self.multipliers) if sigma else ():
             weight = target.module.weight
             clean = weight.detach().to("cpu", copy=True)
-            noise = sigma * factor * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+            noise = (
+                sigma
+                * factor
+                * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+            )
             noisy = (clean + noise).to(clean.dtype)  # BF16/FP16 + float32 is a float32 sum
             self._applied.append((target, clean, noisy))
             weight.copy_(noisy)
-        difference = torch.cat([noisy.double() - clean.double() for _, clean, noisy in self._applied]
-                               or [torch.zeros(1)])
+        difference = torch.cat(
+            [noisy.double() - clean.double() for _, clean, noisy in self._applied]
+            or [torch.zeros(1)]
+        )
         report = NoiseReport(
-            sigma=sigma, stage=self.schedule.stage(step), layers=len(self.targets),
-            names=tuple(target.name for target in self.targets), expected_std=self.scale * sigma,
+            sigma=sigma,
+            stage=self.schedule.stage(step),
+            layers=len(self.targets),
+            names=tuple(target.name for target in self.targets),
+            expected_std=self.scale * sigma,
             measured_std=difference.std(correction=0).item(),
-            changed_fraction=difference.ne(0).double().mean().item())
+            changed_fraction=difference.ne(0).double().mean().item(),
+        )
         if sigma == 0:
             logger.info("AQN step %d, stage %d: noise off", step, report.stage)
         else:
             logger.log(
                 logging.WARNING if report.measured_std < report.expected_std / 2 else logging.INFO,
-                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std %.3g%s, %.4g%% "
-                "changed", step, report.stage, report.layers, sigma, report.measured_std,
+                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured "
+                "std %.3g%s, %.4g%% changed",
+                step,
+                report.stage,
+                report.layers,
+                sigma,
+                report.measured_std,
                 f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else "",
-                100 * report.changed_fraction)
+                100 * report.changed_fraction,
+            )
         return report
 
     @torch.no_grad()
@@ -135,14 +182,18 @@ class NoiseInjector:
         Raises:
             RuntimeError: some weights are not what `apply` left. Nothing is put back then.
         """
-        overwritten = [target.name
-                       for target, _, noisy in self._applied if not _same_bits(target.module.weight, noisy)]
+        overwritten = [
+            target.name
+            for target, _, noisy in self._applied
+            if not _same_bits(target.module.weight, noisy)
+        ]
         if overwritten:
             raise RuntimeError(
-                f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights were overwritten, "
-                f"first {overwritten[0]}.weight. Restoring would put stale values back. Call remove() before syncing "
-                "weights into the model and apply() after; to continue now, sync all weights and build a new "
-                "NoiseInjector.")
+                f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights "
+                f"were overwritten, first {overwritten[0]}.weight. Restoring would put stale "
+                "values back. Call remove() before syncing weights into the model and apply() "
+                "after; to continue now, sync all weights and build a new NoiseInjector."
+            )
         for target, clean, _ in self._applied:
             target.module.weight.copy_(clean)
         self._applied = []
@@ -151,4 +202,6 @@ class NoiseInjector:
 def _same_bits(weight: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bitwise, so that a NaN equals itself and -0.0 is not 0.0."""
     actual = weight.detach().cpu().contiguous()
-    return actual.dtype == expected.dtype and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    return actual.dtype == expected.dtype and torch.equal(
+        actual.view(torch.uint8), expected.view(torch.uint8)
+    )

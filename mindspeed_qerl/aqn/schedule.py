@@ -1,12 +1,15 @@
-"""How much noise at which step: QeRL's stages (arXiv 2510.11696; code NVlabs/QeRL trl_trainer/noise_scheduler.py)."""
+"""How much noise at which step: QeRL's stages (arXiv 2510.11696; code NVlabs/QeRL
+trl_trainer/noise_scheduler.py).
+"""
 
 import math
 from dataclasses import dataclass, replace
 
 KINDS = ("exponential", "linear", "cosine", "constant")
-# Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm of 128 weights at
-# one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since weights of 1 in bfloat16 show 0.85 to 1.10
-# of any sigma above 1.5e-3. Narrow enough for noise of the next stage (0.56 in QeRL's schedule) or twice (1.41).
+# Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm
+# of 128 weights at one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since
+# weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of
+# the next stage (0.56 in QeRL's schedule) or twice (1.41).
 LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 
 
@@ -14,27 +17,29 @@ LEAST_NOISE, MOST_NOISE = 0.8, 1.25
 class NoiseSchedule:
     """Noise level sigma by training step, constant within each of K = `num_stages` equal stages.
 
-    Stage 0 is always off. Stages 1..K-1 go from `sigma_start` to `sigma_end`; with f = (stage-1)/(K-2) in [0, 1]:
+    Stage 0 is always off. Stages 1..K-1 go from `sigma_start` to `sigma_end`; with f =
+    (stage-1)/(K-2) in [0, 1]:
 
     - exponential: sigma_start * (sigma_end / sigma_start)**f  (QeRL's)
     - linear:      sigma_start + (sigma_end - sigma_start) * f
     - cosine:      sigma_end + (sigma_start - sigma_end) * (1 + cos(pi f)) / 2
     - constant:    sigma_start; sigma_end is not used
 
-    K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage that is off: no noise
-    at all.
+    K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage
+    that is off: no noise at all.
 
     Args:
-        kind: one of `KINDS`.
-        sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the end is a rising
+        kind: one of `KINDS`. sigma_start, sigma_end: standard deviations, in units of the norm
+            weight. A start below the end is a rising
             schedule.
-        num_stages: K, the stage that is off included.
-        total_steps: T, the training steps of the run. If T < K some stages are skipped, never the first.
-        restart_every: steps after which the whole schedule begins anew, the stage that is off included (an epoch,
+        num_stages: K, the stage that is off included. total_steps: T, the training steps of the
+            run. If T < K some stages are skipped, never the first. restart_every: steps after which
+            the whole schedule begins anew, the stage that is off included (an epoch,
             say); T is then this number. None: one schedule over the run.
 
     Raises:
-        ValueError: a field is out of its range; the message names the field, its value and the rule.
+        ValueError: a field is out of its range; the message names the field, its value and the
+            rule.
     """
 
     kind: str = "exponential"
@@ -50,24 +55,33 @@ class NoiseSchedule:
         for field in ("num_stages", "total_steps", "restart_every"):
             value = getattr(self, field)
             left_out = field == "restart_every" and value is None
-            if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not left_out and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
                 raise ValueError(f"{field} must be an integer >= 1, not {value!r}")
         for field in ("sigma_start", "sigma_end"):
             value = getattr(self, field)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+            if (
+                not isinstance(value, (int, float))
+                or isinstance(value, bool)
+                or not math.isfinite(value)
+                or value < 0
+            ):
                 raise ValueError(f"{field} must be a finite number >= 0, not {value!r}")
         if self.sigma_start == 0:
             raise ValueError("sigma_start must be > 0, not 0; to run without noise, use aqn=off")
         if self.kind == "exponential" and self.sigma_end == 0:
-            raise ValueError("an exponential schedule never reaches sigma_end = 0; use a small number, or schedule "
-                             "'linear'")
+            raise ValueError(
+                "an exponential schedule never reaches sigma_end = 0; use a small number, or "
+                "schedule 'linear'"
+            )
 
     def stage(self, step: int) -> int:
-        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on stay in the last
-        stage, if nothing restarts.
+        """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on
+        stay in the last stage, if nothing restarts.
 
-        QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5 of T=22, K=10 at
-        step 12.
+        QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5
+        of T=22, K=10 at step 12.
         """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer >= 0, not {step!r}")
@@ -98,8 +112,8 @@ class NoiseSchedule:
 def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
     """What to warn about a run too short to reach its schedule's strongest noise; None if it does.
 
-    Falling noise is strongest in stage 1, which has a step if T > K/2; rising noise in stage K-1, which has one if T
-    >= K.
+    Falling noise is strongest in stage 1, which has a step if T > K/2; rising noise in stage K-1,
+    which has one if T >= K.
 
     >>> skipped_strongest_noise(NoiseSchedule(total_steps=6)) is None
     True
@@ -111,8 +125,12 @@ at most sigma 0.0281. Train more steps, or take fewer stages (aqn.num_stages)
     strongest, reached = max(one_step_a_stage.sigmas()), max(schedule.sigmas())
     if reached == strongest:
         return None
-    stages = ", ".join(map(str, sorted({schedule.stage(step) for step in range(schedule.total_steps)})))
+    stages = ", ".join(
+        map(str, sorted({schedule.stage(step) for step in range(schedule.total_steps)}))
+    )
     steps = f"{schedule.total_steps} step{'s' * (schedule.total_steps != 1)}"
-    return (f"the strongest noise of the schedule, sigma {strongest:.3g}, is in no step: the run's {steps} hit stages "
-            f"{stages} of {schedule.num_stages}, at most sigma {reached:.3g}. "
-            "Train more steps, or take fewer stages (aqn.num_stages)")
+    return (
+        f"the strongest noise of the schedule, sigma {strongest:.3g}, is in no step: the run's "
+        f"{steps} hit stages {stages} of {schedule.num_stages}, at most sigma {reached:.3g}. Train "
+        "more steps, or take fewer stages (aqn.num_stages)"
+    )

@@ -1,8 +1,8 @@
 """Which RMSNorm weights get the noise.
 
-A norm is found by what it is, not by which library's class it is: any module with a class named `...RMSNorm...` among
-its bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never matches in vLLM, whose class is its own
-`RMSNorm`.
+A norm is found by what it is, not by which library's class it is: any module with a class named
+`...RMSNorm...` among its bases. QeRL's isinstance test on transformers' `Qwen2RMSNorm` never
+matches in vLLM, whose class is its own `RMSNorm`.
 """
 
 import math
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.nn import Module
 
-# What each target name selects, as roles (see `role_of`). `auto` is resolved by looking at the model.
+# What each target name selects, as roles (see `role_of`). `auto` is resolved by looking at the
+# model.
 ROLES_OF_TARGET = {
     "block": ("input", "post_attention", "block"),
     "input": ("input",),
@@ -32,8 +33,9 @@ FINAL_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
 
 @dataclass(frozen=True)
 class NormTarget:
-    """A norm that gets noise: `name` is its path in the model, `role` one of input, post_attention, block, final, qk,
-    other."""
+    """A norm that gets noise: `name` is its path in the model, `role` one of input, post_attention,
+    block, final, qk, other.
+    """
 
     name: str
     module: "Module"
@@ -41,7 +43,8 @@ class NormTarget:
 
 
 def check_targets(spec: str | Sequence[str]) -> list[str]:
-    """`spec` as a list of target names and fnmatch patterns; ValueError for an item that is neither. Needs no model.
+    """`spec` as a list of target names and fnmatch patterns; ValueError for an item that is
+    neither. Needs no model.
 
     A pattern is what holds one of `. * ? [`, e.g. `model.layers.0.input_layernorm` or `*.q_norm`.
     """
@@ -49,55 +52,82 @@ def check_targets(spec: str | Sequence[str]) -> list[str]:
     for item in items:
         is_pattern = isinstance(item, str) and any(character in item for character in ".*?[")
         if item not in TARGET_NAMES and not is_pattern:
-            raise ValueError(f"unknown AQN target {item!r}; known: {', '.join(TARGET_NAMES)}, or a pattern on module "
-                             "names such as '*.input_layernorm'")
+            raise ValueError(
+                f"unknown AQN target {item!r}; known: {', '.join(TARGET_NAMES)}, or a pattern on "
+                "module names such as '*.input_layernorm'"
+            )
     return items
 
 
 def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float]]:
-    """The multipliers of sigma as (selector, factor); ValueError for one that is none. Needs no model.
+    """The multipliers of sigma as (selector, factor); ValueError for one that is none. Needs no
+    model.
 
-    A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target ("input", or a pattern on
-    module names), or a target in layers ("post_attention@0-11"). Factors are 0 or more.
+    A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target
+    ("input", or a pattern on module names), or a target in layers ("post_attention@0-11"). Factors
+    are 0 or more.
     """
     checked = []
     for selector, factor in given.items():
         target, layers = _parse_selector(str(selector))
         if target is not None and check_targets(target) == ["auto"]:
-            raise ValueError(f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
-                             "aqn.sigma_start and sigma_end instead")
+            raise ValueError(
+                f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
+                "aqn.sigma_start and sigma_end instead"
+            )
         if layers is not None and not layers:
-            raise ValueError(f"AQN multiplier {selector!r}: the range of layers is empty, write it as FIRST-LAST, "
-                             "such as 0-11")
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
-            raise ValueError(f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}")
+            raise ValueError(
+                f"AQN multiplier {selector!r}: the range of layers is empty, write it as "
+                "FIRST-LAST, such as 0-11"
+            )
+        if (
+            isinstance(factor, bool)
+            or not isinstance(factor, (int, float))
+            or not math.isfinite(factor)
+            or factor < 0
+        ):
+            raise ValueError(
+                f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}"
+            )
         checked.append((str(selector), float(factor)))
     return checked
 
 
-def multipliers_of(norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]) -> list[float]:
-    """What sigma is multiplied with for each of `norms`: the product over all selectors that select it. ValueError for
-    a selector that selects none."""
+def multipliers_of(
+    norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]
+) -> list[float]:
+    """What sigma is multiplied with for each of `norms`: the product over all selectors that select
+    it. ValueError for a selector that selects none.
+    """
     factors = [1.0] * len(norms)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
-        selected = [i for i, norm in enumerate(norms)
-                    if (layers is None or layer_of(norm.name) in layers)
-                    and (target is None or norm.role in ROLES_OF_TARGET.get(target, ())
-                         or fnmatchcase(norm.name, target))]
+        selected = [
+            i
+            for i, norm in enumerate(norms)
+            if (layers is None or layer_of(norm.name) in layers)
+            and (
+                target is None
+                or norm.role in ROLES_OF_TARGET.get(target, ())
+                or fnmatchcase(norm.name, target)
+            )
+        ]
         if not selected:
             names = ", ".join(norm.name for norm in norms[:4])
-            raise ValueError(f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get noise: "
-                             f"{names}, ... Write a layer ('3'), a range ('0-11'), a target "
-                             f"({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS")
+            raise ValueError(
+                f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get "
+                f"noise: {names}, ... Write a layer ('3'), a range ('0-11'), a target "
+                f"({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS"
+            )
         for i in selected:
             factors[i] *= factor
     return factors
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` -> 3; None for the
-    final norm."""
+    """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` ->
+    3; None for the final norm.
+    """
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
@@ -109,56 +139,70 @@ def _parse_selector(selector: str) -> tuple[str | None, range | None]:
     return target, range(int(first), int(last or first) + 1)
 
 
-def select_targets(model: "Module", targets: str | Sequence[str] = "auto",
-                   exclude: str | Sequence[str] = ()) -> list[NormTarget]:
+def select_targets(
+    model: "Module", targets: str | Sequence[str] = "auto", exclude: str | Sequence[str] = ()
+) -> list[NormTarget]:
     """Finds the RMSNorms of `model` that get noise, in the order of `model.named_modules()`.
 
     Args:
-        targets: one or several of `auto` (`all` on a dense model, `post_attention` on a mixture of experts), `block`
-            (every norm that is a direct child of a decoder block), `input`, `post_attention` (those of that name),
-            `final` (the norm after the last block), `all` (`block` and `final`), `qk` (q_norm and k_norm, which
-            nothing else but a pattern selects), or fnmatch patterns on module names.
+        targets: one or several of `auto` (`all` on a dense model, `post_attention` on a mixture of
+            experts), `block` (every norm that is a direct child of a decoder block), `input`,
+            `post_attention` (those of that name), `final` (the norm after the last block), `all`
+            (`block` and `final`), `qk` (q_norm and k_norm, which nothing else but a pattern
+            selects), or fnmatch patterns on module names.
         exclude: names and patterns of the same kind, taken out of the selection.
 
     Raises:
-        ValueError: an unknown target name; a target or exclude that no norm of the model answers to (the message lists
-            the norm classes that were seen); nothing left after `exclude`; a selected norm without a 1-D float weight
-            parameter.
+        ValueError: an unknown target name; a target or exclude that no norm of the model answers to
+            (the message lists the norm classes that were seen); nothing left after `exclude`; a
+            selected norm without a 1-D float weight parameter.
     """
     targets, exclude = check_targets(targets), check_targets(exclude)
-    norms = [NormTarget(name, module, role_of(name)) for name, module in model.named_modules() if is_rms_norm(module)]
+    norms = [
+        NormTarget(name, module, role_of(name))
+        for name, module in model.named_modules()
+        if is_rms_norm(module)
+    ]
     wanted = _matching(model, norms, targets, "AQN target")
     unwanted = _matching(model, norms, exclude, "AQN exclude")
     selected = [norm for norm in norms if norm.name in wanted and norm.name not in unwanted]
     if not selected:
-        raise ValueError(f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model, norms)}")
+        raise ValueError(
+            f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model, norms)}"
+        )
     for norm in selected:
         _check_weight(norm)
     return selected
 
 
 def is_rms_norm(module: "Module") -> bool:
-    """True for vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses (AscendRMSNorm)."""
+    """True for vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses
+    (AscendRMSNorm).
+    """
     return any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__)
 
 
 def is_mixture_of_experts(model: "Module") -> bool:
-    """True if some module holds experts. Judged by modules, never by names like `gate_proj`, which dense MLPs have
-    too."""
+    """True if some module holds experts. Judged by modules, never by names like `gate_proj`, which
+    dense MLPs have too.
+    """
     return any(_holds_experts(name, module) for name, module in model.named_modules())
 
 
 def role_of(name: str) -> str:
-    """Role of the norm at path `name`: `model.layers.3.input_layernorm` -> input, `model.norm` -> final, and so on.
+    """Role of the norm at path `name`: `model.layers.3.input_layernorm` -> input, `model.norm` ->
+    final, and so on.
 
-    A block norm is a direct child of a numbered module; norms deeper in a block (inside attention or an MLP) are qk or
-    other.
+    A block norm is a direct child of a numbered module; norms deeper in a block (inside attention
+    or an MLP) are qk or other.
     """
     *parents, leaf = name.split(".")
     if leaf in QK_NAMES:
         return "qk"
     if parents and parents[-1].isdigit():
-        return {"input_layernorm": "input", "post_attention_layernorm": "post_attention"}.get(leaf, "block")
+        return {"input_layernorm": "input", "post_attention_layernorm": "post_attention"}.get(
+            leaf, "block"
+        )
     if leaf in FINAL_NAMES and not any(part.isdigit() for part in parents):
         return "final"
     return "other"
@@ -170,23 +214,34 @@ def _holds_experts(name: str, module: "Module") -> bool:
     classes = [cls.__name__ for cls in type(module).__mro__]
     if any("FusedMoE" in cls for cls in classes):  # vLLM until 0.11, AscendFusedMoE
         return True
-    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":  # of transformers 4
+    if (
+        isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts"
+    ):  # of transformers 4
         return len(module) > 0
-    # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights [num_experts, out, in].
+    # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights
+    # [num_experts, out, in].
     return any(cls.endswith("Experts") for cls in classes) and any(
-        parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+        parameter.dim() == 3 for parameter in module.parameters(recurse=False)
+    )
 
 
 def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
-    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it is a typo or a
-    wrong model."""
+    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it
+    is a typo or a wrong model.
+    """
     names = set()
     for item in items:
-        name = item if item != "auto" else "post_attention" if is_mixture_of_experts(model) else "all"
+        name = (
+            item if item != "auto" else "post_attention" if is_mixture_of_experts(model) else "all"
+        )
         roles = ROLES_OF_TARGET.get(name, ())
-        matched = {norm.name for norm in norms if norm.role in roles or fnmatchcase(norm.name, item)}
+        matched = {
+            norm.name for norm in norms if norm.role in roles or fnmatchcase(norm.name, item)
+        }
         if not matched:
-            raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model, norms)}")
+            raise ValueError(
+                f"{what} {item!r} matches no norm of this model. {_norms_seen(model, norms)}"
+            )
         names |= matched
     return names
 
@@ -197,10 +252,14 @@ def _norms_seen(model: "Module", norms: Iterable[NormTarget]) -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
         if "norm" in type(module).__name__.lower():
-            names.setdefault((type(module).__name__, roles.get(name, "not an RMSNorm")), []).append(name)
+            names.setdefault((type(module).__name__, roles.get(name, "not an RMSNorm")), []).append(
+                name
+            )
     if not names:
         return f"No module of {type(model).__name__} has a class named like a norm; is this the rollout model?"
-    seen = "; ".join(f"{len(found)} x {cls} ({role}, e.g. {found[0]})" for (cls, role), found in names.items())
+    seen = "; ".join(
+        f"{len(found)} x {cls} ({role}, e.g. {found[0]})" for (cls, role), found in names.items()
+    )
     return f"Norms seen: {seen}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or to patterns on these names."
 
 
@@ -215,4 +274,6 @@ def _check_weight(norm: NormTarget) -> None:
     else:
         return
     raise ValueError(
-        f"AQN target {norm.name} ({type(norm.module).__name__}) {problem}; add {norm.name!r} to aqn.exclude")
+        f"AQN target {norm.name} ({type(norm.module).__name__}) {problem}; add {norm.name!r} to "
+        "aqn.exclude"
+    )

@@ -1,1 +1,3 @@
-"""The MindSpeed-RL engine: upstream's trainer and workers on Ascend NPUs, extended by subclassing, never edited."""
+"""The MindSpeed-RL engine: upstream's trainer and workers on Ascend NPUs, extended by subclassing,
+never edited.
+"""

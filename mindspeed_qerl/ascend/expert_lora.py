@@ -1,13 +1,18 @@
 """LoRA on grouped experts: MindSpeed-LLM's class, fixed from outside.
 
-Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by sys.argv.
+Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by
+sys.argv.
 
 What is wrong there (tasks/posttrain/lora/moe/experts.py, core/transformer/moe/moe_layer.py):
-- with expert parallelism two of the four adapter tensors (:505-506) would be averaged over ranks of other experts;
-- `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would keep them on;
-- with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and moe_layer.py:258 installs a
-  dispatcher that knows nothing of it; the gradient norm would count adapter gradients of TP rank 0 only;
-- a rank whose experts get no token fails on a shape (:627), since the base output is left out there;
+- with expert parallelism two of the four adapter tensors (:505-506) would be averaged over ranks of
+  other experts;
+- `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would
+  keep them on;
+- with tensor parallelism and moe_tp_extend_ep the experts would be split twice, and
+  moe_layer.py:258 installs a dispatcher that knows nothing of it; the gradient norm would count
+  adapter gradients of TP rank 0 only;
+- a rank whose experts get no token fails on a shape (:627), since the base output is left out
+  there;
 - every target list adds adapters to the experts, also one without linear_fc1 and linear_fc2.
 """
 
@@ -18,7 +23,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from mindspeed.core.transformer.moe.grouped_gemm_util import Ops
-from mindspeed.core.transformer.moe.moe_feature.adaptor import MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher
+from mindspeed.core.transformer.moe.moe_feature.adaptor import (
+    MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher,
+)
 from mindspeed_llm.core.transformer.moe import moe_layer
 from mindspeed_llm.tasks.posttrain.lora.moe import experts
 
@@ -26,14 +33,18 @@ from mindspeed_qerl.lora.checkpoint import EXPERTS
 
 
 class ExpertLoRA(experts.LoraParallelGroupedMLP):
-    """E local experts, y = W2 act(W1 x) with W + (alpha/r) A B in the place of W; A, B per expert. With the config's
-    moe_tp_extend_ep whole experts are spread over the TP ranks, and nothing is split."""
+    """E local experts, y = W2 act(W1 x) with W + (alpha/r) A B in the place of W; A, B per expert.
+    With the config's moe_tp_extend_ep whole experts are spread over the TP ranks, and nothing is
+    split.
+    """
 
     def __init__(self, num_local_experts: int, config: Any, lora_config: Any):
         with _whole_experts(config.moe_tp_extend_ep):
             super().__init__(num_local_experts, config, lora_config)
         self.adapters_enabled = True
-        self.adapted = [weight for weight, target in EXPERTS.items() if target in lora_config.target_modules]
+        self.adapted = [
+            weight for weight, target in EXPERTS.items() if target in lora_config.target_modules
+        ]
         for name, parameter in self.named_parameters():
             if "lora" in name:
                 parameter.allreduce = not self.expert_parallel
@@ -41,17 +52,29 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
                 parameter.tensor_model_parallel = True
                 parameter.requires_grad_(name.split("_")[0] in self.adapted)
 
-    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
-                ctx: Any = None) -> tuple:
-        """Upstream's arithmetic without its fused variants: ([tokens, h], None). hidden: [tokens, h], sorted by
-        expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down projection, as Megatron does."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        probs: torch.Tensor,
+        ctx: Any = None,
+    ) -> tuple:
+        """Upstream's arithmetic without its fused variants: ([tokens, h], None). hidden: [tokens,
+        h], sorted by expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down
+        projection, as Megatron does.
+        """
         up = self._linear(hidden, "weight1", tokens_per_expert)
         activated = self.activation_func_with_probs(up, probs.unsqueeze(-1))
         return self._linear(activated, "weight2", tokens_per_expert), None
 
     def _linear(self, x: torch.Tensor, name: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        shapes = {"weight1": (self.config.hidden_size, -1), "weight2": (-1, self.config.hidden_size)}
-        y = _grouped(x, getattr(self, name).view(self.num_local_experts, *shapes[name]), tokens_per_expert)
+        shapes = {
+            "weight1": (self.config.hidden_size, -1),
+            "weight2": (-1, self.config.hidden_size),
+        }
+        y = _grouped(
+            x, getattr(self, name).view(self.num_local_experts, *shapes[name]), tokens_per_expert
+        )
         if name not in self.adapted or not self.adapters_enabled:
             return y
         a = getattr(self, f"{name}_lora_a").view(self.num_local_experts, -1, self.lora_r)
@@ -59,9 +82,12 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         return y + self.scaling * _grouped(_grouped(x, a, tokens_per_expert), b, tokens_per_expert)
 
 
-def _grouped(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """x [tokens, in] by each token's expert in weights [E, in, out]. Without tokens too the parameters get a gradient,
-    of zeros: the gradient reduction waits for it."""
+def _grouped(
+    x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor
+) -> torch.Tensor:
+    """x [tokens, in] by each token's expert in weights [E, in, out]. Without tokens too the
+    parameters get a gradient, of zeros: the gradient reduction waits for it.
+    """
     if x.shape[0] == 0:
         return x @ weights[0]
     return Ops.gmm(x, weights, tokens_per_expert, trans_b=False)
@@ -69,8 +95,9 @@ def _grouped(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Te
 
 @contextmanager
 def _whole_experts(tp_extends_ep: bool) -> Iterator[None]:
-    """Expert tensor parallel size 1 while experts are built, as MindSpeed does for those without LoRA
-    (core/transformer/moe/moe_feature/tp_extend_ep/experts.py:31-35)."""
+    """Expert tensor parallel size 1 while experts are built, as MindSpeed does for those without
+    LoRA (core/transformer/moe/moe_feature/tp_extend_ep/experts.py:31-35).
+    """
     size = parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
     if tp_extends_ep:
         parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = 1
@@ -81,9 +108,10 @@ def _whole_experts(tp_extends_ep: bool) -> Iterator[None]:
 
 
 def install(tensor_parallel: int) -> None:
-    """Put the class, and with tensor parallelism the dispatcher that fits, where `lora_moe_layer_init` looks them up
-    when it runs. (With one rank of TP x EP that dispatcher fails, token_dispatcher.py:154; the one that upstream
-    installs is right at TP = 1.)"""
+    """Put the class, and with tensor parallelism the dispatcher that fits, where
+    `lora_moe_layer_init` looks them up when it runs. (With one rank of TP x EP that dispatcher
+    fails, token_dispatcher.py:154; the one that upstream installs is right at TP = 1.)
+    """
     experts.LoraParallelGroupedMLP = ExpertLoRA
     if tensor_parallel > 1:
         moe_layer.MoEAlltoAllSEQTokenDispatcher = MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher

@@ -1,8 +1,9 @@
 """Our loss where upstream's trainer looks its own up, and over the whole mini-batch.
 
-Upstream's loss of `ray_grpo` reads clip_ratio, kl_penalty, entropy_coeff and the KL coefficient, and takes the mean of
-each micro-batch (models/loss/grpo_actor_loss_func.py). Here algorithm/losses.py gives a sum, which is divided by what
-all ranks' micro-batches of the mini-batch have together.
+Upstream's loss of `ray_grpo` reads clip_ratio, kl_penalty, entropy_coeff and the KL coefficient,
+and takes the mean of each micro-batch (models/loss/grpo_actor_loss_func.py). Here
+algorithm/losses.py gives a sum, which is divided by what all ranks' micro-batches of the mini-batch
+have together.
 """
 
 from collections.abc import Callable
@@ -24,19 +25,25 @@ from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks.prompts import text_of
 
 STAGE, ROLE = "ray_grpo", "actor"
-COLUMNS = ("rollout_log_prob", "trained")  # of the transfer dock, besides those that upstream's update asks for
+COLUMNS = (
+    "rollout_log_prob",
+    "trained",
+)  # of the transfer dock, besides those that upstream's update asks for
 
 
 def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which tokens are trained, bool, of the shape of `responses` [answers, length]: those of an answer, unless its
-    column `trained` [answers, any] is 0 (it was cut off, or fills up the batch)."""
+    """Which tokens are trained, bool, of the shape of `responses` [answers, length]: those of an
+    answer, unless its column `trained` [answers, any] is 0 (it was cut off, or fills up the batch).
+    """
     place = torch.arange(batch["responses"].shape[1], device=batch["responses"].device)
     return (place < batch["response_length"]) & (batch["trained"][:, :1] > 0)
 
 
 class QeRLLoss(BaseLossFunc):
-    """algorithm/losses.py as one of upstream's losses. `divisor`, `answers`: of the mini-batch under way, over all
-    ranks and on this one; `parts`: the metrics of each micro-batch since `take_metrics`."""
+    """algorithm/losses.py as one of upstream's losses. `divisor`, `answers`: of the mini-batch
+    under way, over all ranks and on this one; `parts`: the metrics of each micro-batch since
+    `take_metrics`.
+    """
 
     recipe: Recipe  # the run's, by `install`
 
@@ -51,25 +58,43 @@ class QeRLLoss(BaseLossFunc):
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
         self.divisor, self.answers = divisor.item(), len(mask)
 
-    def compute_loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor], forward_only: bool = False,
-                     non_loss_data: bool = True, **kwargs: Any) -> tuple[torch.Tensor, dict] | torch.Tensor:
-        """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no metrics: upstream would
-        take the mean of micro-batches of different lengths. RuntimeError: a log probability is none.
+    def compute_loss(
+        self,
+        output: torch.Tensor,
+        batch: dict[str, torch.Tensor],
+        forward_only: bool = False,
+        non_loss_data: bool = True,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, dict] | torch.Tensor:
+        """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no
+        metrics: upstream would take the mean of micro-batches of different lengths. RuntimeError: a
+        log probability is none.
 
-        The schedule divides by the number of micro-batches, and the gradient is the mean over the data-parallel ranks
-        (megatron/core/pipeline_parallel/schedules.py, distributed_data_parallel.py): both are undone here.
+        The schedule divides by the number of micro-batches, and the gradient is the mean over the
+        data-parallel ranks (megatron/core/pipeline_parallel/schedules.py,
+        distributed_data_parallel.py): both are undone here.
         """
         if forward_only:
             return self.compute_log_probs(output=output, batch=batch, **kwargs)[0]
         algorithm = self.recipe.algorithm
-        logprobs, entropy = self.compute_log_probs(output=output, batch=batch, skip_entropy=False, **kwargs)
+        logprobs, entropy = self.compute_log_probs(
+            output=output, batch=batch, skip_entropy=False, **kwargs
+        )
         mask = trained_tokens(batch)
-        if fault := logprobs_fault(*(values.detach().cpu().numpy() for values in (logprobs, mask, batch["responses"])),
-                                   partial(text_of, self.recipe.model.path)):
+        if fault := logprobs_fault(
+            *(values.detach().cpu().numpy() for values in (logprobs, mask, batch["responses"])),
+            partial(text_of, self.recipe.model.path),
+        ):
             raise RuntimeError(fault)
-        inputs = LossInputs(logprobs, batch.get("old_log_prob", logprobs.detach()), batch["rollout_log_prob"],
-                            batch["advantages"][:, 0], mask, batch["ref_log_prob"],
-                            entropy if algorithm.entropy_coefficient else entropy.detach())
+        inputs = LossInputs(
+            logprobs,
+            batch.get("old_log_prob", logprobs.detach()),
+            batch["rollout_log_prob"],
+            batch["advantages"][:, 0],
+            mask,
+            batch["ref_log_prob"],
+            entropy if algorithm.entropy_coefficient else entropy.detach(),
+        )
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
         if not self.divisor:
             self.parts.append(metrics)
@@ -78,7 +103,9 @@ class QeRLLoss(BaseLossFunc):
         scale = micro_batches * get_parallel_state().get_data_parallel_world_size() / self.divisor
         trained = total * scale
         # logged is what is trained
-        self.parts.append(metrics | {"loss/total": Mean(trained.item() / scale, metrics["loss/total"].count)})
+        self.parts.append(
+            metrics | {"loss/total": Mean(trained.item() / scale, metrics["loss/total"].count)}
+        )
         return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -88,12 +115,18 @@ class QeRLLoss(BaseLossFunc):
 
 
 class QeRLActor(Actor):
-    """Upstream's training engine; a mini-batch without a token to train is no update, and routes are replayed."""
+    """Upstream's training engine; a mini-batch without a token to train is no update, and routes
+    are replayed.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         recipe = self.loss_func.recipe
-        self.routes = RoutedPasses(self.model[0], recipe) if recipe.algorithm.routing_replay != "none" else None
+        self.routes = (
+            RoutedPasses(self.model[0], recipe)
+            if recipe.algorithm.routing_replay != "none"
+            else None
+        )
         if self.routes:
             self.forward_backward_func = self.routes.around(self.forward_backward_func)
         step = self.optimizer.step
@@ -107,15 +140,19 @@ class QeRLActor(Actor):
 
         self.optimizer.step = step_if_trained
 
-    def _forward_backward_batch(self, batch: dict[str, torch.Tensor], forward_only: bool = False) -> list:
+    def _forward_backward_batch(
+        self, batch: dict[str, torch.Tensor], forward_only: bool = False
+    ) -> list:
         if not forward_only:
             self.loss_func.start(batch)
         return super()._forward_backward_batch(batch, forward_only)
 
 
 def make_state(optimizer: Any, step: Callable[[], Any]) -> None:
-    """AdamW's moments before its first update, which a checkpoint must have (distrib_optimizer.py:1007): by a `step`
-    on gradients of 0 with a learning rate of 0, which is then forgotten."""
+    """AdamW's moments before its first update, which a checkpoint must have
+    (distrib_optimizer.py:1007): by a `step` on gradients of 0 with a learning rate of 0, which is
+    then forgotten.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -1,6 +1,7 @@
-"""What a rank of a rehearsal really allocates where the planner has a formula (layout/memory.py:terms): KV cache, what
-is offloaded and what stays, the weight sync, int8 copies. On emulated NPUs, whose memory is the host's: only tensors
-count."""
+"""What a rank of a rehearsal really allocates where the planner has a formula
+(layout/memory.py:terms): KV cache, what is offloaded and what stays, the weight sync, int8 copies.
+On emulated NPUs, whose memory is the host's: only tensors count.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak, self._made, self._before = 0, {}, set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self._before |= {storage._cdata for storage in storages((args, kwargs))} - self._made.keys()
         result = function(*args, **(kwargs or {}))
         for storage in storages(result):
@@ -37,7 +40,9 @@ class LiveBytes(TorchDispatchMode):
 
 def storages(values: Any) -> Iterator[torch.UntypedStorage]:
     """Of the tensors in a tree of values, each time one is met."""
-    return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+    return (
+        value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)
+    )
 
 
 def held(tensors: Iterable[torch.Tensor]) -> int:
@@ -46,7 +51,9 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Meter:
-    """Watches one worker's offloader, sharding manager and vLLM; `found` has the most bytes of each term."""
+    """Watches one worker's offloader, sharding manager and vLLM; `found` has the most bytes of each
+    term.
+    """
 
     def __init__(self, offloader: Any, manager: Any, rollout: Any):
         self.found: dict[str, int] = {}
@@ -60,7 +67,9 @@ class Meter:
         self._watch(manager.vllm_weight_container, "get_infer_params", self._synced)
         self._watch(rollout, "init_cache_engine", functools.partial(self._cached, rollout))
         if rollout.quantized is not None:
-            self._watch(rollout.quantized, "quantize", functools.partial(self._quantized, rollout.quantized))
+            self._watch(
+                rollout.quantized, "quantize", functools.partial(self._quantized, rollout.quantized)
+            )
 
     @staticmethod
     def _watch(owner: Any, method: str, around: Callable) -> None:
@@ -86,16 +95,37 @@ class Meter:
         move()
         self._keep(term, abs(before - held(tensors())))
         if term == "adapters":
-            self._keep("frozen base", held(chain.from_iterable(chunk.parameters() for chunk in self.offloader.model)))
+            self._keep(
+                "frozen base",
+                held(chain.from_iterable(chunk.parameters() for chunk in self.offloader.model)),
+            )
 
     def _of_optimizer(self, move: Callable) -> None:
-        """All that upstream moves; on a CPU it finds it there and moves nothing (megatron_off_loader.py:165)."""
+        """All that upstream moves; on a CPU it finds it there and moves nothing
+        (megatron_off_loader.py:165).
+        """
         move()
-        self._keep("AdamW", held(chain.from_iterable(
-            chain((parameter.data for group in each.optimizer.param_groups for parameter in group["params"]),
-                  (value for state in each.optimizer.state.values() for value in state.values()
-                   if isinstance(value, torch.Tensor)))
-            for each in self.offloader.optimizer)))
+        self._keep(
+            "AdamW",
+            held(
+                chain.from_iterable(
+                    chain(
+                        (
+                            parameter.data
+                            for group in each.optimizer.param_groups
+                            for parameter in group["params"]
+                        ),
+                        (
+                            value
+                            for state in each.optimizer.state.values()
+                            for value in state.values()
+                            if isinstance(value, torch.Tensor)
+                        ),
+                    )
+                    for each in self.offloader.optimizer
+                )
+            ),
+        )
 
     def _onloaded(self, onload: Callable) -> None:
         with LiveBytes() as live:
@@ -116,7 +146,9 @@ class Meter:
         allocate()
         core = rollout.llm.llm_engine.engine_core.engine_core
         runner = rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        tokens = core.kv_cache_configs[0].num_blocks * rollout.llm.llm_engine.cache_config.block_size
+        tokens = (
+            core.kv_cache_configs[0].num_blocks * rollout.llm.llm_engine.cache_config.block_size
+        )
         size = held(chain.from_iterable(runner.kv_caches))
         self._keep("KV cache", size)
         self._keep("KV cache of a token", size // tokens)

@@ -1,5 +1,7 @@
-"""Quantised rollouts in vllm-ascend (docs/quantization.md): after a sync the linear weights are rounded in place, or,
-for int8_w8a8, have int8 copies that vllm-ascend's own W8A8_DYNAMIC multiplies with."""
+"""Quantised rollouts in vllm-ascend (docs/quantization.md): after a sync the linear weights are
+rounded in place, or, for int8_w8a8, have int8 copies that vllm-ascend's own W8A8_DYNAMIC multiplies
+with.
+"""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,18 +23,25 @@ from mindspeed_qerl.recipe.types import Quantization
 
 
 class Int8Linear:
-    """vllm-ascend's W8A8_DYNAMIC as a layer's `quant_method`; the layer keeps the weight that is synced.
+    """vllm-ascend's W8A8_DYNAMIC as a layer's `quant_method`; the layer keeps the weight that is
+    synced.
 
     Args:
-        integers: of the layer's weight [out, in], as `int8_and_scale` has them. scale: float32 [out, 1].
+        integers: of the layer's weight [out, in], as `int8_and_scale` has them. scale: float32
+            [out, 1].
     """
 
     def __init__(self, integers: torch.Tensor, scale: torch.Tensor):
-        self.copy = SimpleNamespace(weight=integers.to(torch.int8), weight_scale=scale.clone(),
-                                    weight_offset=torch.zeros_like(scale))
+        self.copy = SimpleNamespace(
+            weight=integers.to(torch.int8),
+            weight_scale=scale.clone(),
+            weight_offset=torch.zeros_like(scale),
+        )
         AscendW8A8DynamicLinearMethod().process_weights_after_loading(self.copy)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What vLLM calls; `layer` has the weight that is not multiplied with."""
         return AscendW8A8DynamicLinearMethod.apply(self.copy, x, bias)
 
@@ -42,15 +51,16 @@ class Int8Linear:
 
 
 class QuantizedModel:
-    """The linear weights of vllm-ascend's model, quantised between `quantize`, after a sync, and `free`, before its
-    weights are offloaded. What a rank of a tensor parallel group holds is its part of the rounded whole tensor.
+    """The linear weights of vllm-ascend's model, quantised between `quantize`, after a sync, and
+    `free`, before its weights are offloaded. What a rank of a tensor parallel group holds is its
+    part of the rounded whole tensor.
 
     Args:
         model: vLLM's.
 
     Attributes:
-        squares: of the last `quantize`: (Hugging Face name, number of this rank's part of the tensor) ->
-            `weights.squares`. Over all ranks a part that several hold has one key.
+        squares: of the last `quantize`: (Hugging Face name, number of this rank's part of the
+            tensor) -> `weights.squares`. Over all ranks a part that several hold has one key.
 
     Raises:
         ConfigError: what `ignore_fault` says, or vllm-ascend would multiply with other weights.
@@ -60,13 +70,17 @@ class QuantizedModel:
         self.model, self.ignore, self.name = model, quantization.ignore, quantization.format
         self.format, self.group = FORMATS[quantization.format], get_tp_group()
         self.squares: dict[tuple[str, int], tuple[float, float]] = {}
-        self._methods: dict[torch.nn.Module, Any] = {}  # layer -> its own, where Int8Linear is in its place
+        self._methods: dict[
+            torch.nn.Module, Any
+        ] = {}  # layer -> its own, where Int8Linear is in its place
         if fault := ignore_fault(dict(_fused(model)), self.ignore, self.name):
             raise ConfigError(fault)
         if matmul_allreduce_enable() and self.group.world_size > 1:  # ops/linear_op.py:286
-            raise ConfigError(f"rollout_quantization.format = {self.name!r} with VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE: "
-                              "vllm-ascend would multiply o_proj and down_proj by weights that are not quantised. "
-                              "Unset it")
+            raise ConfigError(
+                f"rollout_quantization.format = {self.name!r} with "
+                "VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE: vllm-ascend would multiply o_proj and "
+                "down_proj by weights that are not quantised. Unset it"
+            )
 
     @torch.no_grad()
     def quantize(self) -> None:
@@ -74,25 +88,39 @@ class QuantizedModel:
         self.free()
         found = {}
         for _, layer, weights in held_layers(self.model):
-            chosen = {name: weight for name, weight in weights.items() if is_quantized(f"{name}.weight", self.ignore)}
+            chosen = {
+                name: weight
+                for name, weight in weights.items()
+                if is_quantized(f"{name}.weight", self.ignore)
+            }
             if self.name == "int8_w8a8" and chosen:
-                copies = [int8_and_scale(weight, *self._amax(name, weight)) for name, weight in chosen.items()]
+                copies = [
+                    int8_and_scale(weight, *self._amax(name, weight))
+                    for name, weight in chosen.items()
+                ]
                 used = [integers * scale for integers, scale in copies]
                 self._methods[layer] = layer.quant_method
                 _set_method(layer, Int8Linear(*map(torch.cat, zip(*copies))))
             else:
-                used = [self.format.weight(weight, *self._amax(name, weight)).to(weight.dtype)
-                        for name, weight in chosen.items()]
+                used = [
+                    self.format.weight(weight, *self._amax(name, weight)).to(weight.dtype)
+                    for name, weight in chosen.items()
+                ]
             for (name, weight), rounded in zip(chosen.items(), used, strict=True):
                 found[name, self.group.rank_in_group * self._is_shared(name)] = squares(
-                    rounded.float() - weight.float(), weight)
+                    rounded.float() - weight.float(), weight
+                )
                 if self.name != "int8_w8a8":
                     weight.copy_(rounded)
-        sums = torch.stack([*found.values()]).tolist() if found else []  # none: all are on other ranks
+        sums = (
+            torch.stack([*found.values()]).tolist() if found else []
+        )  # none: all are on other ranks
         self.squares = dict(zip(found, map(tuple, sums), strict=True))
 
     def free(self) -> None:
-        """Leave the layers with their own methods, and no int8 copies; weights that were rounded stay so."""
+        """Leave the layers with their own methods, and no int8 copies; weights that were rounded
+        stay so.
+        """
         for layer, method in self._methods.items():
             _set_method(layer, method)
         self._methods.clear()
@@ -103,16 +131,20 @@ class QuantizedModel:
 
     @torch.no_grad()
     def unlike(self, synced: Tensors) -> list[str]:
-        """Names of weights that kernels do not multiply with as `synced` says, which is of `held_weights` without
-        quantisation: this rank's part of the rounding of the whole tensor, put together from all ranks of its tensor
-        parallel group; where it is not quantised, the tensor itself. All ranks of such a group at once."""
+        """Names of weights that kernels do not multiply with as `synced` says, which is of
+        `held_weights` without quantisation: this rank's part of the rounding of the whole tensor,
+        put together from all ranks of its tensor parallel group; where it is not quantised, the
+        tensor itself. All ranks of such a group at once.
+        """
         wrong = []
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
             if is_quantized(f"{name}.weight", self.ignore):
                 dim = int(_is_shared_by_input(name))
                 whole = self.group.all_gather(expected, dim) if self._is_shared(name) else expected
-                parts = self.format.weight(whole).chunk(whole.shape[dim] // expected.shape[dim], dim)
+                parts = self.format.weight(whole).chunk(
+                    whole.shape[dim] // expected.shape[dim], dim
+                )
                 expected = parts[self.group.rank_in_group if len(parts) > 1 else 0]
             if not torch.equal(weight, expected.to(weight.dtype)):
                 wrong.append(name)
@@ -124,7 +156,9 @@ class QuantizedModel:
         return self.group.world_size > 1 and ".experts." not in name
 
     def _amax(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the format has to know of the whole tensor that `weight` is a part of; nothing, of a whole one."""
+        """What the format has to know of the whole tensor that `weight` is a part of; nothing, of a
+        whole one.
+        """
         if self.format.amax is None or not self._is_shared(name):
             return ()
         amax = self.format.amax(weight)
@@ -134,23 +168,37 @@ class QuantizedModel:
 
 
 def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `held_weights`, but what kernels multiply with: of a layer with an int8 copy that one, in float32."""
+    """As `held_weights`, but what kernels multiply with: of a layer with an int8 copy that one, in
+    float32.
+    """
     for _, layer, weights in held_layers(model):
         method = (getattr(layer, "custom_op", None) or layer).quant_method
         if isinstance(method, Int8Linear):
-            yield from zip(weights, method.weight().split([len(weight) for weight in weights.values()]), strict=True)
+            yield from zip(
+                weights,
+                method.weight().split([len(weight) for weight in weights.values()]),
+                strict=True,
+            )
         else:
             yield from weights.items()
 
 
 def _fused(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """(vLLM's name of a layer, the Hugging Face names of its weights), experts of other ranks included."""
+    """(vLLM's name of a layer, the Hugging Face names of its weights), experts of other ranks
+    included.
+    """
     for name, layer, weights in held_layers(model):
         if isinstance(layer, LinearBase):
             yield name, [f"{each}.weight" for each in weights]
         else:
-            yield name, [f"{name}.{expert}.{part}.weight" for expert in range(layer.global_num_experts)
-                         for part in ("gate_proj", "up_proj", "down_proj")]
+            yield (
+                name,
+                [
+                    f"{name}.{expert}.{part}.weight"
+                    for expert in range(layer.global_num_experts)
+                    for part in ("gate_proj", "up_proj", "down_proj")
+                ],
+            )
 
 
 def _is_shared_by_input(name: str) -> bool:

@@ -1,4 +1,6 @@
-"""Routing replay (docs/routing_replay.md) in vllm-ascend: what its routers choose, in its model runner's order."""
+"""Routing replay (docs/routing_replay.md) in vllm-ascend: what its routers choose, in its model
+runner's order.
+"""
 
 import re
 from collections.abc import Callable
@@ -15,8 +17,9 @@ from mindspeed_qerl.routing.routes import Routers
 class AscendRecorder(RouteRecorder):
     """A recorder that hears every router of vllm-ascend's `model`. RuntimeError if one is missing.
 
-    A router chooses after `prepare` has padded the rows, shared them out among tensor parallel ranks, or gathered
-    those of other engines (vllm_ascend/ops/moe/fused_moe_prepare_and_finalize.py). So once a forward pass the rows'
+    A router chooses after `prepare` has padded the rows, shared them out among tensor parallel
+    ranks, or gathered those of other engines
+    (vllm_ascend/ops/moe/fused_moe_prepare_and_finalize.py). So once a forward pass the rows'
     numbers go through the same `prepare`, and say which row is whose.
     """
 
@@ -27,20 +30,32 @@ class AscendRecorder(RouteRecorder):
         super().__init__(runner, routers, max_len)
         self.tp_group, self.engine = get_tp_group(), get_dp_group().rank_in_group
         self.layer = -1  # that chooses
-        self.rows = torch.empty(0)  # int32 [rows after `prepare`, 2]: engine and row, from 1; 0: padding
+        self.rows = torch.empty(
+            0
+        )  # int32 [rows after `prepare`, 2]: engine and row, from 1; 0: padding
         heard = []
         for name, module in model.named_modules():
             if isinstance(module, common_fused_moe.AscendFusedMoE):
                 heard.append(int(re.search(r"\blayers\.(\d+)\.", name)[1]))
                 module.forward_impl = partial(self._forward, module, heard[-1], module.forward_impl)
         if tuple(sorted(heard)) != routers.layers:
-            raise RuntimeError(f"vllm-ascend has routers in the layers {sorted(heard)}, config.json in "
-                               f"{list(routers.layers)}: algorithm.routing_replay=none goes without their routes")
+            raise RuntimeError(
+                f"vllm-ascend has routers in the layers {sorted(heard)}, config.json in "
+                f"{list(routers.layers)}: algorithm.routing_replay=none goes without their routes"
+            )
         common_fused_moe.select_experts = partial(self._select, common_fused_moe.select_experts)
 
-    def _forward(self, module: torch.nn.Module, layer: int, forward: Callable, hidden_states: torch.Tensor,
-                 router_logits: torch.Tensor) -> Any:
-        """A layer's `forward_impl`. A pass that only keeps other engines company takes part in the exchange, too."""
+    def _forward(
+        self,
+        module: torch.nn.Module,
+        layer: int,
+        forward: Callable,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+    ) -> Any:
+        """A layer's `forward_impl`. A pass that only keeps other engines company takes part in the
+        exchange, too.
+        """
         if self.is_recording and layer == self.routers.layers[0]:
             self.rows = self._numbers(module, hidden_states)
         self.layer = layer
@@ -50,14 +65,21 @@ class AscendRecorder(RouteRecorder):
         from vllm.forward_context import get_forward_context
 
         context, rows = get_forward_context(), len(hidden_states)
-        first = 1 + (self.tp_group.rank_in_group * rows if context.sp_enabled else 0)  # they are shared out already
+        first = 1 + (
+            self.tp_group.rank_in_group * rows if context.sp_enabled else 0
+        )  # they are shared out already
         numbers = torch.arange(first, first + rows, dtype=torch.int32, device=hidden_states.device)
         numbers = torch.stack([torch.full_like(numbers, 1 + self.engine), numbers], dim=1)
         return context.moe_comm_method.prepare(
-            hidden_states=numbers, router_logits=numbers, replace_allreduce=context.sp_enabled,
-            enable_shared_expert_dp=module.enable_shared_expert_dp)[0]
+            hidden_states=numbers,
+            router_logits=numbers,
+            replace_allreduce=context.sp_enabled,
+            enable_shared_expert_dp=module.enable_shared_expert_dp,
+        )[0]
 
-    def _select(self, select: Callable, *arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select(
+        self, select: Callable, *arguments: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = select(*arguments, **more)
         self.capture(self.layer, ids)
         return weights, ids
@@ -73,6 +95,8 @@ class AscendRecorder(RouteRecorder):
         found = ids.new_zeros((int(rows.max()) + 1, *ids.shape[1:]))
         found[rows] = ids
         if missing := len(found) - len(rows.unique()):
-            raise RuntimeError(f"{missing} of {len(found)} tokens had their experts chosen on no rank of this engine: "
-                               "routes cannot be recorded. algorithm.routing_replay=none goes without")
+            raise RuntimeError(
+                f"{missing} of {len(found)} tokens had their experts chosen on no rank of this "
+                "engine: routes cannot be recorded. algorithm.routing_replay=none goes without"
+            )
         return found

@@ -1,8 +1,8 @@
 """Our rewards, and a user's own, inside upstream's RuleReward process.
 
-Upstream's `verifier` looks its functions up in a dict local to itself and skips a name it does not know (MindSpeed-RL
-models/rule_verifier.py:155-178): a misspelt one means reward 0 for ever. `compute_verifier_score` calls the module
-global (:112), so replacing that global is enough.
+Upstream's `verifier` looks its functions up in a dict local to itself and skips a name it does not
+know (MindSpeed-RL models/rule_verifier.py:155-178): a misspelt one means reward 0 for ever.
+`compute_verifier_score` calls the module global (:112), so replacing that global is enough.
 """
 
 import contextlib
@@ -25,26 +25,35 @@ _upstream_verifier = rule_verifier.verifier
 _packed_rows = cache(read_packed_rows)
 
 
-def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data_path: str | None = None,
-             **kwargs: Any) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores of `responses`: the sum over `config.verifier_function` of weight times score, ours, a user's and
-    upstream's alike; and `{name}_rewards/mean` with the unweighted scores of each function.
+def verifier(
+    responses: list[str],
+    data: dict[str, list[str]],
+    config: Any,
+    data_path: str | None = None,
+    **kwargs: Any,
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Scores of `responses`: the sum over `config.verifier_function` of weight times score, ours, a
+    user's and upstream's alike; and `{name}_rewards/mean` with the unweighted scores of each
+    function.
 
     Args:
-        responses: decoded answers, padding and special tokens already gone.
-        data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that are packed beside
+        responses: decoded answers, padding and special tokens already gone. data: "labels",
+            decoded, one per response: the gold answers, or the numbers of the rows that are packed
+            beside
             `data_path` (tasks/packed.py); more columns for upstream's own functions.
         config: upstream's RLConfig. data_path: upstream's, of the training data.
 
     Raises:
-        ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a row. RewardError: a
-        reward failed.
+        ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a
+            row. RewardError: a reward failed.
     """
     labels = data.get("labels", [])
     if len(labels) != len(responses):
-        raise ConfigError(f"{len(responses)} responses with {len(labels)} labels: the data needs the column `labels` "
-                          "(tools/convert_gsm8k.py --format mindspeed writes it, and tools/pack_task.py) and "
-                          "dataset_additional_keys [labels]")
+        raise ConfigError(
+            f"{len(responses)} responses with {len(labels)} labels: the data needs the column "
+            "`labels` (tools/convert_gsm8k.py --format mindspeed writes it, and "
+            "tools/pack_task.py) and dataset_additional_keys [labels]"
+        )
     rows = rows_of_labels(labels, _packed_rows(data_path) if data_path else None)
 
     def load(name: str) -> Reward:
@@ -55,11 +64,14 @@ def verifier(responses: list[str], data: dict[str, list[str]], config: Any, data
             raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, known))
         one = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
         return lambda responses, answers, rows: _upstream_verifier(
-            responses, {**data, "labels": answers}, one, **kwargs)[0]
+            responses, {**data, "labels": answers}, one, **kwargs
+        )[0]
 
     weights = list(zip(config.verifier_function, config.verifier_weight, strict=True))
     total, scores = score(weights, responses, rows, load)
-    return total.tolist(), {f"{name}_rewards/mean": values.tolist() for name, values in scores.items()}
+    return total.tolist(), {
+        f"{name}_rewards/mean": values.tolist() for name, values in scores.items()
+    }
 
 
 class ShareOver(Exception):
@@ -78,18 +90,24 @@ class Share(list):
 
 @ray.remote
 class QeRLRuleReward(RuleReward.__ray_actor_class__):
-    """Upstream's RuleReward with `verifier` above, one in each node. What can fail waits for the first call: nobody
-    awaits `initialize` (cli/train_grpo.py:166)."""
+    """Upstream's RuleReward with `verifier` above, one in each node. What can fail waits for the
+    first call: nobody awaits `initialize` (cli/train_grpo.py:166).
+    """
 
     def initialize(self, megatron_config: Any, *args: Any, **kwargs: Any) -> None:
         rule_verifier.verifier = partial(verifier, data_path=megatron_config.data_path)
         super().initialize(megatron_config, *args, **kwargs)
 
     def compute_rm_score(self) -> None:
-        """Upstream's, which goes on until the answers of *all* processes are taken: with two nodes the first one to be
-        done asks its own empty share for more, `IndexError: pop from empty list` (rule_reward.py:81,87)."""
+        """Upstream's, which goes on until the answers of *all* processes are taken: with two nodes
+        the first one to be done asks its own empty share for more, `IndexError: pop from empty
+        list` (rule_reward.py:81,87).
+        """
         scored = super().compute_rm_score
-        # not in upstream's module: Ray sends the class by value, whose functions have globals of their own
-        scored.__globals__["get_current_dp_range_indexes"] = lambda **of: Share(get_current_dp_range_indexes(**of))
+        # not in upstream's module: Ray sends the class by value, whose functions have globals of
+        # their own
+        scored.__globals__["get_current_dp_range_indexes"] = lambda **of: Share(
+            get_current_dp_range_indexes(**of)
+        )
         with contextlib.suppress(ShareOver):
             scored()

@@ -1,9 +1,11 @@
-"""Training weights to vLLM weights, adapters merged: what upstream's weight adaptors and container lack.
+"""Training weights to vLLM weights, adapters merged: what upstream's weight adaptors and container
+lack.
 
-Upstream's own LoRA sync fails for Qwen3 and Qwen3-MoE, whose adaptors do not know the names that PEFT gives
-(weight_adaptor.py:648,689; KeyError in vllm_weight_container.py:465), copies grouped experts without their adapters
-(:519), rounds B A and the sum separately to bfloat16, and has no adaptor for Qwen2-MoE. Here the container sees a
-model without LoRA, by the names it has without, and each weight it reads from it comes merged.
+Upstream's own LoRA sync fails for Qwen3 and Qwen3-MoE, whose adaptors do not know the names that
+PEFT gives (weight_adaptor.py:648,689; KeyError in vllm_weight_container.py:465), copies grouped
+experts without their adapters (:519), rounds B A and the sum separately to bfloat16, and has no
+adaptor for Qwen2-MoE. Here the container sees a model without LoRA, by the names it has without,
+and each weight it reads from it comes merged.
 """
 
 import re
@@ -21,24 +23,31 @@ from mindspeed_qerl.families.base import Adaptor
 EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
 
 
-def merge_experts(name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int,
-                  scaling: float) -> torch.Tensor:
-    """W + scaling * A B for each local expert, in float32, rounded once to W's dtype; `name` ends in weight1 (up: h ->
-    2f, gate and up side by side) or weight2 (down: f -> h).
+def merge_experts(
+    name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scaling: float
+) -> torch.Tensor:
+    """W + scaling * A B for each local expert, in float32, rounded once to W's dtype; `name` ends
+    in weight1 (up: h -> 2f, gate and up side by side) or weight2 (down: f -> h).
 
-    MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468): weight1 [h, E*2f], a [h,
-    r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the memory of [E, in, out].
+    MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468):
+    weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the
+    memory of [E, in, out].
     """
     up = name.endswith("weight1")
     experts = a.shape[1] // rank if up else b.shape[0] // rank
-    stacked = weight.view(experts, weight.shape[0], -1) if up else weight.view(experts, -1, weight.shape[1])
+    stacked = (
+        weight.view(experts, weight.shape[0], -1)
+        if up
+        else weight.view(experts, -1, weight.shape[1])
+    )
     a, b = a.view(experts, -1, rank).float(), b.view(experts, rank, -1).float()
     return torch.baddbmm(stacked.float(), a, b, alpha=scaling).to(weight.dtype).view(weight.shape)
 
 
 class MergedWeights(dict):
-    """Training parameters by their names without LoRA; a weight comes merged with its adapter when it is asked for and
-    not before: all of them at once would double the model's memory."""
+    """Training parameters by their names without LoRA; a weight comes merged with its adapter when
+    it is asked for and not before: all of them at once would double the model's memory.
+    """
 
     def __init__(self, parameters: dict[str, torch.Tensor], rank: int, scaling: float):
         super().__init__(parameters)
@@ -48,10 +57,18 @@ class MergedWeights(dict):
     def __getitem__(self, name: str) -> torch.Tensor:
         weight, linear = super().__getitem__(name), name.removesuffix(".weight")
         if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in self:
-            merged = merge_experts(name, weight, self[f"{name}_lora_a"], self[f"{name}_lora_b"], self.rank,
-                                   self.scaling)
+            merged = merge_experts(
+                name,
+                weight,
+                self[f"{name}_lora_a"],
+                self[f"{name}_lora_b"],
+                self.rank,
+                self.scaling,
+            )
         elif f"{linear}.lora_A.default.weight" in self:
-            a, b = (self[f"{linear}.lora_{side}.default.weight"].float() for side in "AB")  # [r, in], [out, r]
+            a, b = (
+                self[f"{linear}.lora_{side}.default.weight"].float() for side in "AB"
+            )  # [r, in], [out, r]
             merged = torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)
         else:
             return weight
@@ -62,17 +79,23 @@ class MergedWeights(dict):
 
 
 def make_adaptor(description: Adaptor) -> type:
-    """Upstream's adaptor class of that name, with further names, reading merged weights. `model_config` has lora_r and
-    lora_alpha (worker.py)."""
+    """Upstream's adaptor class of that name, with further names, reading merged weights.
+    `model_config` has lora_r and lora_alpha (worker.py).
+    """
 
     class FamilyAdaptor(getattr(weight_adaptor, description.base)):
         def __init__(self, model_config: Any):
             super().__init__(model_config)
             self.params_mapping = [*description.params_mapping, *self.params_mapping]
 
-        def adjust_megatron_param_dict(self, param_dict: dict[str, torch.Tensor], train_tp_size: int) -> MergedWeights:
+        def adjust_megatron_param_dict(
+            self, param_dict: dict[str, torch.Tensor], train_tp_size: int
+        ) -> MergedWeights:
             """Called by the container before it reads (vllm_weight_container.py:459,516)."""
-            param_dict, config = super().adjust_megatron_param_dict(param_dict, train_tp_size), self.model_config
+            param_dict, config = (
+                super().adjust_megatron_param_dict(param_dict, train_tp_size),
+                self.model_config,
+            )
             return MergedWeights(param_dict, config.lora_r, config.lora_alpha / config.lora_r)
 
         def replace_name_i2t(self, inference_name: str) -> str:
@@ -85,11 +108,14 @@ def make_adaptor(description: Adaptor) -> type:
 
 
 class PlainNames:
-    """A chunk of the training model by the names it has without LoRA (`.base_layer` left out); the adapters keep
-    theirs."""
+    """A chunk of the training model by the names it has without LoRA (`.base_layer` left out); the
+    adapters keep theirs.
+    """
 
     def __init__(self, chunk: torch.nn.Module):
-        self.chunk = chunk.base_model.model if hasattr(chunk, "base_model") else chunk  # PEFT's wrapping
+        self.chunk = (
+            chunk.base_model.model if hasattr(chunk, "base_model") else chunk
+        )  # PEFT's wrapping
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.chunk.named_buffers()
@@ -107,12 +133,14 @@ class WeightContainer(MegatronStyleVllmWeightContainer):
 
 
 def install() -> None:
-    """Register the adaptors and the container in this process. vllm-ascend's model classes have the same names with
-    Custom before."""
+    """Register the adaptors and the container in this process. vllm-ascend's model classes have the
+    same names with Custom before.
+    """
     for family in FAMILIES.values():
         adaptor = family.adaptor and make_adaptor(family.adaptor)
         for name in (family.architecture, f"Custom{family.architecture}") if adaptor else ():
             weight_adaptor.WEIGHT_ADAPTOR_REGISTRY[name] = adaptor
             megatron_weight_loaders.MODEL_MEGATRON_WEIGHT_LOADER_REGISTRY.setdefault(
-                name, megatron_weight_loaders.qwen_megatron_weight_loader)
+                name, megatron_weight_loaders.qwen_megatron_weight_loader
+            )
     megatron_sharding_manager.MegatronStyleVllmWeightContainer = WeightContainer

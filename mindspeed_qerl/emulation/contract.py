@@ -1,6 +1,7 @@
-"""What the operators of serving (paged, fused_infer, serving, quantisation) check before they compute: an NPU that is
-given what its contract refuses reads or writes wherever its kernel happens to, or stops with a number; here it is a
-ValueError that names the value and the rule."""
+"""What the operators of serving (paged, fused_infer, serving, quantisation) check before they
+compute: an NPU that is given what its contract refuses reads or writes wherever its kernel happens
+to, or stops with a number; here it is a ValueError that names the value and the rule.
+"""
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def require(operator: str, holds: bool, rule: str, value: object) -> None:
 
 
 def require_dtype(operator: str, documented: tuple[torch.dtype, ...], **tensors: Tensor) -> None:
-    """Refuse tensors that are not all of one dtype, or of none of the documented ones (see ONLY_DOCUMENTED_DTYPES).
+    """Refuse tensors that are not all of one dtype, or of none of the documented ones (see
+    ONLY_DOCUMENTED_DTYPES).
 
     Raises:
         ValueError: so they are.
@@ -43,12 +45,20 @@ def require_dtype(operator: str, documented: tuple[torch.dtype, ...], **tensors:
     ValueError: npu_f: tensors must have one dtype, not x float16, y float32
     """
     given = {name: _name(tensor.dtype) for name, tensor in tensors.items()}
-    require(operator, len(set(given.values())) == 1, "tensors must have one dtype",
-            ", ".join(f"{name} {dtype}" for name, dtype in given.items()))
+    require(
+        operator,
+        len(set(given.values())) == 1,
+        "tensors must have one dtype",
+        ", ".join(f"{name} {dtype}" for name, dtype in given.items()),
+    )
     allowed = documented if ONLY_DOCUMENTED_DTYPES else documented + _EXTENSION
     first = next(iter(tensors))
-    require(operator, tensors[first].dtype in allowed, f"{first} must be {' or '.join(map(_name, documented))}",
-            given[first])
+    require(
+        operator,
+        tensors[first].dtype in allowed,
+        f"{first} must be {' or '.join(map(_name, documented))}",
+        given[first],
+    )
 
 
 def require_integers(operator: str, dim: int, **tensors: Tensor) -> None:
@@ -58,8 +68,12 @@ def require_integers(operator: str, dim: int, **tensors: Tensor) -> None:
         ValueError: so they are.
     """
     for name, tensor in tensors.items():
-        require(operator, tensor.dtype == torch.int32 and tensor.dim() == dim, f"{name} must be int32 and {dim}-D",
-                f"{_name(tensor.dtype)} and {tensor.dim()}-D")
+        require(
+            operator,
+            tensor.dtype == torch.int32 and tensor.dim() == dim,
+            f"{name} must be int32 and {dim}-D",
+            f"{_name(tensor.dtype)} and {tensor.dim()}-D",
+        )
 
 
 def require_written(operator: str, shape: tuple[int, ...], **tensors: Tensor) -> None:
@@ -69,9 +83,18 @@ def require_written(operator: str, shape: tuple[int, ...], **tensors: Tensor) ->
         ValueError: so they are.
     """
     for name, tensor in tensors.items():
-        require(operator, tensor.shape == shape, f"{name} must have shape {tuple(shape)}", tuple(tensor.shape))
-        require(operator, tensor.is_contiguous(), f"{name} is written in place and must be contiguous",
-                f"a view with strides {tensor.stride()}: pass x.contiguous() and copy back")
+        require(
+            operator,
+            tensor.shape == shape,
+            f"{name} must have shape {tuple(shape)}",
+            tuple(tensor.shape),
+        )
+        require(
+            operator,
+            tensor.is_contiguous(),
+            f"{name} is written in place and must be contiguous",
+            f"a view with strides {tensor.stride()}: pass x.contiguous() and copy back",
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,10 +1,12 @@
-"""The few torch.cuda names that megatron-core touches on its way through a forward pass, answered by the CPU.
+"""The few torch.cuda names that megatron-core touches on its way through a forward pass, answered
+by the CPU.
 
 megatron-core 0.12 asks for a current device (router.py:64, layers.py:499), a side stream
-(token_dispatcher.py:327,678), splits as numpy arrays once they "left the GPU" (moe_utils.py:748), a synchronisation
-after point-to-point messages (p2p_communication.py:106), a zero on the GPU (schedules.py:1828) and, under sequence
-parallelism, a random state for dropout, which is 0 here (language_model_embedding.py:138; random.py:406, for layers
-that are computed again). Nothing else is emulated: an operation that would really need a GPU still raises.
+(token_dispatcher.py:327,678), splits as numpy arrays once they "left the GPU" (moe_utils.py:748), a
+synchronisation after point-to-point messages (p2p_communication.py:106), a zero on the GPU
+(schedules.py:1828) and, under sequence parallelism, a random state for dropout, which is 0 here
+(language_model_embedding.py:138; random.py:406, for layers that are computed again). Nothing else
+is emulated: an operation that would really need a GPU still raises.
 """
 
 import contextlib
@@ -31,7 +33,9 @@ class Stream:
 
 
 def _maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-    """megatron-core's own returns splits as numpy only if they came from a GPU; gloo needs them as lists too."""
+    """megatron-core's own returns splits as numpy only if they came from a GPU; gloo needs them as
+    lists too.
+    """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

@@ -1,25 +1,30 @@
-"""torch.cuda and torch.npu on a CPU: what code written for an accelerator asks of torch, answered by the CPU.
+"""torch.cuda and torch.npu on a CPU: what code written for an accelerator asks of torch, answered
+by the CPU.
 
-The idea: a tensor of the emulated NPU *is* a CPU tensor. So every request for a device is turned into the CPU, moving
-a tensor is doing nothing, and work is finished when the call returns.
+The idea: a tensor of the emulated NPU *is* a CPU tensor. So every request for a device is turned
+into the CPU, moving a tensor is doing nothing, and work is finished when the call returns.
 
 | asked of torch | answer |
 |---|---|
-| a device "npu", "cuda", "npu:1", 0 in factories, .to, new_*, load(map_location), Generator | the CPU |
+| a device "npu", "cuda", "npu:1", 0 in factories, .to, new_*, load(map_location), Generator | the
+CPU |
 | Tensor and Module .cuda() .npu() .pin_memory() | the tensor itself |
 | Tensor.is_npu, is_cuda | True |
 | Tensor.type() | "torch.npu.FloatTensor", as torch_npu says |
 | streams and events | objects that do nothing; time between events is 0 |
 | random numbers | one generator: the device's seed and state are the CPU's |
-| memory | 2 GiB in all, so that vLLM's share for its cache stays small; each question costs a page of it |
-| process groups hccl and nccl | gloo; their options are dropped; `get_hccl_comm_name` is a name that mc2.py knows |
+| memory | 2 GiB in all, so that vLLM's share for its cache stays small; each question costs a page
+of it |
+| process groups hccl and nccl | gloo; their options are dropped; `get_hccl_comm_name` is a name
+that mc2.py knows |
 | batch_isend_irecv with oneself as peer, all_gather of different lengths | as HCCL does |
 | histc of integers | as CANN does |
-| kernels for NPU tensors (PrivateUse1) of the libraries vllm and mindspeed | kernels for CPU tensors |
+| kernels for NPU tensors (PrivateUse1) of the libraries vllm and mindspeed | kernels for CPU
+tensors |
 | anything else of torch.cuda | torch's own answer, usually an error that says CUDA is missing |
 
-`Tensor.device` stays "cpu": renaming torch's spare backend would make "npu" legal, and torch would then take it for
-the machine's accelerator and ask it for hooks.
+`Tensor.device` stays "cpu": renaming torch's spare backend would make "npu" legal, and torch would
+then take it for the machine's accelerator and ask it for hooks.
 """
 
 import contextlib
@@ -39,9 +44,9 @@ TOTAL_MEMORY = 2 << 30  # bytes
 PAGE = 4096  # bytes
 
 _FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace normal ones "
-    "ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices "
-    "triu_indices zeros zeros_like"
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
+    "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm "
+    "scalar_tensor tensor tril_indices triu_indices zeros zeros_like"
 ).split()
 _TENSOR_TYPES = "BFloat16Tensor BoolTensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor".split()
 
@@ -149,11 +154,15 @@ def _is_accelerator(value) -> bool:
         return value.type in ("cuda", "npu")
     if isinstance(value, str):
         return value.partition(":")[0] in ("cuda", "npu")
-    return isinstance(value, int) and not isinstance(value, bool)  # an index means the current kind of accelerator
+    return isinstance(value, int) and not isinstance(
+        value, bool
+    )  # an index means the current kind of accelerator
 
 
 def on_cpu(device):
-    """The CPU if device (a torch.device, a string, an index) names an accelerator, else what was given."""
+    """The CPU if device (a torch.device, a string, an index) names an accelerator, else what was
+    given.
+    """
     return CPU if _is_accelerator(device) else device
 
 
@@ -176,7 +185,9 @@ def _with_cpu_destination(to):
     @functools.wraps(to)
     def wrapper(self, *args, **kwargs):
         moved = to(self, *map(on_cpu, args), **kwargs)
-        to_host = any(isinstance(given, str) and given == "cpu" for given in (*args[:1], kwargs.get("device")))
+        to_host = any(
+            isinstance(given, str) and given == "cpu" for given in (*args[:1], kwargs.get("device"))
+        )
         return on_host(moved) if to_host and isinstance(moved, torch.Tensor) else moved
 
     return wrapper
@@ -204,13 +215,17 @@ def _install_devices() -> None:
     # as torch_npu.contrib.transfer_to_npu has it
     torch.Tensor.is_npu = torch.Tensor.is_cuda = property(lambda self: True)
     torch.Generator, torch.device = _Generator, _Device
-    copyreg.pickle(_DeviceType.real, lambda device: (torch.device, (str(device),)))  # by the name of torch.device
+    copyreg.pickle(
+        _DeviceType.real, lambda device: (torch.device, (str(device),))
+    )  # by the name of torch.device
 
     real_histc = torch.histc
 
     @functools.wraps(real_histc)
     def histc(x, bins=100, min=0, max=0, **kwargs):
-        return real_histc(x if x.is_floating_point() else x.double(), bins, min, max, **kwargs).to(x.dtype)
+        return real_histc(x if x.is_floating_point() else x.double(), bins, min, max, **kwargs).to(
+            x.dtype
+        )
 
     torch.histc = histc
     torch.version.cann = cann_version()
@@ -234,8 +249,9 @@ def _install_devices() -> None:
 
 
 def _install_cuda() -> None:
-    properties = types.SimpleNamespace(name="emulated NPU", total_memory=TOTAL_MEMORY, major=9, minor=0,
-                                       multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        name="emulated NPU", total_memory=TOTAL_MEMORY, major=9, minor=0, multi_processor_count=1
+    )
     current, questions = [0], itertools.count(1)
 
     def mem_get_info(device=None):
@@ -281,7 +297,11 @@ def _gloo(backend: str | None) -> str | None:
 
 
 def _install_distributed() -> None:
-    real_init, real_new_group, real_batch = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
+    real_init, real_new_group, real_batch = (
+        dist.init_process_group,
+        dist.new_group,
+        dist.batch_isend_irecv,
+    )
     real_all_gather = dist.all_gather
 
     @functools.wraps(real_init)

@@ -1,11 +1,12 @@
-"""FRACTAL_NZ, the layout of matrices in an NPU's memory: a tensor in it has other bytes, and torch_npu converts.
+"""FRACTAL_NZ, the layout of matrices in an NPU's memory: a tensor in it has other bytes, and
+torch_npu converts.
 
-Its rows are cut into 16, its columns into 32 bytes, and the blocks lie column of blocks by column of blocks
-(docs/emulation.md shows one). As in torch_npu (v2.7.1) the format belongs to the storage
-(csrc/core/npu/NPUStorageImpl.h:26), sizes and strides are those of the plain layout, ND, and an operator that is given
-such a tensor reads and writes its values: one that knows ND alone is given a converted copy, and what it wrote is
-converted back (CopyKernel.cpp:66-81, 309-334). What goes round torch's operators (the storage's bytes, HCCL, a kernel
-given an address) sees the blocks.
+Its rows are cut into 16, its columns into 32 bytes, and the blocks lie column of blocks by column
+of blocks (docs/emulation.md shows one). As in torch_npu (v2.7.1) the format belongs to the storage
+(csrc/core/npu/NPUStorageImpl.h:26), sizes and strides are those of the plain layout, ND, and an
+operator that is given such a tensor reads and writes its values: one that knows ND alone is given a
+converted copy, and what it wrote is converted back (CopyKernel.cpp:66-81, 309-334). What goes round
+torch's operators (the storage's bytes, HCCL, a kernel given an address) sees the blocks.
 """
 
 import functools
@@ -22,7 +23,9 @@ ROWS, COLUMN_BYTES = 16, 32  # of a block
 
 
 def columns(itemsize: int) -> int:
-    """Of a block, for elements of `itemsize` bytes; float32 counts as half precision (FormatHelper.cpp:383)."""
+    """Of a block, for elements of `itemsize` bytes; float32 counts as half precision
+    (FormatHelper.cpp:383).
+    """
     return COLUMN_BYTES // min(itemsize, 2)
 
 
@@ -40,15 +43,24 @@ def to_blocks(x: Tensor) -> Tensor:
 
 def from_blocks(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The x of `shape` [..., M, N] that `to_blocks` made `blocks` of."""
-    return blocks.movedim(-4, -2).flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
+    return (
+        blocks.movedim(-4, -2)
+        .flatten(-2)
+        .flatten(-3, -2)[..., : shape[-2], : shape[-1]]
+        .contiguous()
+    )
 
 
 def npu_format_cast(x: Tensor, acl_format: int, customize_dtype: int | None = None) -> Tensor:
-    """x with its storage in `acl_format`, itself if it is (FormatCastKernelNpu.cpp). NotImplementedError: another
-    format than ND and NZ, a dtype to convert to, less than two dimensions."""
+    """x with its storage in `acl_format`, itself if it is (FormatCastKernelNpu.cpp).
+    NotImplementedError: another format than ND and NZ, a dtype to convert to, less than two
+    dimensions.
+    """
     if acl_format not in (ND, NZ) or customize_dtype is not None or x.dim() < 2:
-        raise NotImplementedError(f"npu_format_cast: emulated is ND ({ND}) and FRACTAL_NZ ({NZ}) of matrices, not "
-                                  f"{acl_format} of {tuple(x.shape)}, customize_dtype {customize_dtype}")
+        raise NotImplementedError(
+            f"npu_format_cast: emulated is ND ({ND}) and FRACTAL_NZ ({NZ}) of matrices, not "
+            f"{acl_format} of {tuple(x.shape)}, customize_dtype {customize_dtype}"
+        )
     if get_npu_format(x) == acl_format:
         return x
     if acl_format == ND:
@@ -102,13 +114,19 @@ class _Conversions(TorchDispatchMode):
         if not in_blocks or func.is_view or func._schema.name == "aten::set_":
             return func(*args, **kwargs)  # of the plain layout's sizes and strides
         if func.namespace == "c10d":
-            raise NotImplementedError(f"{func} of a tensor in FRACTAL_NZ is not emulated: HCCL sends its bytes")
+            raise NotImplementedError(
+                f"{func} of a tensor in FRACTAL_NZ is not emulated: HCCL sends its bytes"
+            )
         wholes = {}  # address of the storage -> its values
         for x in in_blocks.values():
             shape = _plain_shape(x)
             wholes.setdefault(x.untyped_storage().data_ptr(), from_blocks(_blocks(x, shape), shape))
-        plain = {key: wholes[x.untyped_storage().data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
-                 for key, x in in_blocks.items()}
+        plain = {
+            key: wholes[x.untyped_storage().data_ptr()].as_strided(
+                x.shape, x.stride(), x.storage_offset()
+            )
+            for key, x in in_blocks.items()
+        }
         replaced = tree_map(lambda x: plain.get(id(x), x), (args, kwargs))
         result = func(*replaced[0], **replaced[1])
         for x in in_blocks.values() if func._schema.is_mutable else ():
@@ -130,7 +148,9 @@ def _start() -> None:
 
 
 def converting(kernel: Callable) -> Callable:
-    """`kernel`, an operator written in Python, with conversions inside it too: torch switches them off in there."""
+    """`kernel`, an operator written in Python, with conversions inside it too: torch switches them
+    off in there.
+    """
 
     @functools.wraps(kernel)
     def wrapper(*args, **kwargs):

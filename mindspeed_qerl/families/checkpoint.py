@@ -11,15 +11,18 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """The safetensors of a Hugging Face model directory, read tensor by tensor; files are mapped, opened once.
+    """The safetensors of a Hugging Face model directory, read tensor by tensor; files are mapped,
+    opened once.
 
-    `files` has each tensor's file; of a tensor in several the last one's, as transformers and vLLM have it.
+    `files` has each tensor's file; of a tensor in several the last one's, as transformers and vLLM
+    have it.
 
     Args:
         framework: of the tensors that are read; "np" opens the files without torch.
 
     Raises:
-        ConfigError: there are none, not all, or two sets of them; a file is cut short, or no safetensors.
+        ConfigError: there are none, not all, or two sets of them; a file is cut short, or no
+            safetensors.
     """
 
     def __init__(self, directory: str | Path, framework: str = "pt"):
@@ -31,7 +34,9 @@ class Checkpoint:
         """safetensors' `safe_open` of one file."""
         from safetensors import SafetensorError, safe_open
 
-        if file not in self._open:  # an index of thousands of experts takes longer to read than a tensor
+        if (
+            file not in self._open
+        ):  # an index of thousands of experts takes longer to read than a tensor
             path = self.directory / file
             try:
                 self._open[file] = safe_open(path, self.framework)
@@ -49,34 +54,57 @@ class Checkpoint:
 
     def _file_of(self, name: str) -> Any:
         if name not in self.files:
-            raise ConfigError(f"{self.directory} has no tensor {name!r}, which the model's config.json calls for")
+            raise ConfigError(
+                f"{self.directory} has no tensor {name!r}, which the model's config.json calls for"
+            )
         return self.open(self.files[name])
 
 
 def whole_files(directory: Path) -> list[str]:
-    """The names of the model's files, all there. ConfigError if they are not, or are not read alike by transformers
-    and vLLM."""
+    """The names of the model's files, all there. ConfigError if they are not, or are not read alike
+    by transformers and vLLM.
+    """
     has_single, has_index = ((directory / name).is_file() for name in (SINGLE, INDEX))
     if not has_index and not has_single:
-        others = sorted(file.name for pattern in ("*.safetensors", "*.bin", "*.pth", "*.gguf")
-                        for file in directory.glob(pattern))
-        there = f" It has {others[0]}: load the model with transformers and save_pretrained it." if others else ""
-        raise ConfigError(f"{directory} has neither {INDEX} nor {SINGLE}: give the directory of a Hugging Face model, "
-                          f"in safetensors.{there}")
+        others = sorted(
+            file.name
+            for pattern in ("*.safetensors", "*.bin", "*.pth", "*.gguf")
+            for file in directory.glob(pattern)
+        )
+        there = (
+            f" It has {others[0]}: load the model with transformers and save_pretrained it."
+            if others
+            else ""
+        )
+        raise ConfigError(
+            f"{directory} has neither {INDEX} nor {SINGLE}: give the directory of a Hugging Face "
+            f"model, in safetensors.{there}"
+        )
     try:
         names = weight_files(directory)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    stale = f"move {INDEX} away if {SINGLE} is the whole model" if has_single and SINGLE not in names else ""
+    stale = (
+        f"move {INDEX} away if {SINGLE} is the whole model"
+        if has_single and SINGLE not in names
+        else ""
+    )
     if missing := [name for name in names if not (directory / name).is_file()]:
-        raise ConfigError(f"{directory} has {len(names) - len(missing)} of {len(names)} files: {missing[0]}"
-                          f"{' ...' * (len(missing) > 1)} is missing, which {INDEX} names. Fetch the whole model"
-                          f"{stale and f', or {stale}'}")
+        raise ConfigError(
+            f"{directory} has {len(names) - len(missing)} of {len(names)} files: {missing[0]}"
+            f"{' ...' * (len(missing) > 1)} is missing, which {INDEX} names. Fetch the whole model"
+            f"{stale and f', or {stale}'}"
+        )
     if stale:  # transformers reads the one, vLLM the others
-        raise ConfigError(f"{directory} has {SINGLE} beside the files that {INDEX} names: {stale}, else the former")
+        raise ConfigError(
+            f"{directory} has {SINGLE} beside the files that {INDEX} names: {stale}, else the "
+            "former"
+        )
     if below := [name for name in names if "/" in name]:
-        raise ConfigError(f"{directory / INDEX} names {below[0]}, and vLLM does not look into folders below: load the "
-                          "model with transformers and save_pretrained it")
+        raise ConfigError(
+            f"{directory / INDEX} names {below[0]}, and vLLM does not look into folders below: "
+            "load the model with transformers and save_pretrained it"
+        )
     return names
 
 
@@ -86,5 +114,9 @@ def beside_single(directory: str | Path) -> list[str]:
     others = sorted(file.name for file in directory.glob("*.safetensors") if file.name != SINGLE)
     if not others or (directory / INDEX).is_file() or not (directory / SINGLE).is_file():
         return []
-    return [(f"{directory} has {others[0]} beside {SINGLE}, and vLLM reads every .safetensors of a folder without "
-             f"{INDEX}: move it elsewhere")]
+    return [
+        (
+            f"{directory} has {others[0]} beside {SINGLE}, and vLLM reads every .safetensors of a "
+            f"folder without {INDEX}: move it elsewhere"
+        )
+    ]

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 ANSWER = "mindspeed_qerl config.json "  # before it, libraries may print
 # without torch: two seconds instead of eight, and no torch_npu that waits for a driver
-ASK = ("import sys; sys.modules['torch'] = None; from mindspeed_qerl.families import config; "
-       "print(config.ANSWER + config.answer(sys.stdin.read()))")
+ASK = (
+    "import sys; sys.modules['torch'] = None; from mindspeed_qerl.families import config; "
+    "print(config.ANSWER + config.answer(sys.stdin.read()))"
+)
 PATIENCE = 120  # seconds
 
 
 def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a config.json, with those that it leaves out or writes in another way, as the installed transformers
-    has them; `rope` is what it makes of rope_theta, rope_scaling and rope_parameters.
+    """All keys of a config.json, with those that it leaves out or writes in another way, as the
+    installed transformers has them; `rope` is what it makes of rope_theta, rope_scaling and
+    rope_parameters.
 
     Raises:
         ConfigError: transformers is not installed, or refuses it.
@@ -42,21 +45,34 @@ def _answer_of(text: str) -> str:
     if "transformers" in sys.modules:
         return answer(text)
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"config.json is read by transformers, which {sys.executable} lacks: pip install "
-                          "transformers")
+        raise ConfigError(
+            f"config.json is read by transformers, which {sys.executable} lacks: pip install "
+            "transformers"
+        )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run([sys.executable, "-c", ASK], input=text, capture_output=True, text=True,
-                              check=True, timeout=PATIENCE, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", ASK],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE,
+            env=environment,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)]
-        raise ConfigError(f"config.json is read by transformers, which does not start: {said[-1]}. "
-                          f"Try: {sys.executable} -c 'import transformers'") from error
+        raise ConfigError(
+            f"config.json is read by transformers, which does not start: {said[-1]}. "
+            f"Try: {sys.executable} -c 'import transformers'"
+        ) from error
     return done.stdout.rpartition(ANSWER)[2]
 
 
 def answer(text: str) -> str:
-    """What transformers makes of a config.json of a known model_type, as JSON; {"error": ...} if it refuses."""
+    """What transformers makes of a config.json of a known model_type, as JSON; {"error": ...} if it
+    refuses.
+    """
     from transformers import CONFIG_MAPPING, __version__
 
     given = json.loads(text)
@@ -64,7 +80,9 @@ def answer(text: str) -> str:
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     except Exception as error:  # noqa: BLE001  of many kinds
         words = " ".join(str(error).split())
-        return json.dumps({"error": f"transformers {__version__} refuses config.json: {words or repr(error)}"})
+        return json.dumps(
+            {"error": f"transformers {__version__} refuses config.json: {words or repr(error)}"}
+        )
     values = config.to_dict() | {name: getattr(config, name, None) for name in config.attribute_map}
     if is_old(__version__):
         values["rope"] = {**(config.rope_scaling or {}), "rope_theta": config.rope_theta}
@@ -79,8 +97,8 @@ def is_old(version: str) -> bool:
 
 
 def unread_by_4(config: Mapping[str, Any]) -> list[str]:
-    """What transformers 4, and vLLM with it, does not find in a config.json that transformers 5 wrote: it would take
-    a default instead.
+    """What transformers 4, and vLLM with it, does not find in a config.json that transformers 5
+    wrote: it would take a default instead.
 
     >>> unread_by_4({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})[0].partition(", which")[0]
     'rope_parameters has rope_theta = 1000000.0'
@@ -89,25 +107,33 @@ def unread_by_4(config: Mapping[str, Any]) -> list[str]:
     theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
     read = config.get("rope_theta", 10000.0)
     if theta is not None and theta != read:
-        faults.append(f"rope_parameters has rope_theta = {theta!r}, which transformers 4 does not read; it would take "
-                      f"{read!r}. Write \"rope_theta\": {theta!r} beside rope_parameters")
+        faults.append(
+            f"rope_parameters has rope_theta = {theta!r}, which transformers 4 does not read; it would take "
+            f'{read!r}. Write "rope_theta": {theta!r} beside rope_parameters'
+        )
     experts = config.get("num_local_experts")
     if experts is not None and experts != config.get("num_experts"):
-        faults.append(f"num_local_experts = {experts!r} is not read by transformers 4, which would take the default "
-                      f"of num_experts. Write \"num_experts\": {experts!r}")
+        faults.append(
+            f"num_local_experts = {experts!r} is not read by transformers 4, which would take the default "
+            f'of num_experts. Write "num_experts": {experts!r}'
+        )
     return faults
 
 
 def not_built(config: Mapping[str, Any], family: "Family") -> list[str]:
-    """What a config.json asks for that neither engine computes: another activation, biases, a window of attention,
-    other rotary positions, another output than a language model's, code of its own.
+    """What a config.json asks for that neither engine computes: another activation, biases, a
+    window of attention, other rotary positions, another output than a language model's, code of its
+    own.
 
     Raises:
         ConfigError: as `resolve`.
     """
     values = resolve(config)
-    faults = [f"{key} is {values[key]!r}; only {built[-1]!r} is built"
-              for key, built in _built(family).items() if values.get(key) not in built]
+    faults = [
+        f"{key} is {values[key]!r}; only {built[-1]!r} is built"
+        for key, built in _built(family).items()
+        if values.get(key) not in built
+    ]
     # Qwen's classes unset a window that is not used; Llama has none, but vLLM reads the key
     if values.get("use_sliding_window") is None and values.get("sliding_window"):
         faults.append(f"sliding_window is {values['sliding_window']!r}; only None is built")
@@ -116,35 +142,58 @@ def not_built(config: Mapping[str, Any], family: "Family") -> list[str]:
     faults += _other_positions(config, values["rope"])
     first = (values.get("architectures") or [family.architecture])[0]
     if str(first).lower() != family.architecture.lower():  # vLLM knows "LLaMAForCausalLM", too
-        faults.append(f"architectures is {values['architectures']!r}; only {family.architecture!r} is built")
+        faults.append(
+            f"architectures is {values['architectures']!r}; only {family.architecture!r} is built"
+        )
     code = values.get("auto_map")
-    if isinstance(code, Mapping) and any(name.startswith(("AutoModel", "AutoConfig")) for name in code):
-        faults.append(f"auto_map names code of the model's own ({', '.join(map(str, code.values()))}), which is not "
-                      f"run here. Remove it if the model is a plain {family.architecture}")
+    if isinstance(code, Mapping) and any(
+        name.startswith(("AutoModel", "AutoConfig")) for name in code
+    ):
+        faults.append(
+            f"auto_map names code of the model's own ({', '.join(map(str, code.values()))}), which "
+            f"is not run here. Remove it if the model is a plain {family.architecture}"
+        )
     return faults
 
 
 def _built(family: "Family") -> dict[str, tuple]:
-    """Key of config.json -> the values that say what is built; None: left out. The keys are those that the classes of
-    transformers and vLLM look at."""
+    """Key of config.json -> the values that say what is built; None: left out. The keys are those
+    that the classes of transformers and vLLM look at.
+    """
     no = (None, False)
     return {
-        "hidden_act": ("silu",), "use_sliding_window": no, "mlp_bias": no, "bias": no, "rope_interleaved": no,
-        "is_causal": (None, True), "qk_norm": (None, family.qk_norm), "qkv_bias": (None, family.qkv_bias),
+        "hidden_act": ("silu",),
+        "use_sliding_window": no,
+        "mlp_bias": no,
+        "bias": no,
+        "rope_interleaved": no,
+        "is_causal": (None, True),
+        "qk_norm": (None, family.qk_norm),
+        "qkv_bias": (None, family.qkv_bias),
         # Qwen2's classes have their biases whatever it says
-        "attention_bias": (None, family.qkv_bias, False), "logit_scale": (None, 1),
-        "partial_rotary_factor": (None, 1), "dual_chunk_attention_config": ({}, None), "per_layer_config": ({}, None)}
+        "attention_bias": (None, family.qkv_bias, False),
+        "logit_scale": (None, 1),
+        "partial_rotary_factor": (None, 1),
+        "dual_chunk_attention_config": ({}, None),
+        "per_layer_config": ({}, None),
+    }
 
 
 def _other_positions(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
-    """Faults of rotary positions: `rope` as transformers resolved it, and what it resolved them from."""
+    """Faults of rotary positions: `rope` as transformers resolved it, and what it resolved them
+    from.
+    """
     faults = []
     for said in (rope, config.get("rope_scaling") or {}, config.get("rope_parameters") or {}):
-        kind = said.get("rope_type", said.get("type", "default"))  # transformers below 4.43 wrote the second
+        kind = said.get(
+            "rope_type", said.get("type", "default")
+        )  # transformers below 4.43 wrote the second
         if kind not in ("default", None):
             faults.append(f"rope_type is {kind!r}; only 'default' is built")
         if said.get("mrope_section") is not None:
             faults.append(f"mrope_section is {said['mrope_section']!r}; only None is built")
         if said.get("partial_rotary_factor", 1) not in (None, 1):
-            faults.append(f"partial_rotary_factor is {said['partial_rotary_factor']!r}; only 1 is built")
+            faults.append(
+                f"partial_rotary_factor is {said['partial_rotary_factor']!r}; only 1 is built"
+            )
     return list(dict.fromkeys(faults))

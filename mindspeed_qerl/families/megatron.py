@@ -1,5 +1,6 @@
-"""Whether the model that Megatron is told of is the one in config.json, which vLLM loads. Upstream compares
-nothing."""
+"""Whether the model that Megatron is told of is the one in config.json, which vLLM loads. Upstream
+compares nothing.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,33 +12,67 @@ from mindspeed_qerl.families.base import Family
 from mindspeed_qerl.families.config import not_built, unread_by_4
 
 # What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of
-# config_cls/megatron_config.py:MegatronConfig, but for None and false (utils/utils.py:parse_args_from_config), for
-# which those of Megatron-LM's megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
+# config_cls/megatron_config.py:MegatronConfig, but for None and false
+# (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's
+# megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
 # (tests/upstream/test_megatron_defaults.py).
 MEGATRON_DEFAULTS: dict[str, Any] = dict(
-    use_mcore_models=False, spec=None, num_layers=None, hidden_size=None, ffn_hidden_size=None,
-    num_attention_heads=None, kv_channels=None, group_query_attention=False, num_query_groups=1, add_qkv_bias=False,
-    qk_layernorm=False, disable_bias_linear=False, swiglu=False, normalization="LayerNorm", norm_epsilon=1e-5,
-    position_embedding_type="learned_absolute", rotary_base=10000, untie_embeddings_and_output_weights=False,
-    hidden_dropout=0.1, attention_dropout=0.1, num_experts=None, n_shared_experts=None, moe_router_topk=2,
-    moe_ffn_hidden_size=None, norm_topk_prob=False, moe_router_load_balancing_type="aux_loss")
+    use_mcore_models=False,
+    spec=None,
+    num_layers=None,
+    hidden_size=None,
+    ffn_hidden_size=None,
+    num_attention_heads=None,
+    kv_channels=None,
+    group_query_attention=False,
+    num_query_groups=1,
+    add_qkv_bias=False,
+    qk_layernorm=False,
+    disable_bias_linear=False,
+    swiglu=False,
+    normalization="LayerNorm",
+    norm_epsilon=1e-5,
+    position_embedding_type="learned_absolute",
+    rotary_base=10000,
+    untie_embeddings_and_output_weights=False,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    num_experts=None,
+    n_shared_experts=None,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=None,
+    norm_topk_prob=False,
+    moe_router_load_balancing_type="aux_loss",
+)
 NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}; the local engine runs it"
 HF_KEYS = dict(  # argument of Megatron -> key of config.json that it repeats
-    num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
-    num_query_groups="num_key_value_heads", kv_channels="head_dim", norm_epsilon="rms_norm_eps",
-    rotary_base="rope_theta", untie_embeddings_and_output_weights="tie_word_embeddings",
-    ffn_hidden_size="intermediate_size", num_experts="num_experts", moe_router_topk="num_experts_per_tok",
-    moe_ffn_hidden_size="moe_intermediate_size", n_shared_experts="shared_expert_intermediate_size",
-    norm_topk_prob="norm_topk_prob")
+    num_layers="num_hidden_layers",
+    hidden_size="hidden_size",
+    num_attention_heads="num_attention_heads",
+    num_query_groups="num_key_value_heads",
+    kv_channels="head_dim",
+    norm_epsilon="rms_norm_eps",
+    rotary_base="rope_theta",
+    untie_embeddings_and_output_weights="tie_word_embeddings",
+    ffn_hidden_size="intermediate_size",
+    num_experts="num_experts",
+    moe_router_topk="num_experts_per_tok",
+    moe_ffn_hidden_size="moe_intermediate_size",
+    n_shared_experts="shared_expert_intermediate_size",
+    norm_topk_prob="norm_topk_prob",
+)
 
 
-def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any],
-                       source: str = "config.json") -> list[str]:
-    """Faults where the model that Megatron is told of is not the one that vLLM loads. No value of either raises.
+def compare_with_model(
+    arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json"
+) -> list[str]:
+    """Faults where the model that Megatron is told of is not the one that vLLM loads. No value of
+    either raises.
 
     Args:
-        arguments: Megatron's, of the named model and the sections merged; one that is left out counts with Megatron's
-            default. What no family here has, such as latent attention, keys.yaml refuses.
+        arguments: Megatron's, of the named model and the sections merged; one that is left out
+            counts with Megatron's default. What no family here has, such as latent attention,
+            keys.yaml refuses.
         hf_config: the content of the model's config.json. source: what messages call it.
     """
     try:
@@ -49,9 +84,14 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
     if not family.adaptor:
         return faults
     expected = family.megatron_arguments(shape)
-    if shape.num_key_value_heads == shape.num_attention_heads and not arguments.get("group_query_attention"):
+    if shape.num_key_value_heads == shape.num_attention_heads and not arguments.get(
+        "group_query_attention"
+    ):
         del expected["group_query_attention"], expected["num_query_groups"]
-    if arguments.get("kv_channels") is None and shape.head_dim * shape.num_attention_heads == shape.hidden_size:
+    if (
+        arguments.get("kv_channels") is None
+        and shape.head_dim * shape.num_attention_heads == shape.hidden_size
+    ):
         del expected["kv_channels"]  # Megatron derives it
     if arguments.get("use_rotary_position_embeddings") is True:
         del expected["position_embedding_type"]  # Megatron sets it (arguments.py:validate_args)
@@ -60,12 +100,20 @@ def compare_with_model(arguments: Mapping[str, Any], hf_config: Mapping[str, Any
         told = MEGATRON_DEFAULTS[key] if given is None else given
         if _same(told, value):
             continue
-        says = (f"{key} is left out of the config, which is {told!r} to Megatron"
-                if given is None else f"{key} = {given!r} in the config")
-        model = (f"{HF_KEYS[key]} = {getattr(shape, HF_KEYS[key])!r}"
-                 if key in HF_KEYS else f"model_type = {family.model_type!r}")
-        faults.append(f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set {key}: "
-                      f"{json.dumps(value)}")
+        says = (
+            f"{key} is left out of the config, which is {told!r} to Megatron"
+            if given is None
+            else f"{key} = {given!r} in the config"
+        )
+        model = (
+            f"{HF_KEYS[key]} = {getattr(shape, HF_KEYS[key])!r}"
+            if key in HF_KEYS
+            else f"model_type = {family.model_type!r}"
+        )
+        faults.append(
+            f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set "
+            f"{key}: {json.dumps(value)}"
+        )
     return faults
 
 
@@ -78,7 +126,9 @@ def not_on_npus(hf_config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _same(told: Any, expected: Any) -> bool:
-    """Equal for Megatron, which reads text by argparse: true is not 1, and a whole number may not be written 1e6."""
+    """Equal for Megatron, which reads text by argparse: true is not 1, and a whole number may not
+    be written 1e6.
+    """
     if isinstance(told, (list, tuple)) and isinstance(expected, list):
         return list(told) == expected
     if isinstance(expected, float):

@@ -23,7 +23,10 @@ class Plan:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers of each pipeline stage."""
-        return self.layout.num_layer_list or (self.shape.num_hidden_layers // self.layout.pp,) * self.layout.pp
+        return (
+            self.layout.num_layer_list
+            or (self.shape.num_hidden_layers // self.layout.pp,) * self.layout.pp
+        )
 
     @property
     def vllm_rows(self) -> int:
@@ -61,23 +64,40 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
     Raises:
         ConfigError: the model's config.json, or what Megatron is told of it, makes no shape.
     """
-    return Plan(shape or shape_of_model(recipe), replace(recipe.layout, ranks_per_node=ranks_per_node), recipe.batch,
-                lora=bool(recipe.lora.targets), share_backbone=recipe.npu.share_backbone,
-                padded_vocab_size=recipe.npu.padded_vocab_size)
+    return Plan(
+        shape or shape_of_model(recipe),
+        replace(recipe.layout, ranks_per_node=ranks_per_node),
+        recipe.batch,
+        lora=bool(recipe.lora.targets),
+        share_backbone=recipe.npu.share_backbone,
+        padded_vocab_size=recipe.npu.padded_vocab_size,
+    )
 
 
 def beyond_positions(plan: Plan, directory: str | Path) -> list[str]:
-    """A fault if vLLM is asked for longer sequences than the model in `directory` has positions for."""
+    """A fault if vLLM is asked for longer sequences than the model in `directory` has positions
+    for.
+    """
     longest, most = plan.batch.max_model_len, plan.shape.max_position_embeddings
     if longest <= most:
         return []
     file = Path(directory) / "config.json"
-    return [(f"generate_config.max_model_len = {longest}, and max_position_embeddings = {most} in {file}: vLLM "
-             f"refuses it. Set generate_config.max_model_len={most} or less; prompt and answer must fit")]
+    return [
+        (
+            f"generate_config.max_model_len = {longest}, and max_position_embeddings = {most} in "
+            f"{file}: vLLM refuses it. Set generate_config.max_model_len={most} or less; prompt "
+            "and answer must fit"
+        )
+    ]
 
 
 def shape_of_model(recipe: Recipe) -> ModelShape:
-    """The shape in the model's own config.json, which vLLM goes by; while the model is not there, what Megatron is
-    told."""
+    """The shape in the model's own config.json, which vLLM goes by; while the model is not there,
+    what Megatron is told.
+    """
     folder = Path(recipe.model.path)
-    return read_shape(folder) if (folder / "config.json").is_file() else shape_of_arguments(recipe.model.arguments)
+    return (
+        read_shape(folder)
+        if (folder / "config.json").is_file()
+        else shape_of_arguments(recipe.model.arguments)
+    )

@@ -1,7 +1,8 @@
-"""Which layouts exist for a model on a number of ranks, which to take, and what is near a layout that does not exist.
+"""Which layouts exist for a model on a number of ranks, which to take, and what is near a layout
+that does not exist.
 
-Candidates are every division of the ranks by TP, PP, EP and infer TP, EP (CP 1: no config here needs it); `rules`
-decides which exist.
+Candidates are every division of the ranks by TP, PP, EP and infer TP, EP (CP 1: no config here
+needs it); `rules` decides which exist.
 """
 
 from collections import Counter
@@ -20,56 +21,88 @@ SWITCHES = ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
 
 
-def new_plan(shape: ModelShape, layout: Layout, batch: Batch | None = None, lora: bool = True) -> Plan:
-    """A plan with the switches that the layout asks for (sequence parallelism with TP, whole experts, vLLM's expert
-    parallelism) and, unless a batch is given, the global batch nearest to 64 prompts that divides."""
-    layout = replace(layout, sequence_parallel=layout.tp > 1, tp_extend_ep=shape.moe, enable_expert_parallel=shape.moe)
+def new_plan(
+    shape: ModelShape, layout: Layout, batch: Batch | None = None, lora: bool = True
+) -> Plan:
+    """A plan with the switches that the layout asks for (sequence parallelism with TP, whole
+    experts, vLLM's expert parallelism) and, unless a batch is given, the global batch nearest to 64
+    prompts that divides.
+    """
+    layout = replace(
+        layout,
+        sequence_parallel=layout.tp > 1,
+        tp_extend_ep=shape.moe,
+        enable_expert_parallel=shape.moe,
+    )
     plan = Plan(shape, layout, batch or Batch(), lora=lora, share_backbone=lora)
     return plan if batch else fit_batch(plan)
 
 
 def fit_batch(plan: Plan) -> Plan:
-    """The plan with the nearest global batch that its layout can divide; a mini-batch that was smaller stays a
-    fraction that divides; sizes of dispatch that no longer divide are left to upstream."""
+    """The plan with the nearest global batch that its layout can divide; a mini-batch that was
+    smaller stays a fraction that divides; sizes of dispatch that no longer divide are left to
+    upstream.
+    """
     it, batch = plan.layout, plan.batch
     step = lcm(plan.dp, max(it.infer_dp, 1), it.nodes)
     below = batch.global_batch_size // step * step
     prompts = below if below and 2 * (batch.global_batch_size - below) <= step else below + step
-    mini = min((step * divisor for divisor in _divisors(prompts // step)),
-               key=lambda size: (abs(size - batch.mini_batch_size), size))
+    mini = min(
+        (step * divisor for divisor in _divisors(prompts // step)),
+        key=lambda size: (abs(size - batch.mini_batch_size), size),
+    )
     batch = replace(batch, global_batch_size=prompts, mini_batch_size=mini)
     fitted = replace(plan, batch=batch)
-    return fitted if not broken(fitted) else replace(plan, batch=replace(batch, dispatch={}, micro_batch_size=1))
+    return (
+        fitted
+        if not broken(fitted)
+        else replace(plan, batch=replace(batch, dispatch={}, micro_batch_size=1))
+    )
 
 
 def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float = 64.0) -> Memory:
-    """The plan's memory; without given settings with those of this project's configs (everything offloaded, all layers
-    recomputed, a larger HCCL buffer where experts are dispatched) on ranks of `memory_gb` 10^9 bytes, at the least
-    gpu_memory_utilization whose KV cache holds all answers at once, or the highest."""
+    """The plan's memory; without given settings with those of this project's configs (everything
+    offloaded, all layers recomputed, a larger HCCL buffer where experts are dispatched) on ranks of
+    `memory_gb` 10^9 bytes, at the least gpu_memory_utilization whose KV cache holds all answers at
+    once, or the highest.
+    """
     if settings:
         return estimate(plan, settings)
     for utilisation in UTILISATIONS:
-        memory = estimate(plan, Settings(memory_gb, utilisation, hccl_buffer_mib=640 if plan.shape.moe else 256))
+        memory = estimate(
+            plan, Settings(memory_gb, utilisation, hccl_buffer_mib=640 if plan.shape.moe else 256)
+        )
         if memory.answers_at_once >= memory.answers_needed:
             break
     return memory
 
 
 def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
-    """The layout with the inference sizes that are not among the `given` names chosen: a legal and the best choice if
-    there is one, else one that breaks the fewest rules; and with the nearest batch to 64 prompts."""
+    """The layout with the inference sizes that are not among the `given` names chosen: a legal and
+    the best choice if there is one, else one that breaks the fewest rules; and with the nearest
+    batch to 64 prompts.
+    """
+
     def choices(name: str) -> list[int]:
         if name in given:
             return [getattr(layout, name)]
         return _divisors(layout.world) if shape.moe or name == "infer_tp" else [1]
 
-    plans = [new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep)) for infer_tp in choices("infer_tp")
-             for infer_ep in choices("infer_ep")]
+    plans = [
+        new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep))
+        for infer_tp in choices("infer_tp")
+        for infer_ep in choices("infer_ep")
+    ]
     legal = [with_memory(plan) for plan in plans if not broken(plan)]
     if legal:
         return min(legal, key=rollout_key).plan
-    return min(plans, key=lambda plan: (len(broken(plan)), abs(plan.layout.infer_tp * plan.layout.infer_ep
-                                                               - layout.tp * layout.ep)))
+    return min(
+        plans,
+        key=lambda plan: (
+            len(broken(plan)),
+            abs(plan.layout.infer_tp * plan.layout.infer_ep - layout.tp * layout.ep),
+        ),
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -82,10 +115,20 @@ def _training_candidates(shape: ModelShape, world: int, ranks_per_node: int) -> 
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                yield Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node)
+                yield Layout(
+                    world,
+                    tp=tp,
+                    pp=pp,
+                    ep=ep,
+                    infer_tp=tp,
+                    infer_ep=ep,
+                    ranks_per_node=ranks_per_node,
+                )
 
 
-def training_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True) -> Iterator[Plan]:
+def training_layouts(
+    shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True
+) -> Iterator[Plan]:
     """Plans whose training side is legal; the rollout's is still the same."""
     for layout in _training_candidates(shape, world, ranks_per_node):
         plan = new_plan(shape, layout, Batch(), lora)
@@ -98,50 +141,72 @@ def rollout_layouts(plan: Plan) -> Iterator[Plan]:
     world = plan.layout.world
     for infer_tp in _divisors(world):
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
-            candidate = replace(plan, layout=replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep))
+            candidate = replace(
+                plan, layout=replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
+            )
             if not any(rule.check(candidate.layout, candidate) for rule in ROLLOUT):
                 yield candidate
 
 
-def legal_layouts(shape: ModelShape, world: int, ranks_per_node: int = 16, memory_gb: float = 64.0) -> list[Memory]:
-    """Every legal training layout with the global batch nearest to 64 prompts that it can divide, its best inference
-    layout and the gpu_memory_utilization that it needs on ranks of `memory_gb`; the best first.
+def legal_layouts(
+    shape: ModelShape, world: int, ranks_per_node: int = 16, memory_gb: float = 64.0
+) -> list[Memory]:
+    """Every legal training layout with the global batch nearest to 64 prompts that it can divide,
+    its best inference layout and the gpu_memory_utilization that it needs on ranks of `memory_gb`;
+    the best first.
 
-    Order: what fits into memory, else what is least over; groups inside a node; the share of an update that a rank
-    waits for its pipeline (in steps of 5 %); fewest collectives that a layer waits for (TP: 2 all-gathers and 2
-    reduce-scatters, experts: 2 all-to-alls); the least memory on the fullest rank.
+    Order: what fits into memory, else what is least over; groups inside a node; the share of an
+    update that a rank waits for its pipeline (in steps of 5 %); fewest collectives that a layer
+    waits for (TP: 2 all-gathers and 2 reduce-scatters, experts: 2 all-to-alls); the least memory on
+    the fullest rank.
     """
     best = []
     for training in training_layouts(shape, world, ranks_per_node):
         plans = map(fit_batch, rollout_layouts(training))
-        if choices := [with_memory(plan, memory_gb=memory_gb) for plan in plans if not broken(plan)]:
+        if choices := [
+            with_memory(plan, memory_gb=memory_gb) for plan in plans if not broken(plan)
+        ]:
             best.append(min(choices, key=rollout_key))
     return sorted(best, key=training_key)
 
 
 # ---- ranking ----
 
+
 def layer_collectives(plan: Plan) -> tuple[int, int]:
     """Collectives that a layer's forward pass waits for, in training and in vLLM."""
     it, moe = plan.layout, plan.shape.moe
-    return (4 * (it.tp > 1) + 2 * (moe and it.tp * it.ep > 1),
-            2 * (it.infer_tp > 1) + 2 * (moe and it.infer_tp * it.infer_ep > 1))
+    return (
+        4 * (it.tp > 1) + 2 * (moe and it.tp * it.ep > 1),
+        2 * (it.infer_tp > 1) + 2 * (moe and it.infer_tp * it.infer_ep > 1),
+    )
 
 
 def stage_work(plan: Plan) -> list[float]:
-    """Multiplications a token of each pipeline stage: the weights that it meets, attention over half the sequence, and
-    the output layer."""
+    """Multiplications a token of each pipeline stage: the weights that it meets, attention over
+    half the sequence, and the output layer.
+    """
     shape = plan.shape
-    h, attention = shape.hidden_size, plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
-    linears = sum(linear.inputs * linear.outputs * linear.active for linear in family_of(shape).linears(shape))
+    h, attention = (
+        shape.hidden_size,
+        plan.batch.seq_length * shape.num_attention_heads * shape.head_dim,
+    )
+    linears = sum(
+        linear.inputs * linear.outputs * linear.active for linear in family_of(shape).linears(shape)
+    )
     work = [layers * (linears + attention + h * shape.num_experts) for layers in plan.layers]
     return [*work[:-1], work[-1] + shape.vocab_size * h]
 
 
 def idle_share(plan: Plan) -> float:
-    """Share of an update that the average rank waits for its pipeline: its first and last micro-batches, and its
-    slowest stage."""
-    work, pp, micro_batches = stage_work(plan), plan.layout.pp, plan.mini_share // plan.batch.micro_batch_size
+    """Share of an update that the average rank waits for its pipeline: its first and last
+    micro-batches, and its slowest stage.
+    """
+    work, pp, micro_batches = (
+        stage_work(plan),
+        plan.layout.pp,
+        plan.mini_share // plan.batch.micro_batch_size,
+    )
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
 
 
@@ -150,27 +215,44 @@ def groups_across_nodes(plan: Plan) -> tuple[list[str], list[str]]:
     it, moe = plan.layout, plan.shape.moe
     experts, infer_experts = it.tp * it.ep, it.infer_tp * it.infer_ep
     training = {f"TP {it.tp}": it.tp, f"experts over {experts} ranks": experts if moe else 1}
-    rollout = {f"infer TP {it.infer_tp}": it.infer_tp,
-               f"vLLM's experts over {infer_experts} ranks": infer_experts if moe else 1}
-    return tuple([name for name, size in side.items() if it.nodes > 1 and it.node_width % size]
-                 for side in (training, rollout))
+    rollout = {
+        f"infer TP {it.infer_tp}": it.infer_tp,
+        f"vLLM's experts over {infer_experts} ranks": infer_experts if moe else 1,
+    }
+    return tuple(
+        [name for name, size in side.items() if it.nodes > 1 and it.node_width % size]
+        for side in (training, rollout)
+    )
 
 
 def rollout_key(memory: Memory) -> tuple:
-    """Order of the inference layouts of one training layout. Groups as large as training's leave every expert on its
-    rank."""
+    """Order of the inference layouts of one training layout. Groups as large as training's leave
+    every expert on its rank.
+    """
     plan, it = memory.plan, memory.plan.layout
     moves = it.infer_tp * it.infer_ep // (it.tp * it.ep) if plan.shape.moe else 1
     short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
-    return (memory.excess, len(groups_across_nodes(plan)[1]), layer_collectives(plan)[1], round(short, 1), moves,
-            memory.settings.gpu_memory_utilization, it.infer_tp * it.infer_ep)
+    return (
+        memory.excess,
+        len(groups_across_nodes(plan)[1]),
+        layer_collectives(plan)[1],
+        round(short, 1),
+        moves,
+        memory.settings.gpu_memory_utilization,
+        it.infer_tp * it.infer_ep,
+    )
 
 
 def training_key(memory: Memory) -> tuple:
     """Order of the layouts."""
     plan = memory.plan
-    return (memory.excess, sum(map(len, groups_across_nodes(plan))), int(idle_share(plan) / 0.05),
-            layer_collectives(plan)[0], memory.peak)
+    return (
+        memory.excess,
+        sum(map(len, groups_across_nodes(plan))),
+        int(idle_share(plan) / 0.05),
+        layer_collectives(plan)[0],
+        memory.peak,
+    )
 
 
 def reasons(memory: Memory) -> list[str]:
@@ -178,27 +260,36 @@ def reasons(memory: Memory) -> list[str]:
     plan, it = memory.plan, memory.plan.layout
     across = [group for side in groups_across_nodes(plan) for group in side]
     tight = ", tight" if memory.tight else ""
-    reasons = memory.faults or [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
+    reasons = memory.faults or [
+        f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"
+    ]
     reasons += [f"across nodes, slow: {', '.join(across)}"] if across else []
     reasons += [f"waits {idle_share(plan):.0%} for the pipeline"] if it.pp > 1 else []
     kinds = ["TP: 2 all-gathers, 2 reduce-scatters"] if it.tp > 1 else []
     kinds += ["experts: 2 all-to-alls"] if plan.shape.moe and it.tp * it.ep > 1 else []
-    reasons.append(f"{layer_collectives(plan)[0]} collectives a layer" + (f" ({'; '.join(kinds)})" if kinds else ""))
+    reasons.append(
+        f"{layer_collectives(plan)[0]} collectives a layer"
+        + (f" ({'; '.join(kinds)})" if kinds else "")
+    )
     if memory.answers_at_once < memory.answers_needed:
-        reasons.append(f"KV cache for {memory.answers_at_once} of {memory.answers_needed} answers at once")
+        reasons.append(
+            f"KV cache for {memory.answers_at_once} of {memory.answers_needed} answers at once"
+        )
     return reasons
 
 
 # ---- what is near, and why there is nothing ----
 
-def nearest(plan: Plan, k: int = 3, settings: Settings | None = None,
-            names: Collection[str] = CHANGEABLE) -> list[Plan]:
-    """The legal plans nearest to one that is not: the same ranks, the fewest and smallest changes of the sizes in
-    `names`, then of the batch.
 
-    A size's change counts |log2(new / old)|, and every changed size 1 more: one number to retype is better than two.
-    Switches (sequence_parallel, enable_expert_parallel and so on) are set as the layout needs them. Among equals, what
-    fits into memory comes first.
+def nearest(
+    plan: Plan, k: int = 3, settings: Settings | None = None, names: Collection[str] = CHANGEABLE
+) -> list[Plan]:
+    """The legal plans nearest to one that is not: the same ranks, the fewest and smallest changes
+    of the sizes in `names`, then of the batch.
+
+    A size's change counts |log2(new / old)|, and every changed size 1 more: one number to retype is
+    better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
+    layout needs them. Among equals, what fits into memory comes first.
     """
     wanted, groups = plan.layout, {}  # sizes in names -> (distance, plan) of each candidate
     for training in training_layouts(plan.shape, wanted.world, wanted.ranks_per_node, plan.lora):
@@ -211,48 +302,82 @@ def nearest(plan: Plan, k: int = 3, settings: Settings | None = None,
     limit = far[min(k, len(far)) - 1] if far else 0
     close = []
     for group in groups.values():
-        if choices := [(round(distance, 6), with_memory(kept, settings))
-                       for distance, kept in group if distance <= limit]:
+        if choices := [
+            (round(distance, 6), with_memory(kept, settings))
+            for distance, kept in group
+            if distance <= limit
+        ]:
             close.append(min(choices, key=lambda choice: (choice[0], rollout_key(choice[1]))))
     close.sort(key=lambda choice: (choice[0], training_key(choice[1]), rollout_key(choice[1])))
     return [memory.plan for _, memory in close[:k]]
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:
-    """How far two plans are apart, in changes of the sizes in `names`, those that a user typed, and of the batch."""
+    """How far two plans are apart, in changes of the sizes in `names`, those that a user typed, and
+    of the batch.
+    """
     pairs = [(getattr(plan.layout, name), getattr(other.layout, name)) for name in names]
     batch = abs(log2(other.batch.global_batch_size / plan.batch.global_batch_size))
     return sum(1 + abs(log2(new / old)) for old, new in pairs if new != old) + batch
 
 
-def changes(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE, batch: bool = True) -> list[str]:
-    """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, switches and batch as well."""
+def changes(
+    plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE, batch: bool = True
+) -> list[str]:
+    """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, switches and batch
+    as well.
+    """
+
     def retyped(old: object, new: object, names: Collection[str]) -> list[str]:
-        return [f"{name} {getattr(old, name)} -> {getattr(new, name)}".lower() for name in names
-                if getattr(old, name) != getattr(new, name)]
+        return [
+            f"{name} {getattr(old, name)} -> {getattr(new, name)}".lower()
+            for name in names
+            if getattr(old, name) != getattr(new, name)
+        ]
 
     if not batch:
         return retyped(plan.layout, other.layout, names)
-    left_out = ["num_layer_list"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
-    dispatch = [name for name, size in plan.batch.dispatch.items() if size and not other.batch.dispatch.get(name)]
-    return [*retyped(plan.layout, other.layout, [*names, *SWITCHES]), *(f"{name} left out" for name in left_out),
-            *retyped(plan.batch, other.batch, ("global_batch_size", "mini_batch_size", "micro_batch_size")),
-            *(f"{name} left out" for name in dispatch)]
+    left_out = (
+        ["num_layer_list"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
+    )
+    dispatch = [
+        name
+        for name, size in plan.batch.dispatch.items()
+        if size and not other.batch.dispatch.get(name)
+    ]
+    return [
+        *retyped(plan.layout, other.layout, [*names, *SWITCHES]),
+        *(f"{name} left out" for name in left_out),
+        *retyped(
+            plan.batch, other.batch, ("global_batch_size", "mini_batch_size", "micro_batch_size")
+        ),
+        *(f"{name} left out" for name in dispatch),
+    ]
 
 
 def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[tuple[str, int]]:
-    """For a number of ranks without a layout: the sentences that refuse its candidates, and how many each refuses
-    alone or with others."""
-    return Counter(fault.message for layout in _training_candidates(shape, world, ranks_per_node)
-                   for fault in broken(new_plan(shape, layout))).most_common()
+    """For a number of ranks without a layout: the sentences that refuse its candidates, and how
+    many each refuses alone or with others.
+    """
+    return Counter(
+        fault.message
+        for layout in _training_candidates(shape, world, ranks_per_node)
+        for fault in broken(new_plan(shape, layout))
+    ).most_common()
 
 
 def other_worlds(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[int]:
     """The nearest smaller and larger numbers of ranks for which a layout exists."""
+
     def exists(size: int) -> bool:
-        return any(True for training in training_layouts(shape, size, ranks_per_node)
-                   for _ in rollout_layouts(training))
+        return any(
+            True
+            for training in training_layouts(shape, size, ranks_per_node)
+            for _ in rollout_layouts(training)
+        )
 
     smaller = next((size for size in range(world - 1, 0, -1) if exists(size)), None)
-    larger = next((size for size in range(world + 1, 2 * world + 2 * ranks_per_node) if exists(size)), None)
+    larger = next(
+        (size for size in range(world + 1, 2 * world + 2 * ranks_per_node) if exists(size)), None
+    )
     return [size for size in (smaller, larger) if size]

@@ -20,10 +20,13 @@ from mindspeed_qerl.recipe.types import Layout
 COLORS = ("#999999", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00", "#009E73")
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
 COLLECTIVES = "colls: collectives that a layer waits for. "
-LEGEND = ("vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that divides. train, sync, rollout: GB of "
-          "the fullest rank in the forward and backward passes, in the weight sync, and in the rollout with its KV "
-          f"cache. util: gpu_memory_utilization. waits: share of an update lost to the pipeline. {COLLECTIVES}KV for "
-          f"n of m: full-length answers at once that the KV cache holds, of those that are needed. {DISCLAIMER}")
+LEGEND = (
+    "vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that divides. train, sync, "
+    "rollout: GB of the fullest rank in the forward and backward passes, in the weight sync, and "
+    "in the rollout with its KV cache. util: gpu_memory_utilization. waits: share of an update "
+    f"lost to the pipeline. {COLLECTIVES}KV for n of m: full-length answers at once that the KV "
+    f"cache holds, of those that are needed. {DISCLAIMER}"
+)
 WIDE = 100  # columns; below, sums and notes stand under their table
 
 
@@ -42,22 +45,35 @@ def label(plan: Plan) -> str:
 
 def model_line(shape: ModelShape) -> str:
     """The model in one line."""
-    experts = f", {shape.num_experts} experts of which {shape.num_experts_per_tok} answer a token" if shape.moe else ""
-    return (f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, {shape.num_hidden_layers} layers, "
-            f"{shape.num_attention_heads} heads, {shape.num_key_value_heads} KV heads{experts}")
+    experts = (
+        f", {shape.num_experts} experts of which {shape.num_experts_per_tok} answer a token"
+        if shape.moe
+        else ""
+    )
+    return (
+        f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, {shape.num_hidden_layers} "
+        f"layers, {shape.num_attention_heads} heads, {shape.num_key_value_heads} KV heads{experts}"
+    )
 
 
 def sizes_line(plan: Plan) -> str:
     """The sizes of the layout."""
     it, moe = plan.layout, plan.shape.moe
-    sizes = {"TP": it.tp, "PP": it.pp, "CP": it.cp if it.cp > 1 else None, "EP": it.ep if moe else None, "DP": it.dp}
+    sizes = {
+        "TP": it.tp,
+        "PP": it.pp,
+        "CP": it.cp if it.cp > 1 else None,
+        "EP": it.ep if moe else None,
+        "DP": it.dp,
+    }
     training = ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
     return f"{training}; vLLM TP {it.infer_tp}" + (f" x EP {it.infer_ep}" if moe else "")
 
 
 def nodes(layout: Layout, assumed: bool) -> str:
-    """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the option that says
-    so."""
+    """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the
+    option that says so.
+    """
     halves = assumed and layout.nodes == 1 and layout.world % 2 == 0
     two = f"; for two: --ranks-per-node {layout.world // 2}" if halves else ""
     return f"{layout.nodes} node{'s' if layout.nodes > 1 else ''} of {layout.node_width}{two}"
@@ -65,13 +81,16 @@ def nodes(layout: Layout, assumed: bool) -> str:
 
 def batch_line(plan: Plan) -> str:
     """The batch in one line."""
-    return (f"{plan.batch.global_batch_size} prompts x {plan.batch.samples_per_prompt} answers a step: {plan.share} "
-            "answers a training rank")
+    return (
+        f"{plan.batch.global_batch_size} prompts x {plan.batch.samples_per_prompt} answers a step: "
+        f"{plan.share} answers a training rank"
+    )
 
 
 def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
-    """The ranked layouts, one a line, and what the columns are; where the terminal is narrow, without the collectives
-    and with the notes under the table."""
+    """The ranked layouts, one a line, and what the columns are; where the terminal is narrow,
+    without the collectives and with the notes under the table.
+    """
     wide = console.width >= WIDE
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     places: dict[str, list[str]] = {}
@@ -83,9 +102,15 @@ def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
             del row["colls"], row["note"]
         if not table.columns:
             for name in row:
-                table.add_column(name, justify="left" if name == "note" else "right", no_wrap=name != "note",
-                                 overflow="fold")
-        table.add_row(*row.values(), style="red" if not memory.fits else "yellow" if memory.tight else None)
+                table.add_column(
+                    name,
+                    justify="left" if name == "note" else "right",
+                    no_wrap=name != "note",
+                    overflow="fold",
+                )
+        table.add_row(
+            *row.values(), style="red" if not memory.fits else "yellow" if memory.tight else None
+        )
     console.print(table)
     for note, numbers in places.items() if not wide else ():
         console.print(f"{', '.join(numbers)}: {note}", highlight=False)
@@ -95,14 +120,21 @@ def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
 def _columns(memory: Memory) -> dict[str, str]:
     plan, it, moe = memory.plan, memory.plan.layout, memory.plan.shape.moe
     gigabytes = {moment: memory.total(moment) / GB for moment in MOMENTS}
-    return {"TP": str(it.tp), "PP": str(it.pp), **({"EP": str(it.ep)} if moe else {}), "DP": str(it.dp),
-            "vLLM": f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp),
-            "batch": str(plan.batch.global_batch_size),
-            "train": f"{max(gigabytes['update'], gigabytes['log-probs']):.0f}",
-            "sync": f"{gigabytes['weight sync']:.0f}", "rollout": f"{gigabytes['rollout']:.0f}",
-            "util": f"{memory.settings.gpu_memory_utilization:g}",
-            "waits": f"{idle_share(plan):.0%}" if it.pp > 1 else "",
-            "colls": str(layer_collectives(plan)[0]), "note": "; ".join(_notes(memory))}
+    return {
+        "TP": str(it.tp),
+        "PP": str(it.pp),
+        **({"EP": str(it.ep)} if moe else {}),
+        "DP": str(it.dp),
+        "vLLM": f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp),
+        "batch": str(plan.batch.global_batch_size),
+        "train": f"{max(gigabytes['update'], gigabytes['log-probs']):.0f}",
+        "sync": f"{gigabytes['weight sync']:.0f}",
+        "rollout": f"{gigabytes['rollout']:.0f}",
+        "util": f"{memory.settings.gpu_memory_utilization:g}",
+        "waits": f"{idle_share(plan):.0%}" if it.pp > 1 else "",
+        "colls": str(layer_collectives(plan)[0]),
+        "note": "; ".join(_notes(memory)),
+    }
 
 
 def _notes(memory: Memory) -> list[str]:
@@ -110,21 +142,28 @@ def _notes(memory: Memory) -> list[str]:
     if not memory.fits:
         return [f"does not fit: {memory.excess / GB:.1f} GB over"]
     short = memory.answers_at_once < memory.answers_needed
-    return [*(["tight"] if memory.tight else []),
-            *([f"KV for {memory.answers_at_once} of {memory.answers_needed}"] if short else []),
-            *(reason for reason in reasons(memory) if reason.startswith("across nodes"))]
+    return [
+        *(["tight"] if memory.tight else []),
+        *([f"KV for {memory.answers_at_once} of {memory.answers_needed}"] if short else []),
+        *(reason for reason in reasons(memory) if reason.startswith("across nodes")),
+    ]
 
 
 def print_memory(console: Console, memory: Memory) -> None:
-    """Each part of the fullest rank's memory at each moment, GB, and how it comes about: beside it, or below it where
-    the terminal is narrow."""
+    """Each part of the fullest rank's memory at each moment, GB, and how it comes about: beside it,
+    or below it where the terminal is narrow.
+    """
     wide = console.width >= WIDE
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
     table.add_column("GB of one rank", footer="sum", no_wrap=True)
     for moment in MOMENTS:
-        table.add_column(moment, justify="right", footer=f"{memory.total(moment) / GB:.1f}", no_wrap=True)
+        table.add_column(
+            moment, justify="right", footer=f"{memory.total(moment) / GB:.1f}", no_wrap=True
+        )
     if wide:
-        table.add_column("how", footer=f"of {memory.capacity / GB:.0f}", overflow="fold", style="dim")
+        table.add_column(
+            "how", footer=f"of {memory.capacity / GB:.0f}", overflow="fold", style="dim"
+        )
     hows = {}
     for name, row in parts_by_moment(memory).items():
         hows[name] = "; ".join(dict.fromkeys(part.how for part in row.values()))
@@ -157,34 +196,69 @@ def faults_table(faults: Iterable[Violation]) -> Table:
 
 # ---- JSON ----
 
+
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
-    names = ("world", "ranks_per_node", "tp", "pp", "cp", "ep", "dp", "infer_tp", "infer_ep", "infer_dp", "nodes",
-             "sequence_parallel", "enable_expert_parallel")
-    return {**{name: getattr(plan.layout, name) for name in names}, "num_layer_list": list(plan.layout.num_layer_list),
-            "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"}}
+    names = (
+        "world",
+        "ranks_per_node",
+        "tp",
+        "pp",
+        "cp",
+        "ep",
+        "dp",
+        "infer_tp",
+        "infer_ep",
+        "infer_dp",
+        "nodes",
+        "sequence_parallel",
+        "enable_expert_parallel",
+    )
+    return {
+        **{name: getattr(plan.layout, name) for name in names},
+        "num_layer_list": list(plan.layout.num_layer_list),
+        "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"},
+    }
 
 
 def memory_dict(memory: Memory) -> dict[str, Any]:
     """The memory of the fullest rank, bytes."""
-    return {"capacity": memory.capacity, "fits": memory.fits, "faults": memory.faults, "pipeline_stage": memory.stage,
-            "totals": {moment: memory.total(moment) for moment in MOMENTS},
-            "parts": {moment: [asdict(part) for part in parts] for moment, parts in memory.moments.items()},
-            "kv_cache": {"bytes": memory.kv_cache, "bytes_a_token": memory.kv_token,
-                         "answers_at_once": memory.answers_at_once, "answers_needed": memory.answers_needed}}
+    return {
+        "capacity": memory.capacity,
+        "fits": memory.fits,
+        "faults": memory.faults,
+        "pipeline_stage": memory.stage,
+        "totals": {moment: memory.total(moment) for moment in MOMENTS},
+        "parts": {
+            moment: [asdict(part) for part in parts] for moment, parts in memory.moments.items()
+        },
+        "kv_cache": {
+            "bytes": memory.kv_cache,
+            "bytes_a_token": memory.kv_token,
+            "answers_at_once": memory.answers_at_once,
+            "answers_needed": memory.answers_needed,
+        },
+    }
 
 
 def ranked_dict(memory: Memory) -> dict[str, Any]:
     """One line of the ranking."""
-    return {**plan_dict(memory.plan), "gpu_memory_utilization": memory.settings.gpu_memory_utilization,
-            "pipeline_idle": round(idle_share(memory.plan), 4), "memory": {**memory_dict(memory), "parts": None},
-            "reasons": reasons(memory)}
+    return {
+        **plan_dict(memory.plan),
+        "gpu_memory_utilization": memory.settings.gpu_memory_utilization,
+        "pipeline_idle": round(idle_share(memory.plan), 4),
+        "memory": {**memory_dict(memory), "parts": None},
+        "reasons": reasons(memory),
+    }
 
 
 # ---- picture ----
 
+
 def plot_memory(bars: Mapping[str, Memory], title: str, file: Path) -> None:
-    """A stacked bar for each moment of each layout, by KINDS; `bars` maps a label to a layout's memory."""
+    """A stacked bar for each moment of each layout, by KINDS; `bars` maps a label to a layout's
+    memory.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 1.6 + 2.1 * len(bars)), 4.4), layout="constrained")
@@ -194,7 +268,15 @@ def plot_memory(bars: Mapping[str, Memory], title: str, file: Path) -> None:
     tops = [0.0] * len(moments)
     for kind, color in zip(KINDS, COLORS, strict=True):
         heights = [sum(part.bytes for part in parts if part.kind == kind) / GB for parts in moments]
-        axes.bar(places, heights, 0.86, tops, color=color, alpha=0.35 if kind == "KV cache" else 1.0, label=kind)
+        axes.bar(
+            places,
+            heights,
+            0.86,
+            tops,
+            color=color,
+            alpha=0.35 if kind == "KV cache" else 1.0,
+            label=kind,
+        )
         tops = [top + height for top, height in zip(tops, heights)]
     for place, top in zip(places, tops):
         axes.text(place, top + 0.6, f"{top:.0f}", ha="center", fontsize=8)

@@ -1,1 +1,3 @@
-"""The local engine: megatron-core trains, vLLM samples, Ray holds the processes. One machine, no NPU."""
+"""The local engine: megatron-core trains, vLLM samples, Ray holds the processes. One machine, no
+NPU.
+"""

@@ -1,4 +1,6 @@
-"""Which questions are next; sampled answers as right-padded sequences, dealt by length to Megatron's ranks."""
+"""Which questions are next; sampled answers as right-padded sequences, dealt by length to
+Megatron's ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +9,8 @@ import numpy as np
 
 
 class PromptOrder:
-    """Which of `count` rows are asked next: the file is shuffled anew for each pass and read in that order.
+    """Which of `count` rows are asked next: the file is shuffled anew for each pass and read in
+    that order.
 
     With `position`, the rows asked so far, a run that resumes asks what it would have asked.
 
@@ -25,23 +28,37 @@ class PromptOrder:
         """The next `rows` row numbers; a row comes again in each pass."""
         positions = range(self.position, self.position + rows)
         passes = {position // self.count for position in positions}
-        shuffled = {number: np.random.default_rng([self.seed, number]).permutation(self.count) for number in passes}
+        shuffled = {
+            number: np.random.default_rng([self.seed, number]).permutation(self.count)
+            for number in passes
+        }
         self.position += rows
-        return [int(shuffled[position // self.count][position % self.count]) for position in positions]
+        return [
+            int(shuffled[position // self.count][position % self.count]) for position in positions
+        ]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of prompt and completion. Position t of the [N, L-1] arrays speaks of token t + 1, as logits do."""
+    """Sequences of prompt and completion. Position t of the [N, L-1] arrays speaks of token t + 1,
+    as logits do.
+    """
 
     tokens: np.ndarray  # int64 [N, L], padded on the right with 0
     lengths: np.ndarray  # int64 [N], prompt and completion together
     mask: np.ndarray  # bool [N, L-1], True where a completion token is predicted
-    rollout_logprobs: np.ndarray  # float32 [N, L-1], by the policy that sampled, noise included; 0 outside the mask
+    rollout_logprobs: (
+        np.ndarray
+    )  # float32 [N, L-1], by the policy that sampled, noise included; 0 outside the mask
     advantages: np.ndarray  # float32 [N]
-    old_logprobs: np.ndarray | None = None  # float32 [N, L-1] before this step's first update; None: the ratio is 1
-    reference_logprobs: np.ndarray | None = None  # float32 [N, L-1] of the base model; None: no KL term
-    # [N, L-1, layers, top_k] of the token at t, for all tokens but the last of each row; None: the trainer's own
+    old_logprobs: np.ndarray | None = (
+        None  # float32 [N, L-1] before this step's first update; None: the ratio is 1
+    )
+    reference_logprobs: np.ndarray | None = (
+        None  # float32 [N, L-1] of the base model; None: no KL term
+    )
+    # [N, L-1, layers, top_k] of the token at t, for all tokens but the last of each row; None: the
+    # trainer's own
     routes: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -51,12 +68,19 @@ class Batch:
         """The rows `index`, trimmed to the longest of them."""
         longest = int(self.lengths[index].max())
         parts = {name: value[index] for name, value in vars(self).items() if value is not None}
-        return Batch(**{name: part if part.ndim == 1 else part[:, : longest if name == "tokens" else longest - 1]
-                        for name, part in parts.items()})
+        return Batch(
+            **{
+                name: part
+                if part.ndim == 1
+                else part[:, : longest if name == "tokens" else longest - 1]
+                for name, part in parts.items()
+            }
+        )
 
     def routes_by_position(self, length: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """Padded to `length`, in Megatron's order, position by position: `routes` [length N, layers, top_k], if there
-        are some, and which of these tokens have some, bool [length N]."""
+        """Padded to `length`, in Megatron's order, position by position: `routes` [length N,
+        layers, top_k], if there are some, and which of these tokens have some, bool [length N].
+        """
         known = (np.arange(length)[:, None] < self.lengths - 1).flatten()
         if self.routes is None:
             return None, known
@@ -65,19 +89,27 @@ class Batch:
         return routes.reshape(-1, *routes.shape[2:]), known
 
     def padded(self, count: int) -> "Batch":
-        """With `count` more rows that have no token to train: copies of the first one, so that ranks share equally."""
+        """With `count` more rows that have no token to train: copies of the first one, so that
+        ranks share equally.
+        """
         if not count:
             return self
         batch = self.rows(np.concatenate([np.arange(len(self)), np.zeros(count, dtype=np.int64)]))
-        batch.mask[len(self):] = False
+        batch.mask[len(self) :] = False
         return batch
 
 
-def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
-                logprobs: Sequence[Sequence[float]], advantages: np.ndarray,
-                routes: Sequence[np.ndarray] | None = None) -> Batch:
-    """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log probabilities of
-    its tokens, `routes[i]` [length - 1, layers, top_k] the experts that its tokens went to, prompt included."""
+def build_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    advantages: np.ndarray,
+    routes: Sequence[np.ndarray] | None = None,
+) -> Batch:
+    """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log
+    probabilities of its tokens, `routes[i]` [length - 1, layers, top_k] the experts that its tokens
+    went to, prompt included.
+    """
     lengths = np.array([len(p) + len(c) for p, c in zip(prompts, completions)], dtype=np.int64)
     count, longest = len(lengths), int(lengths.max())
     tokens = np.zeros((count, longest), dtype=np.int64)
@@ -93,24 +125,39 @@ def build_batch(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence
         replayed = np.zeros((count, longest - 1, *routes[0].shape[1:]), dtype=routes[0].dtype)
         for row, of_row in enumerate(routes):
             replayed[row, : len(of_row)] = of_row
-    return Batch(tokens, lengths, mask, rollout_logprobs, np.asarray(advantages, dtype=np.float32), routes=replayed)
+    return Batch(
+        tokens,
+        lengths,
+        mask,
+        rollout_logprobs,
+        np.asarray(advantages, dtype=np.float32),
+        routes=replayed,
+    )
 
 
 def deal(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Row indices for each data-parallel rank: sorted by length and dealt in turn, so that micro-batches match.
-    ValueError if the rows cannot be shared equally (ranks wait for each other in the experts)."""
+    """Row indices for each data-parallel rank: sorted by length and dealt in turn, so that
+    micro-batches match. ValueError if the rows cannot be shared equally (ranks wait for each other
+    in the experts).
+    """
     if len(lengths) % ranks:
-        raise ValueError(f"{len(lengths)} sequences cannot be dealt equally to {ranks} data-parallel ranks")
+        raise ValueError(
+            f"{len(lengths)} sequences cannot be dealt equally to {ranks} data-parallel ranks"
+        )
     order = np.argsort(-lengths, kind="stable")
     return [order[rank::ranks] for rank in range(ranks)]
 
 
 def deal_mini_batches(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:
-    """Row indices [rank][mini-batch]: of each `size` rows in turn, those that `deal` gives each data-parallel rank.
+    """Row indices [rank][mini-batch]: of each `size` rows in turn, those that `deal` gives each
+    data-parallel rank.
 
     >>> deal_mini_batches(np.array([5, 7, 6, 4]), size=2, ranks=2)
     [[array([1]), array([2])], [array([0]), array([3])]]
     """
-    shares = [start + index for start in range(0, len(lengths), size)
-              for index in deal(lengths[start : start + size], ranks)]
+    shares = [
+        start + index
+        for start in range(0, len(lengths), size)
+        for index in deal(lengths[start : start + size], ranks)
+    ]
     return [shares[rank::ranks] for rank in range(ranks)]

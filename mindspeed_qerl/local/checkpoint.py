@@ -1,16 +1,17 @@
-"""Checkpoints of the local engine: adapters and their optimizer, whole, by the names of the undivided model, so
-that a run can resume in any layout.
+"""Checkpoints of the local engine: adapters and their optimizer, whole, by the names of the
+undivided model, so that a run can resume in any layout.
 
-    checkpoints/iter_0000010/
-        state.json                iteration, updates, prompts_asked (the position in the data), the run's id, the
-                                  digest of the base weights, the model's shape, LoRA's settings, and each file's bytes
-                                  and SHA-256
-        shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's
-                                  two moments of both (.exp_avg, .exp_avg_sq), float32
+    checkpoints/iter_0000010/ state.json                iteration, updates, prompts_asked (the
+        position in the data), the run's id, the
+                                  digest of the base weights, the model's shape, LoRA's settings,
+                                  and each file's bytes and SHA-256
+        shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B
+                                  [out, r], and AdamW's two moments of both (.exp_avg, .exp_avg_sq),
+                                  float32
 
-A folder with that name is complete: it is written under another name, forced to the disk, and renamed. Reading it
-executes nothing, it is safetensors and JSON. There are no random states: each draw of a run has a seed of its own,
-made of the run's seed, its purpose and the step (seeds.py).
+A folder with that name is complete: it is written under another name, forced to the disk, and
+renamed. Reading it executes nothing, it is safetensors and JSON. There are no random states: each
+draw of a run has a seed of its own, made of the run's seed, its purpose and the step (seeds.py).
 """
 
 import json
@@ -23,7 +24,12 @@ from typing import Any
 
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.families.tensors import mappings
-from mindspeed_qerl.files import checkpoint_iterations, describe_files, fault_of_files, new_directory
+from mindspeed_qerl.files import (
+    checkpoint_iterations,
+    describe_files,
+    fault_of_files,
+    new_directory,
+)
 from mindspeed_qerl.lora import checkpoint as megatron
 from mindspeed_qerl.lora.checkpoint import Adapters
 from mindspeed_qerl.recipe.types import LoRA
@@ -36,10 +42,18 @@ def folder(checkpoints: Path, iteration: int) -> Path:
     return checkpoints / f"iter_{iteration:07d}"
 
 
-def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Callable[[Path], Any], keep: int) -> Path:
-    """Make the checkpoint of `iteration`, then remove all but the last `keep`, and what a killed process left half
-    made or half removed: who saves holds the run's lock. After an OSError those that were there still are, and nothing
-    half made. state: JSON values that `read_state` will give back. write: writes the tensor files into a folder."""
+def save(
+    checkpoints: Path,
+    iteration: int,
+    state: Mapping[str, Any],
+    write: Callable[[Path], Any],
+    keep: int,
+) -> Path:
+    """Make the checkpoint of `iteration`, then remove all but the last `keep`, and what a killed
+    process left half made or half removed: who saves holds the run's lock. After an OSError those
+    that were there still are, and nothing half made. state: JSON values that `read_state` will give
+    back. write: writes the tensor files into a folder.
+    """
     final = folder(checkpoints, iteration)
     for left in checkpoints.glob(".iter_*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -47,49 +61,65 @@ def save(checkpoints: Path, iteration: int, state: Mapping[str, Any], write: Cal
         write(making)
         files = describe_files(making, making.iterdir())
         with open(making / STATE, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"iteration": iteration, **state, "files": files}, indent=2) + "\n")
+            file.write(
+                json.dumps({"iteration": iteration, **state, "files": files}, indent=2) + "\n"
+            )
             file.flush()
             os.fsync(file.fileno())
         _force_directory(making)
     _force_directory(checkpoints)
     for old in checkpoint_iterations(checkpoints)[:-keep]:
-        removing = folder(checkpoints, old).rename(checkpoints / f".{folder(checkpoints, old).name}.removing")
+        removing = folder(checkpoints, old).rename(
+            checkpoints / f".{folder(checkpoints, old).name}.removing"
+        )
         shutil.rmtree(removing, ignore_errors=True)  # what somebody still reads goes with the next
     return final
 
 
 def write_tensors(tensors: Mapping[str, Any], directory: str) -> None:
-    """This rank's part of a checkpoint, on all ranks at once; RuntimeError with the reason of each that cannot write
-    (torch raises all their traces, as no Exception)."""
+    """This rank's part of a checkpoint, on all ranks at once; RuntimeError with the reason of each
+    that cannot write (torch raises all their traces, as no Exception).
+    """
     from torch.distributed import checkpoint as distributed
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        distributed.save(dict(tensors), storage_writer=distributed.HuggingFaceStorageWriter(
-            directory, save_distributed=True))
+        distributed.save(
+            dict(tensors),
+            storage_writer=distributed.HuggingFaceStorageWriter(directory, save_distributed=True),
+        )
     except CheckpointException as error:
-        raise RuntimeError("; ".join(str(failure) for failure, _ in error.failures.values())) from None
+        raise RuntimeError(
+            "; ".join(str(failure) for failure, _ in error.failures.values())
+        ) from None
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
-    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration" and "files".
-    ValueError: there is none, or a part of it is missing or not what was written; it names the part, and the
-    checkpoints before."""
+    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration"
+    and "files". ValueError: there is none, or a part of it is missing or not what was written; it
+    names the part, and the checkpoints before.
+    """
     there = checkpoint_iterations(checkpoints)
     if not there:
-        raise ValueError(f"{checkpoints} has no checkpoint; one is made at the end of a run, and every "
-                         "megatron_training.save_interval steps")
+        raise ValueError(
+            f"{checkpoints} has no checkpoint; one is made at the end of a run, and every "
+            "megatron_training.save_interval steps"
+        )
     if iteration is None:
         iteration = there[-1]
     elif iteration not in there:
-        raise ValueError(f"{checkpoints} has no checkpoint of iteration {iteration}; there are: "
-                         + ", ".join(map(str, there)))
+        raise ValueError(
+            f"{checkpoints} has no checkpoint of iteration {iteration}; there are: "
+            + ", ".join(map(str, there))
+        )
     directory = folder(checkpoints, iteration)
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
         fault = fault_of_files(directory, state["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(_damaged(directory, there, f"its {STATE} cannot be read ({error})")) from error
+        raise ValueError(
+            _damaged(directory, there, f"its {STATE} cannot be read ({error})")
+        ) from error
     if state["iteration"] != iteration:
         fault = f"its {STATE} is of iteration {state['iteration']}"
     elif strange := {file.name for file in directory.glob("*.safetensors")} - state["files"].keys():
@@ -101,30 +131,43 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
 
 def _damaged(directory: Path, there: list[int], fault: str) -> str:
     before = [number for number in there if folder(directory.parent, number) != directory]
-    way_out = (f"move {directory.name} away to resume from iteration {before[-1]}" if before
-               else "there is no other checkpoint: start a new run")
+    way_out = (
+        f"move {directory.name} away to resume from iteration {before[-1]}"
+        if before
+        else "there is no other checkpoint: start a new run"
+    )
     return f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or {way_out}"
 
 
 def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
     """What a checkpoint says of the adapters in it."""
-    return {"model": asdict(shape), "lora": {"r": lora.r, "alpha": lora.alpha, "targets": sorted(lora.targets)}}
+    return {
+        "model": asdict(shape),
+        "lora": {"r": lora.r, "alpha": lora.alpha, "targets": sorted(lora.targets)},
+    }
 
 
 def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """ValueError that names each difference, unless the checkpoint is of the model and the adapters that `expected`
-    describes (`describe`)."""
-    faults = [f"{part}.{key} is {state[part].get(key)!r} in the checkpoint and {value!r} here"
-              for part, values in expected.items() for key, value in values.items()
-              if key != "name" and state[part].get(key) != value]
+    """ValueError that names each difference, unless the checkpoint is of the model and the adapters
+    that `expected` describes (`describe`).
+    """
+    faults = [
+        f"{part}.{key} is {state[part].get(key)!r} in the checkpoint and {value!r} here"
+        for part, values in expected.items()
+        for key, value in values.items()
+        if key != "name" and state[part].get(key) != value
+    ]
     if faults:
-        raise ValueError(f"the checkpoint of iteration {state['iteration']} is of another model or other adapters: "
-                         + "; ".join(faults))
+        raise ValueError(
+            f"the checkpoint of iteration {state['iteration']} is of another model or other "
+            "adapters: " + "; ".join(faults)
+        )
 
 
 def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
-    """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError or
-    FileNotFoundError if it is not there, or not whole."""
+    """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError
+    or FileNotFoundError if it is not there, or not whole.
+    """
     from safetensors import safe_open
 
     if not any(checkpoints.glob(f"iter_*/{STATE}")):
@@ -139,9 +182,17 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:
-            weights |= megatron.parts(mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
-    return Adapters(weights, state["lora"]["r"], state["lora"]["alpha"], state["iteration"], state.get("base"),
-                    state.get("run"))
+            weights |= megatron.parts(
+                mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"]
+            )
+    return Adapters(
+        weights,
+        state["lora"]["r"],
+        state["lora"]["alpha"],
+        state["iteration"],
+        state.get("base"),
+        state.get("run"),
+    )
 
 
 def _force_directory(directory: Path) -> None:

@@ -21,12 +21,15 @@ class Data:
 
 
 def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
-    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, lose their questions, or are
-    not those that the run was started with."""
+    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, lose their
+    questions, or are not those that the run was started with.
+    """
     task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
     tokenizer = load_tokenizer(path)
     train = Prompts(task.train_file, tokenizer, task.prompt, longest, at=run.started)
-    test = Prompts(task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems, run.started)
+    test = Prompts(
+        task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems, run.started
+    )
     for name, prompts in (("training", train), ("evaluation", test)):
         if prompts.dropped:
             progress.message(prompts.left_out(name))

@@ -1,4 +1,6 @@
-"""The local engine's door: its processes start first, and this one reads the task while they import what they need."""
+"""The local engine's door: its processes start first, and this one reads the task while they import
+what they need.
+"""
 
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import read_shape
@@ -11,8 +13,9 @@ from mindspeed_qerl.runs.progress import Progress
 
 
 def last_checkpoint(recipe: Recipe) -> int:
-    """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no checkpoint, a
-    damaged one, or one of another run, another model or other adapters."""
+    """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no
+    checkpoint, a damaged one, or one of another run, another model or other adapters.
+    """
     from mindspeed_qerl.local import checkpoint
 
     run = RunDirectory.open(recipe.run.resume)
@@ -23,16 +26,18 @@ def last_checkpoint(recipe: Recipe) -> int:
 
 
 def check_files(model_dir: str) -> None:
-    """ConfigError if the model's weights are not such as transformers and vLLM read alike; tensors are each rank's
-    business (model.py)."""
+    """ConfigError if the model's weights are not such as transformers and vLLM read alike; tensors
+    are each rank's business (model.py).
+    """
     Checkpoint(model_dir, "np")
     for fault in beside_single(model_dir):
         raise ConfigError(fault)
 
 
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
-    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the model's files are
-    not whole, or the data does not fit the model."""
+    """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the
+    model's files are not whole, or the data does not fit the model.
+    """
     check_files(recipe.model.path)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:

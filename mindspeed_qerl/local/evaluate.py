@@ -1,10 +1,12 @@
-"""Evaluate a model, an adapter, or a checkpoint of a run on the rows of a task: greedily, and with several samples.
+"""Evaluate a model, an adapter, or a checkpoint of a run on the rows of a task: greedily, and with
+several samples.
 
 One folder for each evaluation, in a run RUN/evaluations/<name>/:
 
-    summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of tasks/evaluation.py
-    answers.jsonl    one row per question, as in eval_answers.jsonl: the samples, or without any the greedy answers
-    greedy.jsonl     the greedy answers, if there are samples as well
+    summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of
+    tasks/evaluation.py answers.jsonl    one row per question, as in eval_answers.jsonl: the
+    samples, or without any the greedy answers greedy.jsonl     the greedy answers, if there are
+    samples as well
 """
 
 import importlib.util
@@ -36,25 +38,36 @@ def option(default: Any, help: str, least: int | None = None, **more: Any) -> An
     if default not in (None, MISSING, False):
         help = f"{help} (default: {default})"
     if "action" not in more:
-        more["type"] = type(default) if isinstance(default, int | float) else str if least is None else int
+        more["type"] = (
+            type(default) if isinstance(default, int | float) else str if least is None else int
+        )
     return field(default=default, metadata={"help": help, "least": least, **more})
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's checkpoint. ConfigError if a
-    value is out of its range."""
+    """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's
+    checkpoint. ConfigError if a value is out of its range.
+    """
 
     model: str = option(MISSING, "a Hugging Face model", metavar="DIR")
-    data: str = option(MISSING, "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)", metavar="FILE")
+    data: str = option(
+        MISSING, "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)", metavar="FILE"
+    )
     adapter: str | None = option(None, "a PEFT adapter for it", metavar="DIR")
     run: str | None = None
-    step: int | None = option(None, "of the checkpoint (default: the last one); 0: the model before training", 0,
-                              metavar="N")
+    step: int | None = option(
+        None,
+        "of the checkpoint (default: the last one); 0: the model before training",
+        0,
+        metavar="N",
+    )
     prompt: str = option("chat", "form of the prompts", choices=("chat", "plain"))
     verifier: str = option("gsm8k", "gsm8k, gsm8k_strict, or your own module:function")
     problems: int | None = option(None, "the first N questions (default: all)", 1, metavar="N")
-    samples: int = option(4, "answers per question for pass@K and maj@K; 0: greedy only", 0, metavar="K")
+    samples: int = option(
+        4, "answers per question for pass@K and maj@K; 0: greedy only", 0, metavar="K"
+    )
     temperature: float = option(1.0, "of the samples")
     max_tokens: int = option(1024, "length limit of an answer", 1)
     max_prompt_length: int = option(512, "tokens; longer questions are left out", 1)
@@ -63,9 +76,14 @@ class Evaluation:
     kv_cache_gib: int = option(4, "vLLM's memory for keys and values on a CPU", 1)
     tensor_parallel_size: int = option(1, "processes that share the model", 1)
     seed: int = option(1, "of the samples")
-    emulate_npu: bool = option(False, "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the "
-                               "run did", action=BooleanOptionalAction)
-    hardware_error: dict[str, Any] | None = None  # keyword arguments of `HardwareErrorMode` besides the seed
+    emulate_npu: bool = option(
+        False,
+        "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the run did",
+        action=BooleanOptionalAction,
+    )
+    hardware_error: dict[str, Any] | None = (
+        None  # keyword arguments of `HardwareErrorMode` besides the seed
+    )
     quantization: Quantization | None = None  # of the linear layers
 
     def __post_init__(self) -> None:
@@ -74,86 +92,133 @@ class Evaluation:
             if None not in (value, least) and value < least:
                 raise ConfigError(f"{each.name} = {value} must be at least {least}")
         if self.samples and self.temperature <= 0:
-            raise ConfigError(f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask for 0 "
-                              "samples")
+            raise ConfigError(
+                f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask "
+                "for 0 samples"
+            )
         load_reward(self.verifier)
         if self.modelled and self.tensor_parallel_size > 1:
-            raise ConfigError(f"{self.modelled} are modelled in one process only: give --tensor-parallel-size 1")
+            raise ConfigError(
+                f"{self.modelled} are modelled in one process only: give --tensor-parallel-size 1"
+            )
         if self.quantization and self.quantization.lora == "beside" and self.dtype != "float32":
-            raise ConfigError(f"quantization.lora = 'beside' with dtype = {self.dtype}: {BESIDE_ROUNDED} Give --dtype "
-                              "float32, or --quantization-lora merged")
+            raise ConfigError(
+                f"quantization.lora = 'beside' with dtype = {self.dtype}: {BESIDE_ROUNDED} Give "
+                "--dtype float32, or --quantization-lora merged"
+            )
         if self.modelled and self.emulate_npu:
-            raise ConfigError(f"{self.modelled} are modelled on vLLM for CPUs: add --no-emulate-npu")
+            raise ConfigError(
+                f"{self.modelled} are modelled on vLLM for CPUs: add --no-emulate-npu"
+            )
         sizes = self.hardware_error or {}
         if not 0 < sizes.get("gaussian_std", 0.05) < 1 or sizes.get("block", 64) < 1:
-            raise ConfigError(f"hardware_error = {sizes}: gaussian_std must be between 0 and 1, and block at least 1")
+            raise ConfigError(
+                f"hardware_error = {sizes}: gaussian_std must be between 0 and 1, and block at "
+                "least 1"
+            )
 
     @property
     def modelled(self) -> str:
-        """What layers do that are not as they are, in words that say how to leave it out; "": nothing."""
+        """What layers do that are not as they are, in words that say how to leave it out; "":
+        nothing.
+        """
         if self.hardware_error:
             return "errors of other hardware"
         return "quantised layers (leave them out: --quantization none)" if self.quantization else ""
 
 
 def of_run(path: str, **given: Any) -> Evaluation:
-    """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself evaluates, but for
-    what is `given`; of a quantization what is not given is the run's."""
+    """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself
+    evaluates, but for what is `given`; of a quantization what is not given is the run's.
+    """
     run = RunDirectory.open(path)
     if "step" not in given:
         there = whole_checkpoints(run.checkpoints_dir)
         if not there:
-            raise ConfigError(f"{path} has no checkpoint: give the step 0 for the model before training, or save some "
-                              "(megatron_training.save_interval)")
+            raise ConfigError(
+                f"{path} has no checkpoint: give the step 0 for the model before training, or save "
+                "some (megatron_training.save_interval)"
+            )
         given["step"] = max(there)
-    recipe, _ = read(run.config())  # of a run of another version, too: what it does not say has its default
+    recipe, _ = read(
+        run.config()
+    )  # of a run of another version, too: what it does not say has its default
     if not recipe.model.path or not recipe.task.test_file:
-        raise ConfigError(f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
-                          "task.test_file: give --model, --data and --adapter instead of --run")
+        raise ConfigError(
+            f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
+            "task.test_file: give --model, --data and --adapter instead of --run"
+        )
     upstream = recipe.engine == "mindspeed_rl"
     if upstream and not recipe.model.load:
-        raise ConfigError(f"{path}/config.yaml has no actor_config.load: the base weights were random and are not "
-                          "kept, so its adapters fit no model")
+        raise ConfigError(
+            f"{path}/config.yaml has no actor_config.load: the base weights were random and are "
+            "not kept, so its adapters fit no model"
+        )
     now = {} if "data" in given else {"test": recipe.task.test_file}
     if "model" not in given and Path(recipe.model.path).is_dir():
         now |= model_files(recipe.model.path)
     if other := run.other_data(now):
-        raise ConfigError(f"{path} has seen other files than are there now. Put them back, or give --model and --data "
-                          "to evaluate with others\n" + "\n".join(other))
+        raise ConfigError(
+            f"{path} has seen other files than are there now. Put them back, or give --model and "
+            "--data to evaluate with others\n" + "\n".join(other)
+        )
     if given.get("quantization"):
         given["quantization"] = replace(recipe.quantization, **given["quantization"])
     asked, samples = recipe.evaluation, {"samples": 0}
     if asked.temperature:
         samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature}
     values = dict(
-        model=recipe.model.path, data=recipe.task.test_file, run=str(path), prompt=recipe.task.prompt,
-        verifier=first_reward(recipe.task.verifiers), problems=asked.n_problems, **samples,
-        max_tokens=recipe.sampling.max_tokens, max_prompt_length=recipe.sampling.max_prompt_length,
-        max_num_seqs=recipe.rollout.max_num_seqs, dtype=recipe.model.dtype, seed=run.status()["seed"],
-        tensor_parallel_size=recipe.layout.infer_tp if upstream else 1, emulate_npu=upstream and recipe.emulate_npu,
+        model=recipe.model.path,
+        data=recipe.task.test_file,
+        run=str(path),
+        prompt=recipe.task.prompt,
+        verifier=first_reward(recipe.task.verifiers),
+        problems=asked.n_problems,
+        **samples,
+        max_tokens=recipe.sampling.max_tokens,
+        max_prompt_length=recipe.sampling.max_prompt_length,
+        max_num_seqs=recipe.rollout.max_num_seqs,
+        dtype=recipe.model.dtype,
+        seed=run.status()["seed"],
+        tensor_parallel_size=recipe.layout.infer_tp if upstream else 1,
+        emulate_npu=upstream and recipe.emulate_npu,
         hardware_error=recipe.hardware_error.arguments("evaluation"),
-        quantization=recipe.quantization if recipe.quantization.enabled and recipe.quantization.evaluation else None)
+        quantization=recipe.quantization
+        if recipe.quantization.enabled and recipe.quantization.evaluation
+        else None,
+    )
     return Evaluation(**values | given)
 
 
 def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Write the evaluation `what` into the new folder `output`; returns what summary.json says. `tell` gets a line at
-    each stage. ValueError or OSError: something that was given cannot be read, does not fit, or is there already."""
+    """Write the evaluation `what` into the new folder `output`; returns what summary.json says.
+    `tell` gets a line at each stage. ValueError or OSError: something that was given cannot be
+    read, does not fit, or is there already.
+    """
     if output.exists():
-        raise FileExistsError(f"{output} exists: an evaluation is written once. Choose another name, or remove it")
+        raise FileExistsError(
+            f"{output} exists: an evaluation is written once. Choose another name, or remove it"
+        )
     if what.emulate_npu:
         if importlib.util.find_spec("vllm_ascend") is None:
-            raise ConfigError("emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on PYTHONPATH "
-                              "(docs/emulation.md), or serve with this machine's own vLLM: --no-emulate-npu")
+            raise ConfigError(
+                "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
+                "PYTHONPATH (docs/emulation.md), or serve with this machine's own vLLM: "
+                "--no-emulate-npu"
+            )
         emulation.enter(what.tensor_parallel_size)
     if what.modelled:
         from vllm.platforms import current_platform
 
         if current_platform.device_name == "npu":
-            raise ConfigError(f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs")
+            raise ConfigError(
+                f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs"
+            )
     tokenizer = load_tokenizer(what.model)
     started = RunDirectory.open(what.run).started if what.run else None
-    task = Prompts(what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems, at=started)
+    task = Prompts(
+        what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems, at=started
+    )
     try_reward(what.verifier, task.rows)
     if task.dropped:
         tell(task.left_out("evaluation"))
@@ -163,26 +228,48 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
         sample = _sampler(what, model, tokenizer)
         summary: dict[str, Any] = {**asdict(what), "step": step}
         written = {}
-        for name, n, temperature in (("greedy", 1, 0.0), ("sampled", what.samples, what.temperature)):
+        for name, n, temperature in (
+            ("greedy", 1, 0.0),
+            ("sampled", what.samples, what.temperature),
+        ):
             if n:
-                how = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
+                how = (
+                    f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
+                )
                 tell(f"{len(task.rows)} questions, {how}")
-                groups = sample(task.prompts, n, temperature, derived_seed(what.seed, f"evaluation {name}", step or 0))
+                groups = sample(
+                    task.prompts,
+                    n,
+                    temperature,
+                    derived_seed(what.seed, f"evaluation {name}", step or 0),
+                )
                 answers = [answer for group in groups for answer in group]
-                texts = tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
+                texts = tokenizer.batch_decode(
+                    [answer.token_ids for answer in answers], skip_special_tokens=True
+                )
                 summary[name], written[name] = evaluate_answers(
-                    task.rows, texts, [answer.truncated for answer in answers], n, what.verifier)
-    files = {"greedy": "greedy.jsonl", "sampled": "answers.jsonl"} if what.samples else {"greedy": "answers.jsonl"}
+                    task.rows, texts, [answer.truncated for answer in answers], n, what.verifier
+                )
+    files = (
+        {"greedy": "greedy.jsonl", "sampled": "answers.jsonl"}
+        if what.samples
+        else {"greedy": "answers.jsonl"}
+    )
     with new_directory(output) as making:
         for name, file in files.items():
-            lines = (json.dumps({"step": step or 0, **row}, allow_nan=False) + "\n" for row in written[name])
+            lines = (
+                json.dumps({"step": step or 0, **row}, allow_nan=False) + "\n"
+                for row in written[name]
+            )
             (making / file).write_text("".join(lines), encoding="utf-8")
         (making / "summary.json").write_text(json_text(summary), encoding="utf-8")
     return summary
 
 
 def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tuple[str, int | None]:
-    """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into `folder`."""
+    """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into
+    `folder`.
+    """
     import torch
 
     from mindspeed_qerl.local.checkpoint import load_adapters
@@ -198,8 +285,13 @@ def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tupl
         return what.model, what.step
     tell(f"merging {len(adapters.weights):,} adapters into {what.model}")
     # a run in float32 samples by weights in float32, whatever the files of its model have
-    save_merged(adapters, what.model, folder, all_layers=not what.adapter,
-                dtype=torch.float32 if what.dtype == "float32" else None)
+    save_merged(
+        adapters,
+        what.model,
+        folder,
+        all_layers=not what.adapter,
+        dtype=torch.float32 if what.dtype == "float32" else None,
+    )
     return str(folder), adapters.iteration if what.run else what.step
 
 
@@ -208,29 +300,53 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     from mindspeed_qerl.families.checkpoint import Checkpoint
     from mindspeed_qerl.local.rollout import RolloutEngine, complete, start_vllm
 
-    sizes = (model, what.dtype, what.max_prompt_length + what.max_tokens, what.max_num_seqs, what.kv_cache_gib)
+    sizes = (
+        model,
+        what.dtype,
+        what.max_prompt_length + what.max_tokens,
+        what.max_num_seqs,
+        what.kv_cache_gib,
+    )
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     common = dict(max_tokens=what.max_tokens, stop_token_ids=stop, logprobs=None)
     if what.modelled:
         beside = what.quantization and what.quantization.lora == "beside"
-        engine = RolloutEngine(what.model if beside else model, *sizes[1:], quantization=what.quantization)
+        engine = RolloutEngine(
+            what.model if beside else model, *sizes[1:], quantization=what.quantization
+        )
         if beside:  # the base is quantised, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)
             engine.finish_sync()
         return lambda prompts, n, temperature, seed: engine.generate(
-            prompts, n, seed, dict(common, temperature=temperature), hardware_error=what.hardware_error)[0]
+            prompts,
+            n,
+            seed,
+            dict(common, temperature=temperature),
+            hardware_error=what.hardware_error,
+        )[0]
     if what.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.platforms import current_platform
 
-    npu = current_platform.device_name == "npu"  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
+    npu = (
+        current_platform.device_name == "npu"
+    )  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
     if npu:
-        more = {"additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}}
-    else:  # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
+        more = {
+            "additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
+        }
+    # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
+    else:
         more = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, sizes[2])}
-    llm = start_vllm(*sizes, share_prompts=not npu, tensor_parallel_size=what.tensor_parallel_size, seed=what.seed,
-                     **more)
-    return lambda prompts, n, temperature, seed: complete(llm, prompts, use_tqdm=True, n=n, seed=seed,
-                                                          temperature=temperature, **common)
+    llm = start_vllm(
+        *sizes,
+        share_prompts=not npu,
+        tensor_parallel_size=what.tensor_parallel_size,
+        seed=what.seed,
+        **more,
+    )
+    return lambda prompts, n, temperature, seed: complete(
+        llm, prompts, use_tqdm=True, n=n, seed=seed, temperature=temperature, **common
+    )

@@ -1,4 +1,6 @@
-"""A megatron-core GPTModel from a Hugging Face model directory, compared with its config.json: this rank's part."""
+"""A megatron-core GPTModel from a Hugging Face model directory, compared with its config.json: this
+rank's part.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,8 +20,8 @@ from mindspeed_qerl.recipe.types import Layout
 class CausalAttention(nn.Module):
     """megatron-core's core_attention slot filled by torch's scaled_dot_product_attention.
 
-    megatron-core's own DotProductAttention builds the full score matrix and a mask on "cuda". Padding must be on the
-    right: a causal row never looks at it.
+    megatron-core's own DotProductAttention builds the full score matrix and a mask on "cuda".
+    Padding must be on the right: a causal row never looks at it.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
@@ -28,22 +30,27 @@ class CausalAttention(nn.Module):
     def forward(self, query, key, value, attention_mask, **kwargs):
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm under megatron-core's signature; its own wrapper (torch_norm.py) refuses sequence parallelism,
-    which only matters for a norm that is trained."""
+    """torch's RMSNorm under megatron-core's signature; its own wrapper (torch_norm.py) refuses
+    sequence parallelism, which only matters for a norm that is trained.
+    """
 
     def __init__(self, config, hidden_size: int, eps: float):
         super().__init__(hidden_size, eps=eps)
 
 
 class SkipPrompts(nn.Module):
-    """After the last layer's attention keeps the positions from `first` on: those before it were keys and values for
-    them, and nobody reads what experts and vocabulary would make of them. It stands where megatron-core's layer has
-    the norm before attention to an encoder (transformer_layer.py:472)."""
+    """After the last layer's attention keeps the positions from `first` on: those before it were
+    keys and values for them, and nobody reads what experts and vocabulary would make of them. It
+    stands where megatron-core's layer has the norm before attention to an encoder
+    (transformer_layer.py:472).
+    """
 
     def __init__(self, config, hidden_size: int, eps: float):
         super().__init__()
@@ -54,27 +61,37 @@ class SkipPrompts(nn.Module):
         return hidden_states[self.first :]
 
 
-def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
-                recompute_layers: int) -> tuple[nn.Module, list[Mapping], range, range]:
-    """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's parallel state must be
-    that of `layout`.
+def build_model(
+    model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int
+) -> tuple[nn.Module, list[Mapping], range, range]:
+    """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's
+    parallel state must be that of `layout`.
 
     Args:
-        recompute_layers: this many layers of the stage keep their input only, and are computed again for their
-            gradient.
+        recompute_layers: this many layers of the stage keep their input only, and are computed
+            again for their gradient.
 
     Returns:
-        it, the table that names its parameters, and its layers and its experts by their global numbers. Experts are
-        spread whole over tensor x expert parallel ranks, as MindSpeed does with moe_tp_extend_ep: for megatron-core
-        that is an expert parallel size of TP x EP and an expert tensor parallel size of 1.
+        it, the table that names its parameters, and its layers and its experts by their global
+        numbers. Experts are spread whole over tensor x expert parallel ranks, as MindSpeed does
+        with moe_tp_extend_ep: for megatron-core that is an expert parallel size of TP x EP and an
+        expert tensor parallel size of 1.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     shape = read_shape(model_dir)
-    stage, tp_rank = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    first, last, layers, experts = stage == 0, stage == layout.pp - 1, stage_layers(shape, layout)[stage], range(0)
+    stage, tp_rank = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    first, last, layers, experts = (
+        stage == 0,
+        stage == layout.pp - 1,
+        stage_layers(shape, layout)[stage],
+        range(0),
+    )
     if shape.moe:
         count = shape.num_experts // (layout.tp * layout.ep)
         start = count * parallel_state.get_expert_model_parallel_rank()
@@ -82,14 +99,25 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
     model = GPTModel(
         config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers],
-            layer_norm=RMSNorm),
-        vocab_size=shape.vocab_size, max_sequence_length=shape.max_position_embeddings, pre_process=first,
-        post_process=last, share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope", rotary_base=shape.rope_theta, parallel_output=True).to(dtype)
+            layer_specs=[
+                _layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers
+            ],
+            layer_norm=RMSNorm,
+        ),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        parallel_output=True,
+    ).to(dtype)
     # a layer that is computed again passes a gradient on only to an input that asks for one
     if recompute_layers and first:
-        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        model.embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_()
+        )
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
@@ -98,46 +126,79 @@ def build_model(model_dir: str | Path, dtype: torch.dtype, layout: Layout,
     return model, table, layers, experts
 
 
-def _gradient_in_memory_order(module: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
-    """The gradient of the logits [l, n, vocabulary] comes transposed (gpt_model.py:407), and torch's matmul would copy
-    the whole output weight for each of the l positions instead of making one product."""
+def _gradient_in_memory_order(
+    module: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]
+) -> None:
+    """The gradient of the logits [l, n, vocabulary] comes transposed (gpt_model.py:407), and
+    torch's matmul would copy the whole output weight for each of the l positions instead of making
+    one product.
+    """
     if output[0].requires_grad:
         output[0].register_hook(torch.Tensor.contiguous)
 
 
-def _transformer_config(shape: ModelShape, dtype: torch.dtype, layout: Layout, recompute_layers: int) -> Any:
+def _transformer_config(
+    shape: ModelShape, dtype: torch.dtype, layout: Layout, recompute_layers: int
+) -> Any:
     """megatron-core's TransformerConfig of one rank."""
     from megatron.core.transformer import TransformerConfig
 
-    parallel = dict(expert_model_parallel_size=layout.tp * layout.ep, expert_tensor_parallel_size=1,
-                    moe_grouped_gemm=False) if shape.moe else {}
+    parallel = (
+        dict(
+            expert_model_parallel_size=layout.tp * layout.ep,
+            expert_tensor_parallel_size=1,
+            moe_grouped_gemm=False,
+        )
+        if shape.moe
+        else {}
+    )
     if recompute_layers:
-        parallel |= dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=recompute_layers)
+        parallel |= dict(
+            recompute_granularity="full",
+            recompute_method="block",
+            recompute_num_layers=recompute_layers,
+        )
     return TransformerConfig(
-        **family_of(shape).transformer_config(shape), **parallel, tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp, pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16,
-        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe), variable_seq_lengths=True,
+        **family_of(shape).transformer_config(shape),
+        **parallel,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        sequence_parallel=layout.tp > 1 and (layout.sequence_parallel or shape.moe),
+        variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, dense models too
-        calculate_per_token_loss=True,  # the loss is divided by the tokens of the whole mini-batch already
-        use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=False,
-        bias_activation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False)
+        # the loss is divided by the tokens of the whole mini-batch already
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
 
 
 def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:
-    """Per pipeline stage, its layers by their global numbers: `num_layer_list`, or as many for each."""
+    """Per pipeline stage, its layers by their global numbers: `num_layer_list`, or as many for
+    each.
+    """
     counts = layout.num_layer_list or (shape.num_hidden_layers // layout.pp,) * layout.pp
     ends = [sum(counts[: stage + 1]) for stage in range(layout.pp)]
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
 def _layer_spec(shape: ModelShape, is_last: bool):
-    """megatron-core's own layer, with our attention core and norms in their places, and the shared expert's gate; the
-    last layer with `SkipPrompts`."""
+    """megatron-core's own layer, with our attention core and norms in their places, and the shared
+    expert's gate; the last layer with `SkipPrompts`.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     qk_norm = family_of(shape).qk_norm
-    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, moe_grouped_gemm=False,
-                                    qk_layernorm=qk_norm)
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts or None, moe_grouped_gemm=False, qk_layernorm=qk_norm
+    )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
@@ -151,33 +212,53 @@ def _layer_spec(shape: ModelShape, is_last: bool):
 
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
-    """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is missing, is more
-    than it calls for, has another dtype (those named `tensors`; some may be float32), is an output layer of its own
-    beside a tied embedding, or holds other rotary frequencies."""
-    directory, called_for = checkpoint.directory, {
-        name for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
-        for name in mapping.hf}
+    """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is
+    missing, is more than it calls for, has another dtype (those named `tensors`; some may be
+    float32), is an output layer of its own beside a tied embedding, or holds other rotary
+    frequencies.
+    """
+    directory, called_for = (
+        checkpoint.directory,
+        {
+            name
+            for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
+            for name in mapping.hf
+        },
+    )
     if missing := sorted(called_for - set(checkpoint.files)):
         tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
         if "embed_tokens.weight" in checkpoint.files:
-            tied = (", or if AutoModel wrote it, whose names lack \"model.\", save_pretrained what "
-                    "AutoModelForCausalLM loads")
-        raise ConfigError(f"{directory} has no tensor {missing[0]!r}, which config.json calls for ({len(missing)} are "
-                          f"missing). Fetch the whole model{tied}")
+            tied = (
+                ', or if AutoModel wrote it, whose names lack "model.", save_pretrained what '
+                "AutoModelForCausalLM loads"
+            )
+        raise ConfigError(
+            f"{directory} has no tensor {missing[0]!r}, which config.json calls for "
+            f"({len(missing)} are missing). Fetch the whole model{tied}"
+        )
     for name in sorted(set(checkpoint.files) - called_for):
         if name == "lm_head.weight" and shape.tie_word_embeddings:
             if not torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
-                raise ConfigError(f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight "
-                                  "differs from model.embed_tokens.weight: set it to false")
+                raise ConfigError(
+                    f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight "
+                    "differs from model.embed_tokens.weight: set it to false"
+                )
         elif name.endswith("rotary_emb.inv_freq"):
-            expected = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+            expected = shape.rope_theta ** -(
+                torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+            )
             found = checkpoint.read(name).float()
             if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
-                raise ConfigError(f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and head_dim = "
-                                  f"{shape.head_dim} in config.json give: one of them is of another model")
+                raise ConfigError(
+                    f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and "
+                    f"head_dim = {shape.head_dim} in config.json give: one of them is of another "
+                    "model"
+                )
         else:
-            raise ConfigError(f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
-                              "another model (more layers or experts, a bias?)")
+            raise ConfigError(
+                f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
+                "another model (more layers or experts, a bias?)"
+            )
     config = read_config(directory / "config.json")
     said = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
     kinds = {}
@@ -185,21 +266,32 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
         found = _getdtype(checkpoint.header(name).get_dtype())
         kinds[name] = str(found).removeprefix("torch.")
         if not found.is_floating_point or found.itemsize < 2:
-            raise ConfigError(f"{directory}: {name} is {kinds[name]}; give the model in bfloat16, float16 or float32, "
-                              "not quantised")
+            raise ConfigError(
+                f"{directory}: {name} is {kinds[name]}; give the model in bfloat16, float16 or "
+                "float32, not quantised"
+            )
     # norms or a router beside them may be in float32, which transformers and vLLM cast
     alike = {said, "float32"} if said in kinds.values() else {said}
     for name, kind in kinds.items():
         if said != "auto" and kind not in alike:
-            raise ConfigError(f"{directory}: {name} is {kind} and config.json says {said}: one of them is of another "
-                              "model")
+            raise ConfigError(
+                f"{directory}: {name} is {kind} and config.json says {said}: one of them is of "
+                "another model"
+            )
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, table: Iterable[Mapping], checkpoint: Checkpoint, tp_rank: int = 0,
-                 tp_size: int = 1) -> None:
-    """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole Megatron tensor beside
-    the model at a time. ConfigError if one is missing, has another shape, or is not in the table."""
+def load_weights(
+    model: nn.Module,
+    table: Iterable[Mapping],
+    checkpoint: Checkpoint,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> None:
+    """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole
+    Megatron tensor beside the model at a time. ConfigError if one is missing, has another shape, or
+    is not in the table.
+    """
     parameters = dict(model.named_parameters())
     for mapping in table:
         parameter = parameters.pop(mapping.megatron)
@@ -207,8 +299,13 @@ def load_weights(model: nn.Module, table: Iterable[Mapping], checkpoint: Checkpo
         if mapping.shared:
             value = mapping.shared.shard(value, tp_rank, tp_size)
         if value.shape != parameter.shape:
-            raise ConfigError(f"{' + '.join(mapping.hf)} in {checkpoint.directory} gives shape {tuple(value.shape)}, "
-                              f"the model's config.json calls for {tuple(parameter.shape)}")
+            raise ConfigError(
+                f"{' + '.join(mapping.hf)} in {checkpoint.directory} gives shape "
+                f"{tuple(value.shape)}, the model's config.json calls for {tuple(parameter.shape)}"
+            )
         parameter.copy_(value)
     if parameters:
-        raise ConfigError(f"no Hugging Face tensor is known for the parameters {', '.join(sorted(parameters)[:5])}")
+        raise ConfigError(
+            "no Hugging Face tensor is known for the parameters "
+            f"{', '.join(sorted(parameters)[:5])}"
+        )

@@ -1,7 +1,9 @@
-"""Weights as vLLM's CPU kernels read them: packed copies, which have to follow when a weight changes.
+"""Weights as vLLM's CPU kernels read them: packed copies, which have to follow when a weight
+changes.
 
-vLLM packs linear weights when they are loaded and empties `weight`; a later update would change nothing and say
-nothing. `keep_linear_weights` stops that before the engine is built. Expert weights are packed in place.
+vLLM packs linear weights when they are loaded and empties `weight`; a later update would change
+nothing and say nothing. `keep_linear_weights` stops that before the engine is built. Expert weights
+are packed in place.
 """
 
 from typing import Any
@@ -10,15 +12,19 @@ import torch
 
 
 class PackedLinear:
-    """What vLLM's CPU backend calls for a linear layer: oneDNN on a packed copy of its weight, made at the first call
-    after `forget`. Where oneDNN has no product of the weight's dtype (bfloat16 on x86 without AVX-512) the copy is
-    float32, and the result is rounded: several times faster than torch's own product, which vLLM falls back to."""
+    """What vLLM's CPU backend calls for a linear layer: oneDNN on a packed copy of its weight, made
+    at the first call after `forget`. Where oneDNN has no product of the weight's dtype (bfloat16 on
+    x86 without AVX-512) the copy is float32, and the result is rounded: several times faster than
+    torch's own product, which vLLM falls back to.
+    """
 
     def __init__(self) -> None:
         self.packed: Any = None
         self.dtype: torch.dtype | None = None  # of the packed copy
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from vllm import _custom_ops
 
         if self.packed is None:
@@ -36,12 +42,16 @@ class PackedLinear:
         self.packed = None
 
     def held(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight [out, in] that it computes with, `weight` if nothing was missed: the identity's image."""
+        """The weight [out, in] that it computes with, `weight` if nothing was missed: the
+        identity's image.
+        """
         return self(torch.eye(weight.shape[1], dtype=weight.dtype), weight).t()
 
 
 def keep_linear_weights() -> None:
-    """Make vLLM's CPU linear layers a `PackedLinear` each, beside their weight. Call before the engine is built."""
+    """Make vLLM's CPU linear layers a `PackedLinear` each, beside their weight. Call before the
+    engine is built.
+    """
     from vllm.model_executor.layers import utils
 
     def dispatch(layer, remove_weight):
@@ -52,13 +62,19 @@ def keep_linear_weights() -> None:
 
 def packed_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of vLLM's model that have one."""
-    return [layer for layer in model.modules() if isinstance(getattr(layer, "cpu_linear", None), PackedLinear)]
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(getattr(layer, "cpu_linear", None), PackedLinear)
+    ]
 
 
 class ExpertPacking:
-    """How to undo vLLM's packing of expert weights [E, rows, cols], which permutes the elements within each expert.
+    """How to undo vLLM's packing of expert weights [E, rows, cols], which permutes the elements
+    within each expert.
 
-    The permutation is found by packing element numbers, eight bits at a time: bfloat16 holds no more of an integer.
+    The permutation is found by packing element numbers, eight bits at a time: bfloat16 holds no
+    more of an integer.
     """
 
     def __init__(self, weight: torch.Tensor, isa: str):

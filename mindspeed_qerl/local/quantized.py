@@ -1,5 +1,6 @@
-"""Quantised rollouts in vLLM: rounded weights in the place of the synced ones, and layers that round what they are
-given (docs/quantization.md)."""
+"""Quantised rollouts in vLLM: rounded weights in the place of the synced ones, and layers that
+round what they are given (docs/quantization.md).
+"""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,38 +18,61 @@ class QuantizedModel:
     """The linear layers of vLLM's model that are quantised, and whether they are now (`is_on`).
 
     Args:
-        model: vLLM's. names: by vLLM's parameter names of linear weights, the Hugging Face names of what is fused or
-            stacked in each. checkpoint: the base model's.
+        model: vLLM's. names: by vLLM's parameter names of linear weights, the Hugging Face names of
+            what is fused or stacked in each. checkpoint: the base model's.
 
     Attributes:
-        weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by vLLM's parameter
-            names, unpacked.
+        weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by
+            vLLM's parameter names, unpacked.
 
     Raises:
-        ConfigError: a pattern of `ignore` that names no linear weight, or only some of a layer's, in a format that
-            rounds what the layer is given.
+        ConfigError: a pattern of `ignore` that names no linear weight, or only some of a layer's,
+            in a format that rounds what the layer is given.
     """
 
-    def __init__(self, model: torch.nn.Module, names: dict[str, list[str]], checkpoint: Checkpoint,
-                 quantization: Quantization):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: dict[str, list[str]],
+        checkpoint: Checkpoint,
+        quantization: Quantization,
+    ):
         if fault := ignore_fault(names, quantization.ignore, quantization.format):
             raise ConfigError(fault)
-        chosen = {name for fused in names.values() for name in fused if is_quantized(name, quantization.ignore)}
+        chosen = {
+            name
+            for fused in names.values()
+            for name in fused
+            if is_quantized(name, quantization.ignore)
+        }
         self.model, self.is_on = model, False
         dtype = model.get_parameter(next(iter(names))).dtype  # the files may have another
-        self.weights = QuantizedWeights(quantization.format, quantization.lora == "beside",
-                                        {name: checkpoint.read(name).to(dtype) for name in sorted(chosen)})
+        self.weights = QuantizedWeights(
+            quantization.format,
+            quantization.lora == "beside",
+            {name: checkpoint.read(name).to(dtype) for name in sorted(chosen)},
+        )
         self.activation = self.weights.format.activation
         self.adapters: dict[str, torch.Tensor] = {}
-        self._rounding = {parameter for parameter, fused in names.items() if self.activation and chosen & {*fused}}
+        self._rounding = {
+            parameter for parameter, fused in names.items() if self.activation and chosen & {*fused}
+        }
         for parameter in self._rounding:
             module_name, _, which = parameter.rpartition(".")
             if which == "weight":
                 model.get_submodule(module_name).cpu_linear = partial(self.linear, parameter)
 
-    def linear(self, parameter: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-               expert: int | None = None) -> torch.Tensor:
-        """The layer of vLLM's `parameter` on x [..., in]; of one `expert` of those that are stacked there."""
+    def linear(
+        self,
+        parameter: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        expert: int | None = None,
+    ) -> torch.Tensor:
+        """The layer of vLLM's `parameter` on x [..., in]; of one `expert` of those that are stacked
+        there.
+        """
         if not self.is_on or parameter not in self._rounding:
             return linear(x, weight, bias)
         y = linear(self.activation(x).to(x.dtype), weight, bias)
@@ -60,7 +84,9 @@ class QuantizedModel:
     def rounds_activations(self) -> bool:
         return self.is_on and self.activation is not None
 
-    def receive(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(
+        self, named: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Keep those of a sync that are quantised, for `put`; yields the others."""
         for name, tensor in named:
             if name in self.weights.synced:
@@ -69,12 +95,18 @@ class QuantizedModel:
                 yield name, tensor
 
     def put(self, quantized: bool) -> None:
-        """Load the quantised weights into the model, or those that were synced; experts must be unpacked."""
+        """Load the quantised weights into the model, or those that were synced; experts must be
+        unpacked.
+        """
         self.weights.quantize()
-        if self.weights.adapters and quantized:  # vLLM's own loader puts each where the kernel has its weight
+        if (
+            self.weights.adapters and quantized
+        ):  # vLLM's own loader puts each where the kernel has its weight
             for name in self._rounding:
                 self.model.get_parameter(name).zero_()
             self.model.load_weights(self.weights.adapters.items())
-            self.adapters = {name: self.model.get_parameter(name).clone() for name in self._rounding}
+            self.adapters = {
+                name: self.model.get_parameter(name).clone() for name in self._rounding
+            }
         self.model.load_weights((self.weights.used if quantized else self.weights.synced).items())
         self.is_on = quantized

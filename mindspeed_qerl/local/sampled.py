@@ -28,53 +28,93 @@ class Sampled:
     scores: dict[str, np.ndarray]  # of each verifier, float64 [N]
 
     def __add__(self, other: "Sampled") -> "Sampled":
-        return Sampled(self.rows + other.rows, self.prompts + other.prompts, self.answers + other.answers,
-                       self.texts + other.texts, np.concatenate([self.rewards, other.rewards]),
-                       {name: np.concatenate([scores, other.scores[name]]) for name, scores in self.scores.items()})
+        return Sampled(
+            self.rows + other.rows,
+            self.prompts + other.prompts,
+            self.answers + other.answers,
+            self.texts + other.texts,
+            np.concatenate([self.rewards, other.rewards]),
+            {
+                name: np.concatenate([scores, other.scores[name]])
+                for name, scores in self.scores.items()
+            },
+        )
 
 
 def check_answers(sampled: Sampled, routers: Routers | None) -> None:
-    """WorkerError that names the answer, where a log probability of the policy that sampled is no number, or above 0,
-    or where its routes cannot be those of its prompt and its tokens. routers: those that were recorded, if any."""
-    for row, prompt, answer, text in zip(sampled.rows, sampled.prompts, sampled.answers, sampled.texts):
-        tokens = len(prompt) + len(answer.token_ids) - 1  # nobody computed what follows the last one
+    """WorkerError that names the answer, where a log probability of the policy that sampled is no
+    number, or above 0, or where its routes cannot be those of its prompt and its tokens. routers:
+    those that were recorded, if any.
+    """
+    for row, prompt, answer, text in zip(
+        sampled.rows, sampled.prompts, sampled.answers, sampled.texts
+    ):
+        tokens = (
+            len(prompt) + len(answer.token_ids) - 1
+        )  # nobody computed what follows the last one
         if routers and (fault := routes_fault(answer.routes, tokens, routers)):
-            raise WorkerError(f"the answer {text[:200]!r} to {row.question[:200]!r}: {fault}. Nothing can be replayed "
-                              "(algorithm.routing_replay)")
+            raise WorkerError(
+                f"the answer {text[:200]!r} to {row.question[:200]!r}: {fault}. Nothing can be "
+                "replayed (algorithm.routing_replay)"
+            )
         logprobs = np.array(answer.logprobs, dtype=float)
         wrong = logprobs[impossible(logprobs)]
         if len(wrong) or len(logprobs) != len(answer.token_ids):
-            given = f"{wrong[0]} as a log probability" if len(wrong) else f"{len(logprobs)} log probabilities"
-            raise WorkerError(f"vLLM gave {given} for the {len(answer.token_ids)} tokens of the answer {text[:200]!r} "
-                              f"to {row.question[:200]!r}: nothing can be trained on it")
+            given = (
+                f"{wrong[0]} as a log probability"
+                if len(wrong)
+                else f"{len(logprobs)} log probabilities"
+            )
+            raise WorkerError(
+                f"vLLM gave {given} for the {len(answer.token_ids)} tokens of the answer "
+                f"{text[:200]!r} to {row.question[:200]!r}: nothing can be trained on it"
+            )
 
 
-def select(sampled: Sampled, kept: np.ndarray, recipe: Recipe,
-           logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]] | None = None,
-           ) -> tuple[Batch, dict[str, float]]:
-    """What is trained: the answers of the groups `kept`, each with its advantage within its group; to a multiple of
-    the mini-batch with answers that have no token to train. And metrics of the rewards.
+def select(
+    sampled: Sampled,
+    kept: np.ndarray,
+    recipe: Recipe,
+    logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]] | None = None,
+) -> tuple[Batch, dict[str, float]]:
+    """What is trained: the answers of the groups `kept`, each with its advantage within its group;
+    to a multiple of the mini-batch with answers that have no token to train. And metrics of the
+    rewards.
 
     Args:
-        kept: numbers of groups, at most as many as are trained in a step.
-        logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count there, also
+        kept: numbers of groups, at most as many as are trained in a step. logprobs_before:
+            `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count
+            there, also
             of one that is cut off and not trained.
     """
     n, algorithm, rows = recipe.batch.samples_per_prompt, recipe.algorithm, rows_of(kept, recipe)
-    answers, missing = [sampled.answers[row] for row in rows], -len(rows) % recipe.batch.mini_answers
-    batch = build_batch([sampled.prompts[row] for row in rows], [answer.token_ids for answer in answers],
-                        [answer.logprobs for answer in answers], np.zeros(len(rows)),
-                        [answer.routes for answer in answers] if algorithm.routing_replay == "rollout" else None)
+    answers, missing = (
+        [sampled.answers[row] for row in rows],
+        -len(rows) % recipe.batch.mini_answers,
+    )
+    batch = build_batch(
+        [sampled.prompts[row] for row in rows],
+        [answer.token_ids for answer in answers],
+        [answer.logprobs for answer in answers],
+        np.zeros(len(rows)),
+        [answer.routes for answer in answers] if algorithm.routing_replay == "rollout" else None,
+    )
     rewards, metrics = torch.from_numpy(sampled.rewards[rows]), {}
     if algorithm.use_kl_in_reward:
         old, reference = (values[: len(rows)] for values in logprobs_before(batch.padded(missing)))
         batch = replace(batch, old_logprobs=old)
-        rewards, metrics = rewards_less_kl(rewards, *map(torch.from_numpy, (old, reference, batch.mask)), algorithm)
+        rewards, metrics = rewards_less_kl(
+            rewards, *map(torch.from_numpy, (old, reference, batch.mask)), algorithm
+        )
         for row in rows[~np.isfinite(rewards.numpy())]:
             answer, question = sampled.texts[row][:200], sampled.rows[row].question[:200]
-            raise WorkerError(f"the KL of the answer {answer!r} to {question!r} is no finite number, and with "
-                              "rl_config.use_kl_in_reward its reward neither: nothing can be trained on it")
-    batch.advantages[:] = group_advantages(rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
+            raise WorkerError(
+                f"the KL of the answer {answer!r} to {question!r} is no finite number, and with "
+                "rl_config.use_kl_in_reward its reward neither: nothing can be trained on it"
+            )
+    batch.advantages[:] = group_advantages(
+        rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo
+    )
     if algorithm.mask_truncated_completions:
         batch.mask[[answer.truncated for answer in answers]] = False
     return batch.padded(missing), {name: metric.value() for name, metric in metrics.items()}
@@ -86,25 +126,32 @@ def rows_of(groups: np.ndarray, recipe: Recipe) -> np.ndarray:
     return (groups[:, None] * n + np.arange(n)).reshape(-1)
 
 
-def tokens_to_train(sampled: Sampled, kept: np.ndarray, recipe: Recipe, batch: Batch, ends: Collection[int]) -> int:
-    """How many tokens of the groups `kept` an epoch has to train, counted on the answers; WorkerError where `batch`,
-    which `select` made of them, has others, or lacks the end of one. ends: ids of the end tokens."""
+def tokens_to_train(
+    sampled: Sampled, kept: np.ndarray, recipe: Recipe, batch: Batch, ends: Collection[int]
+) -> int:
+    """How many tokens of the groups `kept` an epoch has to train, counted on the answers;
+    WorkerError where `batch`, which `select` made of them, has others, or lacks the end of one.
+    ends: ids of the end tokens.
+    """
     answers = [sampled.answers[row] for row in rows_of(kept, recipe)]
     left_out = recipe.algorithm.mask_truncated_completions
     tokens = sum(len(answer.token_ids) for answer in answers if not (left_out and answer.truncated))
     finished = np.zeros(len(batch), dtype=bool)
     finished[: len(answers)] = [not answer.truncated for answer in answers]
-    faults = (advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),
-              tokens_fault(int(batch.mask.sum()), tokens, epochs=1),
-              ends_fault(batch.tokens, batch.mask, finished, ends))
+    faults = (
+        advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),
+        tokens_fault(int(batch.mask.sum()), tokens, epochs=1),
+        ends_fault(batch.tokens, batch.mask, finished, ends),
+    )
     if fault := "\n".join(filter(None, faults)):
         raise WorkerError(fault)
     return tokens
 
 
 def tokens_to_replay(batch: Batch, recipe: Recipe) -> int:
-    """How many tokens an epoch over `batch` replays routes of: all but the last one of each row, of the mini-batches
-    that have a token to train."""
+    """How many tokens an epoch over `batch` replays routes of: all but the last one of each row, of
+    the mini-batches that have a token to train.
+    """
     size = recipe.batch.mini_answers
     trained = batch.mask.any(1).reshape(-1, size).any(1).repeat(size)
     return int((batch.lengths - 1)[trained].sum())

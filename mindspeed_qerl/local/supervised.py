@@ -1,5 +1,6 @@
-"""Supervised training of a Hugging Face model on answers, the prompts' tokens left out: what the models of the
-quickstart and the studies begin with."""
+"""Supervised training of a Hugging Face model on answers, the prompts' tokens left out: what the
+models of the quickstart and the studies begin with.
+"""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -8,9 +9,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 
-def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]],
-           pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded `(input_ids, labels)`, int64 [batch, longest]; labels are -100 on the prompt and on the padding.
+def padded(
+    prompts: Sequence[list[int]], completions: Sequence[list[int]], pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded `(input_ids, labels)`, int64 [batch, longest]; labels are -100 on the prompt and
+    on the padding.
 
     No attention mask is needed: attention is causal, so no real token sees the padding after it.
 
@@ -20,7 +23,10 @@ def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]],
             [-100,    5, -100]]))
     """
     rows = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions)]
-    labels = [torch.tensor([-100] * len(prompt) + completion) for prompt, completion in zip(prompts, completions)]
+    labels = [
+        torch.tensor([-100] * len(prompt) + completion)
+        for prompt, completion in zip(prompts, completions)
+    ]
     return pad_sequence(rows, True, pad), pad_sequence(labels, True, -100)
 
 
@@ -28,16 +34,24 @@ def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]],
 def mean_loss(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Nats per labelled token, averaged over `batches` of (input_ids, labels)."""
     model.eval()
-    return fmean(model(input_ids=input_ids, labels=labels).loss.item() for input_ids, labels in batches)
+    return fmean(
+        model(input_ids=input_ids, labels=labels).loss.item() for input_ids, labels in batches
+    )
 
 
-def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int, learning_rate: float,
-        bfloat16: bool = False) -> list[float]:
-    """Train every weight of `model` in place with AdamW on `batches` of (input_ids, labels), one a step.
+def fit(
+    model,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    steps: int,
+    learning_rate: float,
+    bfloat16: bool = False,
+) -> list[float]:
+    """Train every weight of `model` in place with AdamW on `batches` of (input_ids, labels), one a
+    step.
 
-    The rate is constant, then falls to 0 over the last fifth: at a constant rate the share of each kind of answer
-    sways by a third from step to step. A longer decay leaves the arithmetic half learned. With `bfloat16` the products
-    are in it; the weights stay in their dtype.
+    The rate is constant, then falls to 0 over the last fifth: at a constant rate the share of each
+    kind of answer sways by a third from step to step. A longer decay leaves the arithmetic half
+    learned. With `bfloat16` the products are in it; the weights stay in their dtype.
 
     Returns:
         The loss of every step, nats per labelled token.
@@ -47,12 +61,18 @@ def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int,
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     losses = []
     model.train()
-    with Progress("supervised training", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}",
-                  TimeRemainingColumn()) as progress:
+    with Progress(
+        "supervised training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "loss {task.fields[loss]:.3f}",
+        TimeRemainingColumn(),
+    ) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))
         for step, (input_ids, labels) in zip(range(steps), batches):
             optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 5 * (1 - step / steps))
-            # Around one forward pass: as long as it lasts, autocast keeps the weights that it has rounded.
+            # Around one forward pass: as long as it lasts, autocast keeps the weights that it has
+            # rounded.
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                 loss = model(input_ids=input_ids, labels=labels).loss
             optimizer.zero_grad()
@@ -61,7 +81,12 @@ def fit(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int,
             optimizer.step()
             losses.append(loss.item())
             progress.update(task, advance=1, loss=losses[-1])
-            if not progress.console.is_terminal and (step + 1) * 10 // steps > step * 10 // steps:  # a log
-                print(f"supervised training | step {step + 1}/{steps} | loss {losses[-1]:.3f}", flush=True)
+            if (
+                not progress.console.is_terminal and (step + 1) * 10 // steps > step * 10 // steps
+            ):  # a log
+                print(
+                    f"supervised training | step {step + 1}/{steps} | loss {losses[-1]:.3f}",
+                    flush=True,
+                )
     model.eval()
     return losses

@@ -1,15 +1,17 @@
-"""Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to answer word
-problems; and that of the studies (DEEP), with more layers and problems of one to three steps.
+"""Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to
+answer word problems; and that of the studies (DEEP), with more layers and problems of one to three
+steps.
 
-The model is trained, supervised, on answers of which most are wrong for the strict verifier (MIXTURE):
-right but without `####`, with the wrong operation, or with a slipped number. Sampled at temperature 1 it is right
-about a quarter of the time, on problems it has seen and on held-out ones, which leaves RL something to choose from.
-Nothing is downloaded.
+The model is trained, supervised, on answers of which most are wrong for the strict verifier
+(MIXTURE): right but without `####`, with the wrong operation, or with a slipped number. Sampled at
+temperature 1 it is right about a quarter of the time, on problems it has seen and on held-out ones,
+which leaves RL something to choose from. Nothing is downloaded.
 
     OUT/config.json, model.safetensors, tokenizer.json, ...   what Hugging Face and vLLM load
-    OUT/data/raw/train.jsonl, test.jsonl                      raw GSM8K form; test has the held-out operand pairs
-    OUT/data/train_chat.parquet, test_chat.parquet            the same as `gsm8k.convert` writes it; runs read these
-    OUT/recipe.json                                           recipe, its hash, split facts, accuracy, file digests
+    OUT/data/raw/train.jsonl, test.jsonl                      raw GSM8K form; test has the held-out
+    operand pairs OUT/data/train_chat.parquet, test_chat.parquet            the same as
+    `gsm8k.convert` writes it; runs read these OUT/recipe.json
+    recipe, its hash, split facts, accuracy, file digests
 """
 
 import hashlib
@@ -25,29 +27,55 @@ from mindspeed_qerl.tasks.gsm8k import step_problems, word_problems
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Pair
 
-# One digit, one newline, "####", a word with the space before it, any other single character: joined they give the
-# text back.
+# One digit, one newline, "####", a word with the space before it, any other single character:
+# joined they give the text back.
 TOKEN_PATTERN = r"\d|####| ?[A-Za-z]+|[^\dA-Za-z]"
 UNK, PAD, EOS = "<unk>", "<pad>", "<eos>"
 
 SHAPES = {
-    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
-             "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "head_dim": 32},
-    "deep": {"num_hidden_layers": 7, "hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
-             "moe_intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    "large": {"num_hidden_layers": 4, "hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 2,
-              "moe_intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "deep": {
+        "num_hidden_layers": 7,
+        "hidden_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "large": {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
 }
 
 
-WORLDS = dict.fromkeys(SHAPES, word_problems) | {"deep": step_problems}  # whose problems a shape is taught
+WORLDS = dict.fromkeys(SHAPES, word_problems) | {
+    "deep": step_problems
+}  # whose problems a shape is taught
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what is made. `version` is raised when the wordings, the model or the training code
-    change."""
+    """Everything that decides what is made. `version` is raised when the wordings, the model or the
+    training code change.
+    """
 
     seed: int = 0
     shape: str = "tiny"  # a key of SHAPES
@@ -64,23 +92,32 @@ class Recipe:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-DEEP = Recipe(shape="deep", steps=900, held_out=0.15, train_problems=8000, test_problems=1000,
-              mixture=step_problems.MIXTURE.copy())
+DEEP = Recipe(
+    shape="deep",
+    steps=900,
+    held_out=0.15,
+    train_problems=8000,
+    test_problems=1000,
+    mixture=step_problems.MIXTURE.copy(),
+)
 
 
 def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
-    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in the way is left
-    alone and raises FileExistsError. Work happens in a hidden sibling that is renamed at the end, so that `output_dir`
-    is never half made.
+    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in
+    the way is left alone and raises FileExistsError. Work happens in a hidden sibling that is
+    renamed at the end, so that `output_dir` is never half made.
     """
     output_dir = Path(output_dir)
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
         with new_directory(output_dir) as making:
             return _make(making, recipe)
     report = _read_made(output_dir, recipe)
-    print(f"{output_dir} is already made: recipe {recipe.digest()[:12]}, {report['parameters']:,} parameters")
+    print(
+        f"{output_dir} is already made: recipe {recipe.digest()[:12]}, {report['parameters']:,} "
+        "parameters"
+    )
     return report
 
 
@@ -91,54 +128,86 @@ def _read_made(output_dir: Path, recipe: Recipe) -> dict:
         report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
         made_by, digest, files = report["recipe"], report["recipe_sha256"], report["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileExistsError(f"{output_dir} exists and was not made by this tool (no readable recipe.json). "
-                              f"{way_out}") from error
+        raise FileExistsError(
+            f"{output_dir} exists and was not made by this tool (no readable recipe.json). "
+            f"{way_out}"
+        ) from error
     if digest != recipe.digest():
-        changed = [f"{key} is {made_by.get(key)}, asked for {value}"
-                   for key, value in sorted(asdict(recipe).items()) if made_by.get(key) != value]
-        raise FileExistsError(f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}")
+        changed = [
+            f"{key} is {made_by.get(key)}, asked for {value}"
+            for key, value in sorted(asdict(recipe).items())
+            if made_by.get(key) != value
+        ]
+        raise FileExistsError(
+            f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}"
+        )
     for name, expected in files.items():
         path = output_dir / name
         if not path.is_file() or sha256(path) != expected:
             raise FileExistsError(
-                f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. {way_out}")
+                f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. "
+                f"{way_out}"
+            )
     return report
 
 
 def build_tokenizer(world=word_problems):
-    """A word-level tokenizer of transformers over the words of the word problems, digits and punctuation:
-    `decode(encode(text)) == text` for every generated text; any other word becomes `<unk>`."""
+    """A word-level tokenizer of transformers over the words of the word problems, digits and
+    punctuation: `decode(encode(text)) == text` for every generated text; any other word becomes
+    `<unk>`.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = sorted({token for text in world.all_wordings() for token in re.findall(TOKEN_PATTERN, text)})
+    tokens = sorted(
+        {token for text in world.all_wordings() for token in re.findall(TOKEN_PATTERN, text)}
+    )
     vocabulary = {token: index for index, token in enumerate([UNK, PAD, EOS, *tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # join without spaces: each word carries its own
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNK, pad_token=PAD, eos_token=EOS,
-                                   clean_up_tokenization_spaces=False, model_max_length=1024, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=UNK,
+        pad_token=PAD,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+        padding_side="left",
+    )
 
 
 def build_model(tokenizer, shape: str):
-    """A Qwen3-MoE of `SHAPES[shape]` with random fp32 weights (from torch's global generator), tied embeddings."""
+    """A Qwen3-MoE of `SHAPES[shape]` with random fp32 weights (from torch's global generator), tied
+    embeddings.
+    """
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        **SHAPES[shape], vocab_size=len(tokenizer), intermediate_size=4 * SHAPES[shape]["hidden_size"],
-        max_position_embeddings=1024, tie_word_embeddings=True, norm_topk_prob=True, dtype="float32",
+        **SHAPES[shape],
+        vocab_size=len(tokenizer),
+        intermediate_size=4 * SHAPES[shape]["hidden_size"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        norm_topk_prob=True,
+        dtype="float32",
         initializer_range=0.06,  # Qwen's 0.02 is meant for far wider models
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     model = Qwen3MoeForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id,
-                                               pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.set_experts_implementation("grouped_mm")  # the fastest path on a CPU by far
     return model
 
 
 def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recipe) -> list[float]:
-    """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every step, nats per
-    token of the answer and its eos."""
+    """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every
+    step, nats per token of the answer and its eos.
+    """
     from mindspeed_qerl.local.supervised import fit
 
     rng, world = random.Random(f"supervised {recipe.seed}"), WORLDS[recipe.shape]
@@ -146,15 +215,20 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
 
     def batch():
         problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
-        answers = [world.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems]
+        answers = [
+            world.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems
+        ]
         return _batch(tokenizer, problems, answers)
 
     return fit(model, (batch() for _ in range(recipe.steps)), recipe.steps, recipe.learning_rate)
 
 
-def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed: int = 0,
-                     max_new_tokens: int = 24) -> list[str]:
-    """One response a question (prompt: `plain_prompt`), greedy or sampled at temperature 1 from all tokens."""
+def sample_responses(
+    model, tokenizer, questions: list[str], greedy: bool, seed: int = 0, max_new_tokens: int = 24
+) -> list[str]:
+    """One response a question (prompt: `plain_prompt`), greedy or sampled at temperature 1 from all
+    tokens.
+    """
     import torch
 
     prompts = [plain_prompt(question) for question in questions]
@@ -162,8 +236,12 @@ def sample_responses(model, tokenizer, questions: list[str], greedy: bool, seed:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         sampling = {} if greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        output = model.generate(**encoded, do_sample=not greedy, max_new_tokens=max_new_tokens, **sampling)
-    return tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1]:], skip_special_tokens=True)
+        output = model.generate(
+            **encoded, do_sample=not greedy, max_new_tokens=max_new_tokens, **sampling
+        )
+    return tokenizer.batch_decode(
+        output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True
+    )
 
 
 def _make(directory: Path, recipe: Recipe) -> dict:
@@ -175,13 +253,20 @@ def _make(directory: Path, recipe: Recipe) -> dict:
 
     started = time.monotonic()
     threads = torch.get_num_threads()
-    # nearly as fast as two for so small a model, and four times as fast when another process wants a core
+    # nearly as fast as two for so small a model, and four times as fast when another process wants
+    # a core
     torch.set_num_threads(1)
     training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
     world = WORLDS[recipe.shape]
-    problems = {name: word_problems.make_problems(pairs, count, f"{name} {recipe.seed}", world.random_problem)
-                for name, pairs, count in (("train", training_pairs, recipe.train_problems),
-                                           ("test", held_out_pairs, recipe.test_problems))}
+    problems = {
+        name: word_problems.make_problems(
+            pairs, count, f"{name} {recipe.seed}", world.random_problem
+        )
+        for name, pairs, count in (
+            ("train", training_pairs, recipe.train_problems),
+            ("test", held_out_pairs, recipe.test_problems),
+        )
+    }
     raw = directory / "data" / "raw"
     raw.mkdir(parents=True)
     for name, rows in problems.items():
@@ -199,8 +284,9 @@ def _make(directory: Path, recipe: Recipe) -> dict:
         for name, rows in problems.items():
             questions = [problem.question for problem in rows[:500]]
             for mode in ("sampled", "greedy"):
-                responses = sample_responses(model, tokenizer, questions, mode == "greedy", recipe.seed,
-                                             world.LONGEST_ANSWER)
+                responses = sample_responses(
+                    model, tokenizer, questions, mode == "greedy", recipe.seed, world.LONGEST_ANSWER
+                )
                 accuracy[f"{name}_{mode}"] = world.grade_parts(rows[:500], responses)
     torch.set_num_threads(threads)
     model.save_pretrained(directory)
@@ -228,4 +314,8 @@ def _batch(tokenizer, problems: list, answers: list[str]):
     from mindspeed_qerl.local.supervised import padded
 
     prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
-    return padded(prompts, tokenizer([answer + EOS for answer in answers])["input_ids"], tokenizer.pad_token_id)
+    return padded(
+        prompts,
+        tokenizer([answer + EOS for answer in answers])["input_ids"],
+        tokenizer.pad_token_id,
+    )

@@ -1,9 +1,10 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) on megatron-core's linear layers, experts included, in any layout.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on megatron-core's linear layers, experts included, in
+any layout.
 
     y = W x + (alpha / r) B A x        A: [r, in] Kaiming-uniform, B: [out, r] zero, W frozen
 
-`linear_fc1` and `linear_fc2` are the MLP's in a dense model and every expert's own in an MoE model (megatron-core's
-SequentialMLP). The router, the embeddings and the norms are never trained.
+`linear_fc1` and `linear_fc2` are the MLP's in a dense model and every expert's own in an MoE model
+(megatron-core's SequentialMLP). The router, the embeddings and the norms are never trained.
 """
 
 import contextlib
@@ -19,24 +20,42 @@ from mindspeed_qerl.errors import ConfigError
 
 
 class LoRALinear(nn.Module):
-    """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update, kept in float32.
+    """A frozen Megatron linear layer (it returns (output, bias)) with a trainable low-rank update,
+    kept in float32.
 
-    Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a row-parallel one as they
-    share W; the other factor is whole on each rank. Under sequence parallelism that one's gradient is of a part of the
-    sequence: it is marked `sequence_parallel`, as Megatron marks norms, whose gradients are summed over the group.
+    Tensor parallel ranks share B [out/tp, r] of a column-parallel layer and A [r, in/tp] of a
+    row-parallel one as they share W; the other factor is whole on each rank. Under sequence
+    parallelism that one's gradient is of a part of the sequence: it is marked `sequence_parallel`,
+    as Megatron marks norms, whose gradients are summed over the group.
 
     Args:
-        base: ColumnParallelLinear or RowParallelLinear. r: rank. alpha: the update is (alpha / r) B A.
-        seed: of A, which is drawn whole, so that it depends on neither the global generator nor the layout.
-        is_expert: of one expert: its gradients are reduced over the expert-data-parallel group (`allreduce = False`,
+        base: ColumnParallelLinear or RowParallelLinear. r: rank. alpha: the update is (alpha / r) B
+            A. seed: of A, which is drawn whole, so that it depends on neither the global generator
+            nor the layout. is_expert: of one expert: its gradients are reduced over the
+            expert-data-parallel group (`allreduce = False`,
             megatron-core's distributed_data_parallel.py), and no tensor parallel rank shares it.
-        tp_rank, tp_size: place in the tensor parallel group of attention. name: in the whole model, for checkpoints.
+        tp_rank, tp_size: place in the tensor parallel group of attention. name: in the whole model,
+        for checkpoints.
     """
 
-    def __init__(self, base: nn.Module, r: int, alpha: float, seed: int, is_expert: bool, tp_rank: int = 0,
-                 tp_size: int = 1, name: str = ""):
+    def __init__(
+        self,
+        base: nn.Module,
+        r: int,
+        alpha: float,
+        seed: int,
+        is_expert: bool,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        name: str = "",
+    ):
         super().__init__()
-        self.base_layer, self.name, self.scaling, self.adapters_enabled = base, name, alpha / r, True
+        self.base_layer, self.name, self.scaling, self.adapters_enabled = (
+            base,
+            name,
+            alpha / r,
+            True,
+        )
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -44,10 +63,17 @@ class LoRALinear(nn.Module):
         shared_input = self.tp_size > 1 and self.row_parallel
         whole_in = in_features * (self.tp_size if shared_input else 1)
         bound = 1.0 / math.sqrt(whole_in)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
-        a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
-        self.lora_A = nn.Parameter(a.chunk(self.tp_size, dim=1)[tp_rank].clone() if shared_input else a)
+        a = torch.empty(r, whole_in).uniform_(
+            -bound, bound, generator=torch.Generator().manual_seed(seed)
+        )
+        self.lora_A = nn.Parameter(
+            a.chunk(self.tp_size, dim=1)[tp_rank].clone() if shared_input else a
+        )
         self.lora_B = nn.Parameter(torch.zeros(out_features, r))
-        for parameter, shared in ((self.lora_A, self.row_parallel), (self.lora_B, not self.row_parallel)):
+        for parameter, shared in (
+            (self.lora_A, self.row_parallel),
+            (self.lora_B, not self.row_parallel),
+        ):
             parameter.allreduce = not is_expert
             parameter.tensor_model_parallel = self.tp_size > 1 and shared
             parameter.sequence_parallel = self.sequence_parallel and not shared
@@ -61,34 +87,55 @@ class LoRALinear(nn.Module):
         return output, bias
 
     def _communicate(self, low: torch.Tensor) -> torch.Tensor:
-        """A x, from where A left it to where B needs it: what the base layer does with its input (column) or its
-        output (row)."""
+        """A x, from where A left it to where B needs it: what the base layer does with its input
+        (column) or its output (row).
+        """
         from megatron.core.tensor_parallel import mappings
 
         if self.row_parallel:  # each rank has a part of the sum
-            return (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel
-                    else mappings.reduce_from_tensor_model_parallel_region)(low)
+            return (
+                mappings.reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else mappings.reduce_from_tensor_model_parallel_region
+            )(low)
         # Under sequence parallelism each rank has a part of the sequence.
-        return (mappings.gather_from_sequence_parallel_region if self.sequence_parallel
-                else mappings.copy_to_tensor_model_parallel_region)(low)
+        return (
+            mappings.gather_from_sequence_parallel_region
+            if self.sequence_parallel
+            else mappings.copy_to_tensor_model_parallel_region
+        )(low)
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """W + (alpha / r) B A of this rank's part, computed in float32 and rounded once to the weight's dtype."""
+        """W + (alpha / r) B A of this rank's part, computed in float32 and rounded once to the
+        weight's dtype.
+        """
         weight = self.base_layer.weight
         return (weight.float() + self.scaling * (self.lora_B @ self.lora_A)).to(weight.dtype)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     """(name, adapter) of every adapted layer of `model`, in the model's order."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)
+    )
 
 
-def apply_lora(model: nn.Module, targets: Collection[str], r: int, alpha: float, seed: int, layer_offset: int = 0,
-               expert_offset: int = 0, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Freeze `model`, a GPTModel, and put a LoRALinear in the place of every layer named by `targets`; ConfigError if
-    one matches no layer. layer_offset, expert_offset: global numbers of this rank's first layer and expert, by which
-    an adapter starts the same wherever it lives."""
+def apply_lora(
+    model: nn.Module,
+    targets: Collection[str],
+    r: int,
+    alpha: float,
+    seed: int,
+    layer_offset: int = 0,
+    expert_offset: int = 0,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> None:
+    """Freeze `model`, a GPTModel, and put a LoRALinear in the place of every layer named by
+    `targets`; ConfigError if one matches no layer. layer_offset, expert_offset: global numbers of
+    this rank's first layer and expert, by which an adapter starts the same wherever it lives.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     empty = set(targets)
@@ -96,26 +143,44 @@ def apply_lora(model: nn.Module, targets: Collection[str], r: int, alpha: float,
         target = name.rpartition(".")[2]
         if target not in targets:
             continue
-        global_name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name)
-        global_name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + expert_offset}",
-                             global_name)
+        global_name = re.sub(
+            r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name
+        )
+        global_name = re.sub(
+            r"local_experts\.(\d+)",
+            lambda m: f"local_experts.{int(m[1]) + expert_offset}",
+            global_name,
+        )
         drawn_for = f"{seed}/{global_name.replace('local_experts', 'experts')}"
         name_seed = int.from_bytes(hashlib.sha256(drawn_for.encode()).digest()[:8], "little") >> 1
-        adapter = LoRALinear(module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size, global_name)
+        adapter = LoRALinear(
+            module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size, global_name
+        )
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapter)
         empty.discard(target)
     if empty:
-        linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules()
-                          if getattr(module, "weight", None) is not None})
-        raise ConfigError(f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model; its "
-                          f"layers with weights are: {', '.join(linears)}")
+        linears = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if getattr(module, "weight", None) is not None
+            }
+        )
+        raise ConfigError(
+            f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model; its "
+            f"layers with weights are: {', '.join(linears)}"
+        )
 
 
 @contextlib.contextmanager
 def adapters_disabled(*chunks: nn.Module) -> Iterator[None]:
-    """Inside, the layers of a model that have `adapters_enabled` compute what the base model computes."""
-    layers = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_enabled")]
+    """Inside, the layers of a model that have `adapters_enabled` compute what the base model
+    computes.
+    """
+    layers = [
+        layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_enabled")
+    ]
     for layer in layers:
         layer.adapters_enabled = False
     try:

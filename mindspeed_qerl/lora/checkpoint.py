@@ -1,9 +1,10 @@
-"""LoRA adapters out of Megatron checkpoints: whole tensors under Hugging Face's names, whatever layout trained them.
+"""LoRA adapters out of Megatron checkpoints: whole tensors under Hugging Face's names, whatever
+layout trained them.
 
 MindSpeed-LLM writes one file per (tensor, pipeline, expert) rank,
 `iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` (training/checkpointing.py; named by
-megatron/training/checkpointing.py:get_checkpoint_name). They are read here in a plain Python with torch: neither
-Megatron nor MindSpeed is imported, and nothing that a file names is executed.
+megatron/training/checkpointing.py:get_checkpoint_name). They are read here in a plain Python with
+torch: neither Megatron nor MindSpeed is imported, and nothing that a file names is executed.
 """
 
 import json
@@ -25,7 +26,10 @@ from mindspeed_qerl.files import POSITION, TRACKER, checkpoint_iterations, rank_
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
-EXPERTS = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # grouped experts' weights, and LoRA's targets
+EXPERTS = {
+    "weight1": "linear_fc1",
+    "weight2": "linear_fc2",
+}  # grouped experts' weights, and LoRA's targets
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -33,11 +37,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a run had trained after `iteration`: W of every module here becomes W + (alpha / rank) B A.
+    """What a run had trained after `iteration`: W of every module here becomes W + (alpha / rank) B
+    A.
 
-    weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as "model.layers.0.self_attn.q_proj", in
-    the checkpoint's dtype. Modules that Megatron fuses share one A. base: the digest of the weights that were trained
-    (fingerprint.py); run: the id of the run; None: not known.
+    weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as
+    "model.layers.0.self_attn.q_proj", in the checkpoint's dtype. Modules that Megatron fuses share
+    one A. base: the digest of the weights that were trained (fingerprint.py); run: the id of the
+    run; None: not known.
     """
 
     weights: dict[str, Pair]
@@ -55,16 +61,19 @@ class Adapters:
 
 def parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
-    return {name.removesuffix(".weight"): (a, part) for name, part in zip(mapping.hf, mapping.split(b), strict=True)}
+    return {
+        name.removesuffix(".weight"): (a, part)
+        for name, part in zip(mapping.hf, mapping.split(b), strict=True)
+    }
 
 
 def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapters:
     """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt.
 
     Raises:
-        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is missing. ValueError:
-        the files belong to several layouts, copies of a tensor differ, there are no adapters, or some have no name in
-        a Hugging Face model.
+        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is
+            missing. ValueError: the files belong to several layouts, copies of a tensor differ,
+            there are no adapters, or some have no name in a Hugging Face model.
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, ranks = _read_ranks(directory)
@@ -76,29 +85,44 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
         weights |= whole_adapters(shards, args, table, layers_before)
         layers_before += 1 + max((layer for layer, _ in _modules(shards)), default=-1)
     if not weights:
-        raise ValueError(f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?")
+        raise ValueError(
+            f"{directory} holds no LoRA adapters: was the run configured with lora_target_modules?"
+        )
     if layers_before != args.num_layers:
-        raise ValueError(f"{directory} holds adapters of {layers_before} layers, and the model has {args.num_layers}: "
-                         "every layer must have some")
+        raise ValueError(
+            f"{directory} holds adapters of {layers_before} layers, and the model has "
+            f"{args.num_layers}: every layer must have some"
+        )
     position = directory / POSITION
     owner = json.loads(position.read_text()) if position.is_file() else {}
-    return Adapters(weights, args.lora_r, args.lora_alpha, iteration, owner.get("base"), owner.get("run"))
+    return Adapters(
+        weights, args.lora_r, args.lora_alpha, iteration, owner.get("base"), owner.get("run")
+    )
 
 
 def table_of_layer(shape: ModelShape) -> dict[str, Mapping]:
-    """What `whole_adapters` needs to know of a model: the mappings of its first layer, by Megatron's module."""
+    """What `whole_adapters` needs to know of a model: the mappings of its first layer, by
+    Megatron's module.
+    """
     one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
-    return {mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
-            for mapping in one_layer}
+    return {
+        mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
+        for mapping in one_layer
+    }
 
 
-def whole_adapters(shards: dict[tuple[int, int], Tensors], args: Namespace, table: dict[str, Mapping],
-                   layers_before: int = 0) -> dict[str, Pair]:
+def whole_adapters(
+    shards: dict[tuple[int, int], Tensors],
+    args: Namespace,
+    table: dict[str, Mapping],
+    layers_before: int = 0,
+) -> dict[str, Pair]:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 
     Args:
-        shards: its adapters by Megatron's name, by (tensor rank, expert rank). args: Megatron's arguments.
-        table: of `table_of_layer`. layers_before: the layers of the stages before it.
+        shards: its adapters by Megatron's name, by (tensor rank, expert rank). args: Megatron's
+            arguments. table: of `table_of_layer`. layers_before: the layers of the stages before
+            it.
 
     Raises:
         ValueError: copies of a tensor differ, or an adapter has no name in a Hugging Face model.
@@ -107,8 +131,10 @@ def whole_adapters(shards: dict[tuple[int, int], Tensors], args: Namespace, tabl
     for layer, module in sorted(_modules(shards)):
         unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
         pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
-        found |= {name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
-                  for name, pair in pairs.items()}
+        found |= {
+            name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
+            for name, pair in pairs.items()
+        }
     return found
 
 
@@ -117,66 +143,100 @@ def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
     return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
 
 
-def _unshard(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
-             table: dict[str, Mapping]) -> dict[str, Pair]:
+def _unshard(
+    module: str,
+    prefix: str,
+    shards: dict[tuple[int, int], Tensors],
+    args: Namespace,
+    table: dict[str, Mapping],
+) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
-    shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer, by module.
+    shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer,
+    by module.
     """
-    a, b = ([replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
-             for t in range(args.tensor_model_parallel_size)]
-            for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"))
+    a, b = (
+        [
+            replicated([shards[t, e][name] for e in range(args.expert_model_parallel_size)], name)
+            for t in range(args.tensor_model_parallel_size)
+        ]
+        for name in (f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight")
+    )
     mapping = table.get(module)
     if mapping is None or mapping.shared is None:
-        raise ValueError(f"an adapter of {module} has no name in a Hugging Face model; known are linear_qkv, "
-                         "linear_proj, linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped "
-                         "experts (moe_grouped_gemm)")
+        raise ValueError(
+            f"an adapter of {module} has no name in a Hugging Face model; known are linear_qkv, "
+            "linear_proj, linear_fc1, linear_fc2 of attention, MLP and shared experts, and grouped "
+            "experts (moe_grouped_gemm)"
+        )
     if mapping.shared == ROW:  # tensor ranks share A by input
         return parts(mapping, ROW.join(a), replicated(b, f"{module}.lora_B"))
     return parts(mapping, replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _experts(module: str, prefix: str, shards: dict[tuple[int, int], Tensors], args: Namespace,
-             table: dict[str, Mapping]) -> dict[str, Pair]:
-    """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or "mlp.experts.weight2" (f -> h).
+def _experts(
+    module: str,
+    prefix: str,
+    shards: dict[tuple[int, int], Tensors],
+    args: Namespace,
+    table: dict[str, Mapping],
+) -> dict[str, Pair]:
+    """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
+    "mlp.experts.weight2" (f -> h).
 
     A rank's tensors are the memory of [experts, in, r] and [experts, r, out]
-    (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538). Whole experts are dealt to the expert ranks,
-    and by those to their tensor ranks (moe_tp_extend_ep:
+    (mindspeed_llm/tasks/posttrain/lora/moe/experts.py:437-468, 533-538). Whole experts are dealt to
+    the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target, r, found, number = EXPERTS[module.removeprefix("mlp.experts.")], args.lora_r, {}, count()
+    target, r, found, number = (
+        EXPERTS[module.removeprefix("mlp.experts.")],
+        args.lora_r,
+        {},
+        count(),
+    )
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
         return {}
-    for e, t in product(range(args.expert_model_parallel_size), range(args.tensor_model_parallel_size)):
+    for e, t in product(
+        range(args.expert_model_parallel_size), range(args.tensor_model_parallel_size)
+    ):
         a, b = (shards[t, e][f"{prefix}_lora_{side}"] for side in "ab")
         local = args.num_experts // len(shards)
         for one_a, one_b in zip(a.view(local, -1, r), b.view(local, r, -1), strict=True):
             # from x A B to B A x
-            found |= parts(table[f"mlp.experts.local_experts.{next(number)}.{target}"], one_a.T, one_b.T)
+            found |= parts(
+                table[f"mlp.experts.local_experts.{next(number)}.{target}"], one_a.T, one_b.T
+            )
     return found
 
 
 def replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """The tensor that several ranks hold; ValueError if they do not hold the same."""
     if not all(torch.equal(copy, copies[0]) for copy in copies[1:]):
-        raise ValueError(f"{name}: ranks that should hold the same tensor do not. Either the files are of several "
-                         "runs, or the run did not keep its ranks in step; there is no telling which one is right")
+        raise ValueError(
+            f"{name}: ranks that should hold the same tensor do not. Either the files are of "
+            "several runs, or the run did not keep its ranks in step; there is no telling which "
+            "one is right"
+        )
     return copies[0]
 
 
 def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, int]:
     there = checkpoint_iterations(checkpoint_dir)
     if not there:
-        raise FileNotFoundError(f"{checkpoint_dir} holds no iter_0000001 or the like: give `checkpoints` of the run "
-                                "directory")
+        raise FileNotFoundError(
+            f"{checkpoint_dir} holds no iter_0000001 or the like: give `checkpoints` of the run "
+            "directory"
+        )
     way_out = f"there are: {', '.join(map(str, there))}"
     if iteration is None:
         tracker = checkpoint_dir / TRACKER
         if not tracker.is_file():
             raise FileNotFoundError(
-                f"{tracker}, which names the latest iteration, is missing; say which you want, {way_out}")
+                f"{tracker}, which names the latest iteration, is missing; say which you want, "
+                f"{way_out}"
+            )
         iteration = int(tracker.read_text())
     if iteration not in there:
         raise FileNotFoundError(f"{checkpoint_dir} has no iteration {iteration}; {way_out}")
@@ -188,51 +248,77 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], 
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
         raise FileNotFoundError(
-            f"{directory} has no mp_rank_*/{FILE}: it is not a Megatron checkpoint in torch format")
+            f"{directory} has no mp_rank_*/{FILE}: it is not a Megatron checkpoint in torch format"
+        )
     args = _read(directory / there[0] / FILE)["args"]
     sizes = _sizes(args)
     says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
     if args.num_experts and sizes[0] > 1 and not args.moe_tp_extend_ep:
         raise ValueError(
-            f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such adapters cannot be read")
-    folders = {rank: rank_folder(*rank, pp=sizes[1], ep=sizes[2]) for rank in product(*map(range, sizes))}
+            f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such "
+            "adapters cannot be read"
+        )
+    folders = {
+        rank: rank_folder(*rank, pp=sizes[1], ep=sizes[2]) for rank in product(*map(range, sizes))
+    }
     if left_over := sorted(set(there) - set(folders.values())):
         raise ValueError(
-            f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove one run's files")
+            f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove "
+            "one run's files"
+        )
     if missing := sorted(set(folders.values()) - set(there)):
-        raise FileNotFoundError(f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
-                                "bring the files of all nodes together")
+        raise FileNotFoundError(
+            f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
+            "bring the files of all nodes together"
+        )
     ranks = {}
     for rank, folder in folders.items():
         checkpoint = _read(directory / folder / FILE)
         if _sizes(checkpoint["args"]) != sizes:
-            raise ValueError(f"{directory} mixes runs: {says}, and {folder} of one with "
-                             f"{', '.join(map(str, _sizes(checkpoint['args'])))}; remove one run's files")
+            raise ValueError(
+                f"{directory} mixes runs: {says}, and {folder} of one with "
+                f"{', '.join(map(str, _sizes(checkpoint['args'])))}; remove one run's files"
+            )
         if "model" not in checkpoint:
-            raise ValueError(f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: checkpoints "
-                             "of virtual pipeline stages cannot be read")
-        ranks[rank] = {name: value for name, value in checkpoint["model"].items() if "lora_" in name
-                       and torch.is_tensor(value)}
+            raise ValueError(
+                f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: "
+                "checkpoints of virtual pipeline stages cannot be read"
+            )
+        ranks[rank] = {
+            name: value
+            for name, value in checkpoint["model"].items()
+            if "lora_" in name and torch.is_tensor(value)
+        }
         if strange := [name for name in ranks[rank] if not ADAPTER.match(name)]:
-            raise ValueError(f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer")
+            raise ValueError(
+                f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer"
+            )
     return args, ranks
 
 
 def _sizes(args: Namespace) -> tuple[int, int, int]:
-    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    return (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+    )
 
 
 def _read(file: Path) -> dict:
     """A rank's file, its tensors mapped: what is unused is never read."""
     unpickling = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
     try:
-        return torch.load(file, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickling)
+        return torch.load(
+            file, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickling
+        )
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
 
 
 class _Opaque:
-    """In the place of an object of another package, of which nothing is needed: takes what unpickling gives it."""
+    """In the place of an object of another package, of which nothing is needed: takes what
+    unpickling gives it.
+    """
 
     def _take(self, *args, **kwargs) -> None:
         pass
@@ -241,12 +327,19 @@ class _Opaque:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of Megatron, random states)."""
+    """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of Megatron,
+    random states).
+    """
 
-    known: ClassVar = {("argparse", "Namespace"), ("collections", "OrderedDict"),
-                       ("torch._utils", "_rebuild_tensor_v2")}
+    known: ClassVar = {
+        ("argparse", "Namespace"),
+        ("collections", "OrderedDict"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+    }
 
     def find_class(self, module: str, name: str):
-        if (module, name) in self.known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in self.known or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         return _Opaque

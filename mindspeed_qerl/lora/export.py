@@ -1,5 +1,6 @@
-"""Adapters as a PEFT adapter, or merged into a Hugging Face model: with the base model's tensor names, which every
-tool knows."""
+"""Adapters as a PEFT adapter, or merged into a Hugging Face model: with the base model's tensor
+names, which every tool knows.
+"""
 
 import json
 import re
@@ -16,63 +17,95 @@ from mindspeed_qerl.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-BASE = "base_weights"  # in the metadata of what is exported, the digest of what was trained on (fingerprint.py)
+# in the metadata of what is exported, the digest of what was trained on (fingerprint.py)
+BASE = "base_weights"
 MERGE = "merge it with PEFT (merge_and_unload), and give the merged model"
 
 
 def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
     """Write adapter_model.safetensors and adapter_config.json.
 
-    Experts are written one by one (`mlp.experts.3.gate_proj`), as in the checkpoints of Qwen. PEFT with transformers 4
-    has a module for each; with transformers 5 PEFT stacks them on loading; vLLM packs them
-    (lora/lora_weights.py:pack_moe), except in versions without LoRA for fused experts, such as 0.11. For the adapter
-    of a Qwen2-MoE vLLM's max_lora_rank must be 2 r, and PEFT older than 0.17 refuses it, because of
-    `target_parameters`: a merged model is of more use there.
+    Experts are written one by one (`mlp.experts.3.gate_proj`), as in the checkpoints of Qwen. PEFT
+    with transformers 4 has a module for each; with transformers 5 PEFT stacks them on loading; vLLM
+    packs them (lora/lora_weights.py:pack_moe), except in versions without LoRA for fused experts,
+    such as 0.11. For the adapter of a Qwen2-MoE vLLM's max_lora_rank must be 2 r, and PEFT older
+    than 0.17 refuses it, because of `target_parameters`: a merged model is of more use there.
 
     Args:
-        base_model_dir: the Hugging Face model that was trained, in safetensors. out_dir: not there yet, or empty.
+        base_model_dir: the Hugging Face model that was trained, in safetensors. out_dir: not there
+            yet, or empty.
 
     Raises:
-        ValueError: the adapters do not fit the base model; the message names the tensor. FileExistsError: `out_dir`
-        holds something.
+        ValueError: the adapters do not fit the base model; the message names the tensor.
+            FileExistsError: `out_dir` holds something.
     """
     _check_fit(adapters, Checkpoint(base_model_dir))
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(Path(base_model_dir).resolve()),
-        "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True,
-        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights})}
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base_model_dir).resolve()),
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
+    }
     if any(".shared_expert." in module for module in adapters.weights):
-        # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and drops them without
-        # a word. For Qwen3-MoE it adds these itself
+        # PEFT 0.21 with transformers 5 stacks the experts of Qwen2-MoE, finds no place for them and
+        # drops them without a word. For Qwen3-MoE it adds these itself
         # (peft/utils/transformers_weight_conversion.py:_convert_peft_config_moe):
         config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         config["rank_pattern"] = {r".*\.gate_up_proj": 2 * adapters.rank}
         config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * adapters.alpha}
     # clone: the projections of one layer share their A, which safetensors refuses
-    tensors = {f"base_model.model.{module}.lora_{side}.weight": tensor.contiguous().clone()
-               for module, pair in adapters.weights.items() for side, tensor in zip("AB", pair, strict=True)}
+    tensors = {
+        f"base_model.model.{module}.lora_{side}.weight": tensor.contiguous().clone()
+        for module, pair in adapters.weights.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
     with new_directory(Path(out_dir)) as directory:
-        save_file(tensors, directory / "adapter_model.safetensors",
-                  metadata={"format": "pt", **_origin(adapters, base_model_dir)})
+        save_file(
+            tensors,
+            directory / "adapter_model.safetensors",
+            metadata={"format": "pt", **_origin(adapters, base_model_dir)},
+        )
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_peft(directory: str | Path) -> Adapters:
-    """The adapter that `save_peft` wrote, or another PEFT LoRA adapter of plain linear layers; its iteration is 0.
-    ValueError: no readable adapter there, or one with more than (alpha / r) B A."""
+    """The adapter that `save_peft` wrote, or another PEFT LoRA adapter of plain linear layers; its
+    iteration is 0. ValueError: no readable adapter there, or one with more than (alpha / r) B A.
+    """
     directory = Path(directory)
     try:
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         with safe_open(directory / "adapter_model.safetensors", "pt") as file:
-            tensors, metadata = {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
+            tensors, metadata = (
+                {name: file.get_tensor(name) for name in file.offset_keys()},
+                file.metadata() or {},
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
     if not isinstance(config, dict) or not tensors:
-        raise ValueError(f"{directory} is no PEFT adapter in safetensors: "
-                         f"{'it holds no tensor' if not tensors else 'its config is no mapping'}")
-    more = [key for key in ("use_dora", "use_rslora", "use_qalora", "alora_invocation_tokens", "layer_replication",
-                            "fan_in_fan_out", "modules_to_save") if config.get(key)]
+        raise ValueError(
+            f"{directory} is no PEFT adapter in safetensors: "
+            f"{'it holds no tensor' if not tensors else 'its config is no mapping'}"
+        )
+    more = [
+        key
+        for key in (
+            "use_dora",
+            "use_rslora",
+            "use_qalora",
+            "alora_invocation_tokens",
+            "layer_replication",
+            "fan_in_fan_out",
+            "modules_to_save",
+        )
+        if config.get(key)
+    ]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
         # PiSSA, OLoRA, LoftQ and the like change the base model
         more.append(f"init_lora_weights = {config['init_lora_weights']}")
@@ -80,27 +113,37 @@ def load_peft(directory: str | Path) -> Adapters:
         if config.get(key, plain) != plain:
             more.append(f"{key} = {config[key]}")
     if more:
-        raise ValueError(f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}")
+        raise ValueError(
+            f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
-            f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be numbers, r at least 1")
+            f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be "
+            "numbers, r at least 1"
+        )
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is no "
-                             f"regular expression: {error}") from error
+            raise ValueError(
+                f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is "
+                f"no regular expression: {error}"
+            ) from error
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         if not found or tensor.ndim != 2 or tensor.shape["AB".index(found[2])] != rank:
-            raise ValueError(f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
-                             f"linear layer with r = {rank}: {MERGE}")
+            raise ValueError(
+                f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
+                f"linear layer with r = {rank}: {MERGE}"
+            )
         # as PEFT's get_pattern_key
         if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:
-            raise ValueError(f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): {MERGE}")
+            raise ValueError(
+                f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): {MERGE}"
+            )
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
         raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
@@ -108,13 +151,20 @@ def load_peft(directory: str | Path) -> Adapters:
     return Adapters(weights, rank, alpha, 0, metadata.get(BASE))
 
 
-def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path, *,
-                all_layers: bool = True, dtype: torch.dtype | None = None) -> None:
-    """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to `dtype` (None: W's).
+def save_merged(
+    adapters: Adapters,
+    base_model_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    all_layers: bool = True,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to
+    `dtype` (None: W's).
 
-    Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters and three times the
-    largest file of the base. Arguments and errors as for `save_peft`; `all_layers`: a layer without an adapter, where
-    others have one, is an error.
+    Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters
+    and three times the largest file of the base. Arguments and errors as for `save_peft`;
+    `all_layers`: a layer without an adapter, where others have one, is an error.
     """
     base = Checkpoint(base_model_dir)
     _check_fit(adapters, base, all_layers)
@@ -128,35 +178,59 @@ def save_merged(adapters: Adapters, base_model_dir: str | Path, out_dir: str | P
             tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
             for name, weight in tensors.items():
                 if (module := name.removesuffix(".weight")) in adapters.weights:
-                    tensors[name] = (weight.float() + adapters.delta(module)).to(dtype or weight.dtype)
-            save_file(tensors, directory / file, metadata={**(content.metadata() or {"format": "pt"}), **origin})
+                    tensors[name] = (weight.float() + adapters.delta(module)).to(
+                        dtype or weight.dtype
+                    )
+            save_file(
+                tensors,
+                directory / file,
+                metadata={**(content.metadata() or {"format": "pt"}), **origin},
+            )
             del tensors  # before the next file is read
 
 
 def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:
     """For the metadata of what is exported: what was trained, by which run, for how long."""
-    return {BASE: adapters.base or weights_digest(Path(base_model_dir)), "iteration": str(adapters.iteration),
-            **({"run": adapters.run} if adapters.run else {})}
+    return {
+        BASE: adapters.base or weights_digest(Path(base_model_dir)),
+        "iteration": str(adapters.iteration),
+        **({"run": adapters.run} if adapters.run else {}),
+    }
 
 
 def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:
-    """ValueError unless the base model has the weights that were trained, as far as that is known, each adapter has
-    its weight there, and, with `all_layers`, each like weight its adapter."""
+    """ValueError unless the base model has the weights that were trained, as far as that is known,
+    each adapter has its weight there, and, with `all_layers`, each like weight its adapter.
+    """
     wrong_base = f"{base.directory} is not the model that was trained"
     for module, (a, b) in adapters.weights.items():
         name, shape = f"{module}.weight", [b.shape[0], a.shape[1]]
         if name not in base.files:
-            raise ValueError(f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter")
+            raise ValueError(
+                f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter"
+            )
         there, dtype = base.header(name).get_shape(), base.header(name).get_dtype()
         if there != shape:
-            raise ValueError(f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}")
+            raise ValueError(
+                f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}"
+            )
         if dtype not in ("F32", "BF16", "F16"):
-            raise ValueError(f"{name} is {dtype} in {base.directory}: give the model in bfloat16, float16 or float32")
+            raise ValueError(
+                f"{name} is {dtype} in {base.directory}: give the model in bfloat16, float16 or "
+                "float32"
+            )
     kinds = {re.sub(r"\d+", "*", f"{module}.weight") for module in adapters.weights}
     for name in base.files if all_layers else ():
-        if re.sub(r"\d+", "*", name) in kinds and name.removesuffix(".weight") not in adapters.weights:
-            raise ValueError(f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more layers, "
-                             "or experts?)")
+        if (
+            re.sub(r"\d+", "*", name) in kinds
+            and name.removesuffix(".weight") not in adapters.weights
+        ):
+            raise ValueError(
+                f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more "
+                "layers, or experts?)"
+            )
     if adapters.base and (digest := weights_digest(base.directory)) != adapters.base:
-        raise ValueError(f"{wrong_base}: its weights are others (digest {digest[:12]}, the trained model's was "
-                         f"{adapters.base[:12]})")
+        raise ValueError(
+            f"{wrong_base}: its weights are others (digest {digest[:12]}, the trained model's was "
+            f"{adapters.base[:12]})"
+        )

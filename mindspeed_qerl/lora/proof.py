@@ -1,5 +1,6 @@
-"""The proof that adapters reached the rollout engine: what each LoRA target did to the weights that its kernels read,
-beside (alpha / r) B A."""
+"""The proof that adapters reached the rollout engine: what each LoRA target did to the weights that
+its kernels read, beside (alpha / r) B A.
+"""
 
 import math
 from collections.abc import Iterable
@@ -10,16 +11,18 @@ Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of
 
 
 def movement(weight: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> dict[str, float]:
-    """How far one weight, or a rank's part of it, is from its base, and from base + update rounded to its dtype.
+    """How far one weight, or a rank's part of it, is from its base, and from base + update rounded
+    to its dtype.
 
     Args:
-        weight: as the engine holds it. base: the same without adapters. update: (alpha / r) B A, float32. All of one
-            shape.
+        weight: as the engine holds it. base: the same without adapters. update: (alpha / r) B A,
+            float32. All of one shape.
 
     Returns:
-        tensors, 1; the norms `moved` |weight - base| and `expected` |update|; max_error, the largest difference from
-        base + update, beside resolution, the rounding of the largest weight; and lost, the share of the rounded move
-        that did not arrive (1: it was never synced, also where bfloat16 hides that).
+        tensors, 1; the norms `moved` |weight - base| and `expected` |update|; max_error, the
+        largest difference from base + update, beside resolution, the rounding of the largest
+        weight; and lost, the share of the rounded move that did not arrive (1: it was never synced,
+        also where bfloat16 hides that).
 
     >>> found = movement(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([0.5]))
     >>> found["moved"], found["expected"], found["lost"]
@@ -30,9 +33,14 @@ def movement(weight: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> 
     resolution = torch.finfo(weight.dtype).eps * expected.abs().max().item()
     base, weight = base.float(), weight.float()
     error, move = (weight - expected).abs().max().item(), (expected - base).norm().item()
-    return {"tensors": 1, "moved": (weight - base).norm().item(), "expected": update.norm().item(),
-            "max_error": math.inf if math.isnan(error) else error, "resolution": resolution,
-            "lost": (weight - expected).norm().item() / move if move else 0.0}
+    return {
+        "tensors": 1,
+        "moved": (weight - base).norm().item(),
+        "expected": update.norm().item(),
+        "max_error": math.inf if math.isnan(error) else error,
+        "resolution": resolution,
+        "lost": (weight - expected).norm().item() / move if move else 0.0,
+    }
 
 
 def join(found: Iterable[Movement]) -> Movement:
@@ -41,10 +49,19 @@ def join(found: Iterable[Movement]) -> Movement:
     for of_targets in found:
         for target, entry in of_targets.items():
             by_target.setdefault(target, []).append(entry)
-    return {target: {"tensors": sum(entry["tensors"] for entry in entries),
-                     **{key: math.hypot(*(entry[key] for entry in entries)) for key in ("moved", "expected")},
-                     **{key: max(entry[key] for entry in entries) for key in ("max_error", "resolution", "lost")}}
-            for target, entries in by_target.items()}
+    return {
+        target: {
+            "tensors": sum(entry["tensors"] for entry in entries),
+            **{
+                key: math.hypot(*(entry[key] for entry in entries)) for key in ("moved", "expected")
+            },
+            **{
+                key: max(entry[key] for entry in entries)
+                for key in ("max_error", "resolution", "lost")
+            },
+        }
+        for target, entries in by_target.items()
+    }
 
 
 def in_words(found: Movement) -> str:
@@ -52,5 +69,8 @@ def in_words(found: Movement) -> str:
     >>> in_words({"linear_qkv": {"moved": 0.05, "expected": 0.05, "max_error": 0.0}})
     'linear_qkv moved 0.05 of 0.05, max error 0'
     """
-    return ", ".join(f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
-                     f"{entry['max_error']:.1g}" for target, entry in found.items())
+    return ", ".join(
+        f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
+        f"{entry['max_error']:.1g}"
+        for target, entry in found.items()
+    )

@@ -17,14 +17,27 @@ from mindspeed_qerl.recipe.types import Recipe
 PASSED, WARNING, FAILED, SKIPPED, ACCEPTED = "passed", "warning", "failed", "skipped", "accepted"
 # Words of npu-smi for a die's health, in lower case. Its Warning is a minor alarm: the die works.
 HEALTHY = ("ok", "normal", "正常")
-SICK = ("alarm", "critical", "unknown", "fault", "abnormal", "offline",
-        "告警", "重要告警", "紧急告警", "异常", "故障", "离线")
+SICK = (
+    "alarm",
+    "critical",
+    "unknown",
+    "fault",
+    "abnormal",
+    "offline",
+    "告警",
+    "重要告警",
+    "紧急告警",
+    "异常",
+    "故障",
+    "离线",
+)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. `fix` is what to do about it, commands as they are typed; empty if there is nothing to
-    do."""
+    """One line of the table. `fix` is what to do about it, commands as they are typed; empty if
+    there is nothing to do.
+    """
 
     name: str
     state: str
@@ -35,7 +48,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB, None if not told."""
+    """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB,
+    None if not told.
+    """
 
     card: int
     chip: int
@@ -56,7 +71,9 @@ class Die:
 
 @dataclass(frozen=True)
 class Seen:
-    """How many NPUs each part of the machine sees: a number, or a sentence why it could not be asked."""
+    """How many NPUs each part of the machine sees: a number, or a sentence why it could not be
+    asked.
+    """
 
     smi: list[Die] | str = "not asked"  # at least one
     # number of a die -> processes by npu-smi, in words; None if it does not tell them
@@ -66,9 +83,13 @@ class Seen:
     mapped: tuple[int, ...] = ()  # the numbers of /dev/davinci*
     cann: int | str = "not asked"
     visible: str | None = None  # ASCEND_RT_VISIBLE_DEVICES
-    ray: Mapping[str, Any] | str | None = None  # the running cluster (ascend/cluster.py); None if there is none
+    ray: Mapping[str, Any] | str | None = (
+        None  # the running cluster (ascend/cluster.py); None if there is none
+    )
     address: str | None = None  # RAY_ADDRESS, where no Ray runs on this machine
-    stale: list[str] = field(default_factory=list)  # how the environment of the running Ray differs from the shell's
+    stale: list[str] = field(
+        default_factory=list
+    )  # how the environment of the running Ray differs from the shell's
 
     @property
     def davinci(self) -> int:
@@ -76,11 +97,15 @@ class Seen:
 
     @property
     def any(self) -> bool:
-        return bool(self.davinci or isinstance(self.smi, list) or isinstance(self.cann, int) and self.cann)
+        return bool(
+            self.davinci or isinstance(self.smi, list) or isinstance(self.cann, int) and self.cann
+        )
 
     def taken(self, count: int) -> list[Die]:
-        """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other numbers than
-        /dev/davinci* (a container whose nodes have new names) the first of its list, or all if it lists more."""
+        """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other
+        numbers than /dev/davinci* (a container whose nodes have new names) the first of its list,
+        or all if it lists more.
+        """
         if not isinstance(self.smi, list):
             return []
         numbers, mapped = {die.number for die in self.smi}, set(self.mapped)
@@ -98,17 +123,20 @@ class Seen:
 
     @property
     def ray_would_count(self) -> int:
-        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no more than the list
-        has."""
+        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no
+        more than the list has.
+        """
         count = self.cann if isinstance(self.cann, int) else self.davinci
         return count if self.listed is None else min(count, self.listed)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched: the recipe of config `name`, and what the engine's own check found. `nodes` share its
-    NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are the faults of values that could not
-    be read, in whose place `recipe` has defaults: then there is no `plan`, nor without a model."""
+    """What is to be launched: the recipe of config `name`, and what the engine's own check found.
+    `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are
+    the faults of values that could not be read, in whose place `recipe` has defaults: then there is
+    no `plan`, nor without a model.
+    """
 
     recipe: Recipe
     faults: tuple[str, ...]
@@ -165,7 +193,10 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
 
 
 def needs(what: str, name: str, why: str) -> Callable:
-    """For a check that only a case with `what`, one of its properties, has: else line `name` is skipped, for `why`."""
+    """For a check that only a case with `what`, one of its properties, has: else line `name` is
+    skipped, for `why`.
+    """
+
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def checks(machine: Any, case: Case) -> Iterable[Check]:

@@ -9,13 +9,24 @@ from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 LIMIT = 120  # seconds; on emulated NPUs they take 20, from a cold disk longer
-PACKAGES = ("torch", "torch_npu", "vllm", "transformers", "tensordict", "mindspeed_rl", "mindspeed_llm", "mindspeed",
-            "megatron", "vllm_ascend")
+PACKAGES = (
+    "torch",
+    "torch_npu",
+    "vllm",
+    "transformers",
+    "tensordict",
+    "mindspeed_rl",
+    "mindspeed_llm",
+    "mindspeed",
+    "megatron",
+    "vllm_ascend",
+)
 
 
 def imports(machine: Machine, case: Case) -> Iterator[Check]:
-    """The imports of ascend/imports.py in a process with the environment of a worker, which is the shell's and what
-    the engine sets. It opens no die."""
+    """The imports of ascend/imports.py in a process with the environment of a worker, which is the
+    shell's and what the engine sets. It opens no die.
+    """
     name = "imports of a worker"
     if not case.on_npus:
         yield Check(name, SKIPPED, "no NPU is used")
@@ -28,11 +39,19 @@ def imports(machine: Machine, case: Case) -> Iterator[Check]:
         return
     environment = {**machine.environment, **worker_environment(case.recipe, machine.environment)}
     try:
-        said = machine.run([sys.executable, "-c", PROBE], LIMIT, environment).strip().splitlines()[-1:]
-    except ProbeError as error:  # a crash, or no answer; the last line of stderr is what was imported
-        yield Check(name, FAILED, f"{str(error).removeprefix(f'{sys.executable}: ')}; every worker would do the same",
-                    "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\nA slow disk? Again: "
-                    "now it is in the cache")
+        said = (
+            machine.run([sys.executable, "-c", PROBE], LIMIT, environment).strip().splitlines()[-1:]
+        )
+    except (
+        ProbeError
+    ) as error:  # a crash, or no answer; the last line of stderr is what was imported
+        yield Check(
+            name,
+            FAILED,
+            f"{str(error).removeprefix(f'{sys.executable}: ')}; every worker would do the same",
+            "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\nA slow "
+            "disk? Again: now it is in the cache",
+        )
         return
     found = said[0] if said else "nothing was said"
     if found.startswith("imported"):

@@ -24,8 +24,9 @@ from mindspeed_qerl.ascend.contract import Report, check, installed
 
 
 class ProbeError(RuntimeError):
-    """A question that the machine did not answer, and why: no such command, no answer in time, or the command's own
-    complaint."""
+    """A question that the machine did not answer, and why: no such command, no answer in time, or
+    the command's own complaint.
+    """
 
 
 class Machine:
@@ -34,16 +35,29 @@ class Machine:
     environment: Mapping[str, str] = os.environ
     python_version = sys.version_info[:2]
 
-    def run(self, command: Sequence[str], timeout: float = 20, environment: Mapping[str, str] | None = None) -> str:
-        """What `command` prints on stdout. After `timeout` seconds it is killed together with all that it started.
+    def run(
+        self,
+        command: Sequence[str],
+        timeout: float = 20,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
+        """What `command` prints on stdout. After `timeout` seconds it is killed together with all
+        that it started.
 
         Raises:
             ProbeError: it cannot be started, gave no answer in time, or failed.
         """
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True, errors="replace", env=environment,
-                                       start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
         except FileNotFoundError:
             raise ProbeError(f"{command[0]} is not installed here") from None
         except OSError as error:
@@ -52,11 +66,17 @@ class Machine:
             output, complaint = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the leader of a session: what it started holds the pipes too
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # the leader of a session: what it started holds the pipes too
             complaint = ""
-            with suppress(subprocess.TimeoutExpired):  # a process that hangs inside a driver cannot be killed
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # a process that hangs inside a driver cannot be killed
                 _, complaint = process.communicate(timeout=1)
-            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s{_last(complaint)}") from None
+            raise ProbeError(
+                f"{command[0]}: no answer within {timeout:g} s{_last(complaint)}"
+            ) from None
         if process.returncode:
             raise ProbeError(f"{command[0]}: exit {process.returncode}{_last(complaint or output)}")
         return output
@@ -98,27 +118,39 @@ class Machine:
         return shutil.disk_usage(_nearest(path)).free
 
     def disk_left(self, path: str | Path) -> float:
-        """The part of the disk of `path` that is free, as Ray asks (src/ray/common/file_system_monitor.cc)."""
+        """The part of the disk of `path` that is free, as Ray asks
+        (src/ray/common/file_system_monitor.cc).
+        """
         usage = shutil.disk_usage(_nearest(path))
         return usage.free / usage.total
 
     def cpus(self) -> int:
-        """Logical CPUs as Ray counts them: the cgroup's if it has a quota (ray/_private/utils.py:get_num_cpus)."""
+        """Logical CPUs as Ray counts them: the cgroup's if it has a quota
+        (ray/_private/utils.py:get_num_cpus).
+        """
         count = multiprocessing.cpu_count()
         quota, _, period = (self.read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
         if quota.strip() == "max":
-            quota, period = (self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1"
-                             for name in ("quota", "period"))
+            quota, period = (
+                self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1"
+                for name in ("quota", "period")
+            )
         return min(count, max(1, int(quota) // int(period))) if int(quota) > 0 else count
 
     def may_use(self) -> int:
-        """Logical CPUs that this process, and what it starts, may run on; `multiprocessing.cpu_count` has all."""
+        """Logical CPUs that this process, and what it starts, may run on;
+        `multiprocessing.cpu_count` has all.
+        """
         return len(os.sched_getaffinity(0))
 
     def threads(self) -> dict[str, int]:
-        """The limits of processes and threads that hold for this user, by who sets them; root has no `ulimit -u`."""
+        """The limits of processes and threads that hold for this user, by who sets them; root has
+        no `ulimit -u`.
+        """
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        limits = {"kernel.threads-max": int(self.read("/proc/sys/kernel/threads-max") or sys.maxsize)}
+        limits = {
+            "kernel.threads-max": int(self.read("/proc/sys/kernel/threads-max") or sys.maxsize)
+        }
         if os.geteuid() and soft != resource.RLIM_INFINITY:
             limits["ulimit -u"] = soft
         return limits | cgroup_threads(self.read)
@@ -156,12 +188,15 @@ class Machine:
 
     def interfaces(self) -> dict[str, list[str]]:
         """The network interfaces, with their addresses."""
-        return {name: [each.address.partition("%")[0] for each in addresses]
-                for name, addresses in psutil.net_if_addrs().items()}
+        return {
+            name: [each.address.partition("%")[0] for each in addresses]
+            for name, addresses in psutil.net_if_addrs().items()
+        }
 
     def writable(self, path: str | Path) -> bool:
-        """Whether `path`, or the nearest folder above it that is there, can be written: not on a file system that is
-        mounted read-only, for root either (access(2))."""
+        """Whether `path`, or the nearest folder above it that is there, can be written: not on a
+        file system that is mounted read-only, for root either (access(2)).
+        """
         return os.access(_nearest(path), os.W_OK | os.X_OK)
 
     def closed(self, node: str) -> str:
@@ -172,21 +207,32 @@ class Machine:
             return "is not there"
         if os.access(node, os.R_OK | os.W_OK):
             return ""
-        return (f"is {stat.filemode(status.st_mode)} of user {status.st_uid}, group {status.st_gid}: user "
-                f"{os.geteuid()} cannot open it")
+        return (
+            f"is {stat.filemode(status.st_mode)} of user {status.st_uid}, group {status.st_gid}: "
+            f"user {os.geteuid()} cannot open it"
+        )
 
     def may_execute(self, path: str | Path) -> bool:
-        """Whether programs and libraries that lie in `path`, or would be made there, can be run: not with noexec."""
+        """Whether programs and libraries that lie in `path`, or would be made there, can be run:
+        not with noexec.
+        """
         return not os.statvfs(_nearest(path)).f_flag & os.ST_NOEXEC
 
     def memory(self) -> dict[str, int]:
-        """Bytes that new processes can have, by who limits them: the machine, and each memory cgroup."""
-        available = re.search(r"^MemAvailable:\s+(\d+) kB", self.read("/proc/meminfo") or "", re.MULTILINE)
-        return ({"MemAvailable": 1024 * int(available[1])} if available else {}) | cgroup_room(self.read)
+        """Bytes that new processes can have, by who limits them: the machine, and each memory
+        cgroup.
+        """
+        available = re.search(
+            r"^MemAvailable:\s+(\d+) kB", self.read("/proc/meminfo") or "", re.MULTILINE
+        )
+        return ({"MemAvailable": 1024 * int(available[1])} if available else {}) | cgroup_room(
+            self.read
+        )
 
     def processes(self, name: str) -> dict[int, dict[str, str]]:
-        """pid -> environment, {} where it may not be read, of the running processes of that name; one that has ended
-        and was not waited for is none."""
+        """pid -> environment, {} where it may not be read, of the running processes of that name;
+        one that has ended and was not waited for is none.
+        """
         found = {}
         for process in psutil.process_iter(["name", "status"]):
             if process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -212,32 +258,52 @@ def _nearest(path: str | Path) -> Path:
 
 
 def cgroup_room(read: Callable[[str], str | None]) -> dict[str, int]:
-    """Bytes left below each limit of this process's memory cgroups, its own and those above, version 2 or 1. What is
-    cached of files counts as left. read: of `Machine`."""
-    names = {"": ("memory.max", "memory.current", "inactive_file"),
-             "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+    """Bytes left below each limit of this process's memory cgroups, its own and those above,
+    version 2 or 1. What is cached of files counts as left. read: of `Machine`.
+    """
+    names = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
     room = {}
     for place, kind in _cgroups(read, "memory"):
         most, current, cached = names[kind]
         limit, used = ((read(f"{place}/{name}") or "").strip() for name in (most, current))
-        if limit.isdigit() and used.isdigit() and int(limit) < 2**60:  # version 1 writes 2^63 for none
-            files = re.search(rf"^{cached} (\d+)$", read(f"{place}/memory.stat") or "", re.MULTILINE)
+        if (
+            limit.isdigit() and used.isdigit() and int(limit) < 2**60
+        ):  # version 1 writes 2^63 for none
+            files = re.search(
+                rf"^{cached} (\d+)$", read(f"{place}/memory.stat") or "", re.MULTILINE
+            )
             room[f"{place}/{most} = {int(limit) / 1e9:,.1f} GB"] = (
-                int(limit) - int(used) + (int(files[1]) if files else 0))
+                int(limit) - int(used) + (int(files[1]) if files else 0)
+            )
     return room
 
 
 def cgroup_threads(read: Callable[[str], str | None]) -> dict[str, int]:
-    """The limits of processes and threads of this process's cgroups, by where they are (docker's --pids-limit)."""
-    found = {f"{place}/pids.max": (read(f"{place}/pids.max") or "").strip() for place, _ in _cgroups(read, "pids")}
+    """The limits of processes and threads of this process's cgroups, by where they are (docker's
+    --pids-limit).
+    """
+    found = {
+        f"{place}/pids.max": (read(f"{place}/pids.max") or "").strip()
+        for place, _ in _cgroups(read, "pids")
+    }
     return {place: int(limit) for place, limit in found.items() if limit.isdigit()}
 
 
 def _cgroups(read: Callable[[str], str | None], controller: str) -> Iterator[tuple[str, str]]:
-    """The folders of this process's cgroup and of those above, with "" for version 2, or the controller for 1."""
+    """The folders of this process's cgroup and of those above, with "" for version 2, or the
+    controller for 1.
+    """
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         kind = next((kind for kind in controllers.split(",") if kind in ("", controller)), None)
         if kind is not None:
             for folder in (Path(path), *Path(path).parents):  # a container sees its own at the root
-                yield f"/sys/fs/cgroup/{kind}/{str(folder).strip('/')}".replace("//", "/").rstrip("/"), kind
+                yield (
+                    f"/sys/fs/cgroup/{kind}/{str(folder).strip('/')}".replace("//", "/").rstrip(
+                        "/"
+                    ),
+                    kind,
+                )

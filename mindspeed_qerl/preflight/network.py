@@ -15,8 +15,8 @@ TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
 
 
 def fault_of_address(name: str, value: str, nodes: int) -> str:
-    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can. MASTER_ADDR may be a name:
-    only Ray connects to it.
+    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can.
+    MASTER_ADDR may be a name: only Ray connects to it.
 
     >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
     "NODE_ADDR=fd00::5 must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
@@ -28,7 +28,9 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
     try:
         address = ipaddress.ip_address(value)
     except ValueError:
-        return f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no port, no spaces, no name"
+        return (
+            f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no port, no spaces, no name"
+        )
     if address.version != 4:
         return f"{name}={value} must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
     if address.is_unspecified or address.is_multicast or address.is_reserved:
@@ -68,8 +70,14 @@ def fault_of_ray_address(address: str) -> str:
     """Why no run can join Ray there; "" if it is in a form in which one may."""
     if host_and_port(address):
         return ""
-    client = "Ray's client cannot do what upstream asks of Ray" if address.startswith("ray://") else (
-        "it must be HOST:PORT of Ray's head, [IPv6]:PORT, auto, or local for a Ray of the run's own")
+    client = (
+        "Ray's client cannot do what upstream asks of Ray"
+        if address.startswith("ray://")
+        else (
+            "it must be HOST:PORT of Ray's head, [IPv6]:PORT, auto, or local for a Ray of the "
+            "run's own"
+        )
+    )
     return f"{address!r} is none that a run can join: {client}. Its head is asked by HOST:PORT, such as 10.0.0.1:6379"
 
 
@@ -80,41 +88,71 @@ def addresses(machine: Machine, case: Case) -> Iterator[Check]:
     for name in ("NODE_ADDR", "MASTER_ADDR"):
         value = machine.environment.get(name)
         if value and (fault := fault_of_address(name, value, case.nodes)):
-            yield Check(name, FAILED, fault, f"export {name}=ADDRESS    # in the network that the nodes share")
+            yield Check(
+                name,
+                FAILED,
+                fault,
+                f"export {name}=ADDRESS    # in the network that the nodes share",
+            )
 
 
 def host_name(machine: Machine, case: Case) -> Iterator[Check]:
-    """Gloo binds to the address that the host's name has, unless an interface is named (verl issue 849, vllm issue
-    7074); half an hour later c10d gives up."""
+    """Gloo binds to the address that the host's name has, unless an interface is named (verl issue
+    849, vllm issue 7074); half an hour later c10d gives up.
+    """
     if not case.on_npus or machine.environment.get("GLOO_SOCKET_IFNAME"):
         return
-    name, here = socket.gethostname(), {each for many in machine.interfaces().values() for each in many}
+    name, here = (
+        socket.gethostname(),
+        {each for many in machine.interfaces().values() for each in many},
+    )
     try:
         found = {line.split()[0] for line in machine.run(["getent", "ahosts", name]).splitlines()}
     except ProbeError as error:
         if "not installed" in str(error):
             return
         found = set()  # no such name
-    ours = {each for each in found if each in here or ipaddress.ip_address(each.partition("%")[0]).is_loopback}
+    ours = {
+        each
+        for each in found
+        if each in here or ipaddress.ip_address(each.partition("%")[0]).is_loopback
+    }
     if ours:
         yield Check("host name", PASSED, f"{name} is {', '.join(sorted(ours))}")
         return
-    what = f"is {', '.join(sorted(found))}, which no network interface here has" if found else "has no address"
-    yield Check("host name", WARNING, f"{name} {what}: gloo and c10d connect to it, and wait for half an hour",
-                f"echo 127.0.0.1 {name} >> /etc/hosts    # on two nodes this node's address\n"
-                f"or export GLOO_SOCKET_IFNAME={'lo' if case.nodes == 1 else 'INTERFACE'}")
+    what = (
+        f"is {', '.join(sorted(found))}, which no network interface here has"
+        if found
+        else "has no address"
+    )
+    yield Check(
+        "host name",
+        WARNING,
+        f"{name} {what}: gloo and c10d connect to it, and wait for half an hour",
+        f"echo 127.0.0.1 {name} >> /etc/hosts    # on two nodes this node's address\n"
+        f"or export GLOO_SOCKET_IFNAME={'lo' if case.nodes == 1 else 'INTERFACE'}",
+    )
 
 
 def between_nodes(machine: Machine, case: Case) -> Iterator[Check]:
-    """The addresses of the NPUs' own interfaces, which only the host has, and whether their links are up (vllm-ascend
-    issues 7711, 9447 and 14506). Whether TLS is the same on both nodes is not asked."""
+    """The addresses of the NPUs' own interfaces, which only the host has, and whether their links
+    are up (vllm-ascend issues 7711, 9447 and 14506). Whether TLS is the same on both nodes is not
+    asked.
+    """
     if not case.on_npus or case.nodes == 1 or not case.seen.any:
         return
-    addresses, dies = set(re.findall(r"^address_(\d+)=", machine.read(HCCN) or "", re.MULTILINE)), case.seen.mapped
+    addresses, dies = (
+        set(re.findall(r"^address_(\d+)=", machine.read(HCCN) or "", re.MULTILINE)),
+        case.seen.mapped,
+    )
     if missing := [str(die) for die in dies if str(die) not in addresses]:
-        yield Check("hccn.conf", WARNING, f"{HCCN} has no address of die {', '.join(missing)}: between nodes HCCL "
-                    "was seen to say \"'device ip' is not set correctly\", or to hand on wrong values",
-                    f"Start the container with -v {HCCN}:{HCCN} -v {TOOL}:{TOOL}")
+        yield Check(
+            "hccn.conf",
+            WARNING,
+            f"{HCCN} has no address of die {', '.join(missing)}: between nodes HCCL "
+            "was seen to say \"'device ip' is not set correctly\", or to hand on wrong values",
+            f"Start the container with -v {HCCN}:{HCCN} -v {TOOL}:{TOOL}",
+        )
     else:
         yield Check("hccn.conf", PASSED, f"an address for each of {len(dies)} dies")
     tool = TOOL if machine.glob(TOOL) else "hccn_tool"
@@ -127,9 +165,13 @@ def between_nodes(machine: Machine, case: Case) -> Iterator[Check]:
             break
         down += [str(die)] * ("status: DOWN" in said)
     if down:
-        yield Check("links of the NPUs", WARNING, f"hccn_tool says of die {', '.join(down)}: "
-                    f"{' '.join(said.split())}; HCCL would wait for the other node (EI0006)",
-                    f"for n in {' '.join(down)}; do {tool} -i $n -link "
-                    f"-g; {tool} -i $n -optical -g; done    # cable and switch are a case for their owner")
+        yield Check(
+            "links of the NPUs",
+            WARNING,
+            f"hccn_tool says of die {', '.join(down)}: "
+            f"{' '.join(said.split())}; HCCL would wait for the other node (EI0006)",
+            f"for n in {' '.join(down)}; do {tool} -i $n -link "
+            f"-g; {tool} -i $n -optical -g; done    # cable and switch are a case for their owner",
+        )
     elif "status: UP" in said:
         yield Check("links of the NPUs", PASSED, f"hccn_tool says UP of {len(dies)} dies")

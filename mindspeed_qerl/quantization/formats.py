@@ -1,18 +1,27 @@
-"""Number formats of quantised rollouts as pure functions: what a tensor is after it was quantised and read back.
+"""Number formats of quantised rollouts as pure functions: what a tensor is after it was quantised
+and read back.
 
-| format      | weights [out, in]: block, scale                          | element | activations [..., in]           |
+| format      | weights [out, in]: block, scale                          | element | activations
+[..., in]           |
 |-------------|----------------------------------------------------------|---------|---------------------------------|
-| `int8_w8a8` | a row; float32, amax / 127                               | int8    | a token, the same               |
-| `fp8`       | 128 x 128; float32, amax / 448                           | E4M3    | 128 of a token, the same        |
-| `mxfp8`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 8)              | E4M3    | 32 of a token, the same         |
-| `mxfp4`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 2)              | E2M1    | as they are                     |
-| `nvfp4`     | 16 of a row; E4M3, global amax / 6, beside a float32     | E2M1    | as they are                     |
-|             | global = 448 * 6 / amax of the whole tensor              |         |                                 |
+| `int8_w8a8` | a row; float32, amax / 127                               | int8    | a token, the
+same               |
+| `fp8`       | 128 x 128; float32, amax / 448                           | E4M3    | 128 of a token,
+the same        |
+| `mxfp8`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 8)              | E4M3    | 32 of a token,
+the same         |
+| `mxfp4`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 2)              | E2M1    | as they are
+|
+| `nvfp4`     | 16 of a row; E4M3, global amax / 6, beside a float32     | E2M1    | as they are
+|
+|             | global = 448 * 6 / amax of the whole tensor              |         |
+|
 
-int8_w8a8 is vllm-ascend's W8A8_DYNAMIC (quantization/w8a8_dynamic.py), fp8 DeepSeek-V3's blocks (arXiv 2412.19437),
-the MX formats are OCP Microscaling 1.0 (section 6.3), and nvfp4 is NVIDIA's, weights only, as QeRL has it
-(arXiv 2510.11696). Elements are rounded to nearest, ties to even, and saturate. tests/quantization compares with
-torchao, compressed-tensors and vLLM, and says where implementations of MX choose other scales.
+int8_w8a8 is vllm-ascend's W8A8_DYNAMIC (quantization/w8a8_dynamic.py), fp8 DeepSeek-V3's blocks
+(arXiv 2412.19437), the MX formats are OCP Microscaling 1.0 (section 6.3), and nvfp4 is NVIDIA's,
+weights only, as QeRL has it (arXiv 2510.11696). Elements are rounded to nearest, ties to even, and
+saturate. tests/quantization compares with torchao, compressed-tensors and vLLM, and says where
+implementations of MX choose other scales.
 """
 
 from collections.abc import Callable
@@ -36,14 +45,16 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number of E4M3 (a sign, 4 bits of exponent, 3 of mantissa) to float32, at most 448; in arithmetic
-    that every device has (a 910C has no dtype for it).
+    """The nearest number of E4M3 (a sign, 4 bits of exponent, 3 of mantissa) to float32, at most
+    448; in arithmetic that every device has (a 910C has no dtype for it).
 
     >>> to_e4m3(torch.tensor([1.0625, 1.1, 1000.0]))
     tensor([  1.0000,   1.1250, 448.0000])
     """
     x = x.clamp(-E4M3_MAX, E4M3_MAX)
-    step = _power_of_two(x).clamp_min(2.0**-6) / 8  # between neighbours; below 2^-6 they are subnormal
+    step = (
+        _power_of_two(x).clamp_min(2.0**-6) / 8
+    )  # between neighbours; below 2^-6 they are subnormal
     return (x / step).round() * step
 
 
@@ -54,7 +65,9 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     tensor([ 0.,  1.,  2.,  4.,  4., -6.])
     """
     size = x.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between neighbours, of even code every second
+    step = torch.where(
+        size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)
+    )  # between neighbours, of even code every second
     return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
 
 
@@ -71,7 +84,9 @@ def quantize_int8(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Te
     return integers * scale
 
 
-def int8_and_scale(x: torch.Tensor, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_and_scale(
+    x: torch.Tensor, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole numbers of `quantize_int8`, in float32, and the scales [..., 1].
 
     >>> int8_and_scale(torch.tensor([[254.0, 3.0]]))
@@ -82,26 +97,33 @@ def int8_and_scale(x: torch.Tensor, amax: torch.Tensor | None = None) -> tuple[t
 
 
 def quantize_fp8(x: torch.Tensor, rows: int = 1, columns: int = 128) -> torch.Tensor:
-    """Blocks of `rows` x `columns` in E4M3, those at the edges smaller, with float32 scales; float32 of x's shape.
+    """Blocks of `rows` x `columns` in E4M3, those at the edges smaller, with float32 scales;
+    float32 of x's shape.
 
     >>> quantize_fp8(torch.tensor([[448.0, 1.1]]))
     tensor([[448.0000,   1.1250]])
     """
     *leading, height, width = x.shape if x.dim() > 1 else (1, *x.shape)
-    padded = torch.nn.functional.pad(x.float().reshape(*leading, height, width),
-                                     (0, -width % columns, 0, -height % rows))
-    blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [..., row, of rows, column, of columns]
+    padded = torch.nn.functional.pad(
+        x.float().reshape(*leading, height, width), (0, -width % columns, 0, -height % rows)
+    )
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(
+        -3, (-1, rows)
+    )  # [..., row, of rows, column, of columns]
     scale = blocks.abs().amax((-3, -1), keepdim=True) / E4M3_MAX
     whole = (to_e4m3(_divide(blocks, scale)) * scale).flatten(-2).flatten(-3, -2)
     return whole[..., :height, :width].reshape(x.shape).contiguous()
 
 
-def quantize_mx(x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor], exponent: int,
-                block: int = 32) -> torch.Tensor:
-    """Blocks of `block` along the last dimension with a power of two as their scale (OCP MX 1.0); float32, x's shape.
+def quantize_mx(
+    x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor], exponent: int, block: int = 32
+) -> torch.Tensor:
+    """Blocks of `block` along the last dimension with a power of two as their scale (OCP MX 1.0);
+    float32, x's shape.
 
     Args:
-        element: `to_e4m3` or `to_e2m1`. exponent: of its largest number, E4M3_EXPONENT or E2M1_EXPONENT.
+        element: `to_e4m3` or `to_e2m1`. exponent: of its largest number, E4M3_EXPONENT or
+            E2M1_EXPONENT.
 
     Raises:
         ValueError: the last dimension is no multiple of `block`.
@@ -115,7 +137,8 @@ def quantize_mx(x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor]
 
 
 def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """Blocks of 16 along the last dimension in E2M1, with scales in E4M3 and one float32 for the tensor; float32.
+    """Blocks of 16 along the last dimension in E2M1, with scales in E4M3 and one float32 for the
+    tensor; float32.
 
     amax: of the whole tensor, float32 [], where x is a part of it.
 
@@ -126,7 +149,8 @@ def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.T
     tensor([6., 1.])
     """
     blocks = _blocks(x, 16)
-    # In the order of vLLM's nvfp4_emulation_utils.py, whose bits these are; so is the least amax (online/nvfp4.py).
+    # In the order of vLLM's nvfp4_emulation_utils.py, whose bits these are; so is the least amax
+    # (online/nvfp4.py).
     unit = E4M3_MAX * E2M1_MAX / (_amax_of_tensor(x) if amax is None else amax).clamp_min(1e-8)
     scale = to_e4m3(unit * (_amax(blocks) * (1 / E2M1_MAX)))
     return (to_e2m1(blocks * _reciprocal(scale * _reciprocal(unit))) * (scale / unit)).flatten(-2)
@@ -134,11 +158,13 @@ def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.T
 
 @dataclass(frozen=True)
 class Format:
-    """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each to float32 of the
-    same shape; ValueError where blocks do not fill the inputs (layout/blocks.py refuses that before a run).
+    """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each
+    to float32 of the same shape; ValueError where blocks do not fill the inputs (layout/blocks.py
+    refuses that before a run).
 
-    `weight` takes a second argument where the tensor is a part of a larger one: the largest of what `amax` is of its
-    parts. amax: float32 [], of a tensor, or [out, 1], of its rows; None where blocks have scales of their own alone.
+    `weight` takes a second argument where the tensor is a part of a larger one: the largest of what
+    `amax` is of its parts. amax: float32 [], of a tensor, or [out, 1], of its rows; None where
+    blocks have scales of their own alone.
     """
 
     weight: Callable[..., torch.Tensor]
@@ -170,7 +196,9 @@ FORMATS = {
 
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The largest power of two that is not above |x|, by the exponent's bits of float32; 0 below 2^-126."""
+    """The largest power of two that is not above |x|, by the exponent's bits of float32; 0 below
+    2^-126.
+    """
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 

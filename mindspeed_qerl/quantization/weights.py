@@ -1,4 +1,6 @@
-"""The linear weights of a rollout model: what was synced, and what its kernels multiply with instead."""
+"""The linear weights of a rollout model: what was synced, and what its kernels multiply with
+instead.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,14 +10,16 @@ import torch
 
 from mindspeed_qerl.quantization.formats import FORMATS
 
-# By Hugging Face's names the linear layers of attention, MLPs and experts. Norms, routers (mlp.gate), gates of shared
-# experts, embeddings and the output layer are never quantised, as in vLLM's and QeRL's checkpoints.
+# By Hugging Face's names the linear layers of attention, MLPs and experts. Norms, routers
+# (mlp.gate), gates of shared experts, embeddings and the output layer are never quantised, as in
+# vLLM's and QeRL's checkpoints.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHT_ERROR = "quantization/weight_error"
 
 
 def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
-    """Whether the tensor of this Hugging Face name is: a linear weight that no fnmatch pattern of `ignore` names.
+    """Whether the tensor of this Hugging Face name is: a linear weight that no fnmatch pattern of
+    `ignore` names.
 
     >>> is_quantized("model.layers.0.mlp.experts.3.up_proj.weight"), is_quantized("model.layers.0.mlp.gate.weight")
     (True, False)
@@ -23,12 +27,15 @@ def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
     False
     """
     return name.endswith(tuple(f".{linear}.weight" for linear in LINEARS)) and not any(
-        fnmatchcase(name, pattern) for pattern in ignore)
+        fnmatchcase(name, pattern) for pattern in ignore
+    )
 
 
-def ignore_fault(layers: Mapping[str, Sequence[str]], ignore: Iterable[str], format: str) -> str | None:
-    """What is wrong with the patterns of `ignore`: one that names no linear weight, all of them together every one,
-    or, in a format that rounds what a layer is given, only some of a layer's.
+def ignore_fault(
+    layers: Mapping[str, Sequence[str]], ignore: Iterable[str], format: str
+) -> str | None:
+    """What is wrong with the patterns of `ignore`: one that names no linear weight, all of them
+    together every one, or, in a format that rounds what a layer is given, only some of a layer's.
 
     Args:
         layers: Hugging Face names of what is fused or stacked in each of vLLM's parameters.
@@ -38,17 +45,25 @@ def ignore_fault(layers: Mapping[str, Sequence[str]], ignore: Iterable[str], for
     linears = [name for fused in layers.values() for name in fused if is_quantized(name)]
     for pattern in ignore:
         if all(is_quantized(name, [pattern]) for name in linears):
-            return (f"rollout_quantization.ignore: {pattern!r} names none of the {len(linears)} linear weights, "
-                    f"{linears[0]} and so on. Write a name, or a pattern such as '*.down_proj.weight'")
+            return (
+                f"rollout_quantization.ignore: {pattern!r} names none of the {len(linears)} linear "
+                f"weights, {linears[0]} and so on. Write a name, or a pattern such as "
+                "'*.down_proj.weight'"
+            )
     if not any(is_quantized(name, ignore) for name in linears):
-        return ("rollout_quantization.ignore names every linear weight: rollout_quantization=none goes without "
-                "quantisation")
+        return (
+            "rollout_quantization.ignore names every linear weight: rollout_quantization=none "
+            "goes without quantisation"
+        )
     for parameter, fused in layers.items() if FORMATS[format].activation else ():
         ignored = [name for name in fused if not is_quantized(name, ignore)]
         if 0 < len(ignored) < len(fused):
-            return (f"rollout_quantization.ignore names {ignored[0]}, and not all of {', '.join(fused[:3])}"
-                    f"{', ...' if len(fused) > 3 else ''}: {parameter} has them in one layer, and {format} rounds "
-                    "what a layer is given. Name all of them, or none")
+            return (
+                f"rollout_quantization.ignore names {ignored[0]}, and not all of "
+                f"{', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}: {parameter} has them "
+                f"in one layer, and {format} rounds what a layer is given. Name all of them, or "
+                "none"
+            )
     return None
 
 
@@ -68,22 +83,28 @@ def weight_errors(squares: Iterable[tuple[str, tuple[float, float]]]) -> dict[st
     """
     sums: dict[str, tuple[float, float]] = {}
     for name, (error, whole) in squares:
-        for key in (WEIGHT_ERROR, f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}"):
+        for key in (
+            WEIGHT_ERROR,
+            f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}",
+        ):
             errors, wholes = sums.get(key, (0.0, 0.0))
             sums[key] = errors + error, wholes + whole
     return {key: (error / whole) ** 0.5 if whole else 0.0 for key, (error, whole) in sums.items()}
 
 
 class QuantizedWeights:
-    """The quantised tensors of a model, by their Hugging Face names, in the dtype that they have there.
+    """The quantised tensors of a model, by their Hugging Face names, in the dtype that they have
+    there.
 
     Args:
-        format: one of FORMATS. beside: quantise the base alone; the adapters, what was synced less the base, are added
-            after that (QeRL), and not rounded with it. base: the model's own tensors [out, in].
+        format: one of FORMATS. beside: quantise the base alone; the adapters, what was synced less
+            the base, are added after that (QeRL), and not rounded with it. base: the model's own
+            tensors [out, in].
 
     Attributes:
-        synced: as they were received, at first the base. used: what kernels multiply with. adapters: the part that
-            meets activations which are not quantised, for `beside` in a format that quantises those; else empty.
+        synced: as they were received, at first the base. used: what kernels multiply with.
+            adapters: the part that meets activations which are not quantised, for `beside` in a
+            format that quantises those; else empty.
     """
 
     def __init__(self, format: str, beside: bool, base: Mapping[str, torch.Tensor]):
@@ -119,10 +140,14 @@ class QuantizedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(name, synced, used, adapter) of each; an adapter that is merged is 0."""
-        return ((name, synced, self.used[name], self.adapters.get(name, torch.zeros_like(synced)))
-                for name, synced in self.synced.items())
+        return (
+            (name, synced, self.used[name], self.adapters.get(name, torch.zeros_like(synced)))
+            for name, synced in self.synced.items()
+        )
 
     def errors(self) -> dict[str, float]:
         """`weight_errors` of all of them."""
-        return weight_errors((name, squares(used.float() + adapter.float() - synced.float(), synced).tolist())
-                             for name, synced, used, adapter in self)
+        return weight_errors(
+            (name, squares(used.float() + adapter.float() - synced.float(), synced).tolist())
+            for name, synced, used, adapter in self
+        )

@@ -1,4 +1,6 @@
-"""A config by its name: where configs lie, the files that one is made of, and what Hydra resolves it to."""
+"""A config by its name: where configs lie, the files that one is made of, and what Hydra resolves
+it to.
+"""
 
 import os
 import re
@@ -20,8 +22,18 @@ CONFIGS = PACKAGE / "configs"  # of an installation
 if not CONFIGS.is_dir():
     CONFIGS = PACKAGE.parent / "configs"  # of a checkout
 # The last parts of the keys whose values are paths, in every section.
-PATHS = {"tokenizer_name_or_path", "load", "data_path", "eplb_token_save_path", "train_file", "test_file",
-         "multipliers_file", "root", "resume", "models"}
+PATHS = {
+    "tokenizer_name_or_path",
+    "load",
+    "data_path",
+    "eplb_token_save_path",
+    "train_file",
+    "test_file",
+    "multipliers_file",
+    "root",
+    "resume",
+    "models",
+}
 REFUSED = object()  # what Hydra cannot read
 
 
@@ -41,21 +53,29 @@ class Parts:
 
 
 def config_files(config_dir: str | None = None) -> dict[str, Path]:
-    """{name: file} of every config: of `config_dir`, or else `configs` in the current directory, and of the package.
+    """{name: file} of every config: of `config_dir`, or else `configs` in the current directory,
+    and of the package.
 
     The files in the folders of such a folder are parts of configs: `aqn=off` is aqn/off.yaml.
     """
-    return {file.stem: file for folder in reversed(_folders(config_dir)) for file in sorted(folder.glob("*.yaml"))
-            if file.is_file()}
+    return {
+        file.stem: file
+        for folder in reversed(_folders(config_dir))
+        for file in sorted(folder.glob("*.yaml"))
+        if file.is_file()
+    }
 
 
-def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> dict[str, Any]:
-    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it, `~` of its paths
-    expanded. What its files say against each other is printed as a warning, once a process.
+def compose(
+    name: str, overrides: Iterable[str] = (), config_dir: str | None = None
+) -> dict[str, Any]:
+    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it,
+    `~` of its paths expanded. What its files say against each other is printed as a warning, once a
+    process.
 
     Raises:
-        ConfigError: no such config, files that are no YAML, an override of an unknown key, one that Hydra refuses, or
-            a path with a shell's variable.
+        ConfigError: no such config, files that are no YAML, an override of an unknown key, one that
+            Hydra refuses, or a path with a shell's variable.
     """
     from hydra import compose as composed
     from omegaconf import OmegaConf
@@ -73,7 +93,9 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = N
             values.append(override)
         elif override.startswith("~"):
             groups.append(override)
-        elif value in options or "," in value:  # of several values Hydra says that they are for --multirun
+        elif (
+            value in options or "," in value
+        ):  # of several values Hydra says that they are for --multirun
             groups.append(f"{'' if key in chosen else '+'}{key}={value}")
         else:
             raise ConfigError(unknown(key, value, options))
@@ -83,14 +105,19 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | None = N
         config = composed(name, [*search_path, *groups])
         if values:
             plain = OmegaConf.to_container(config, resolve=False)
-            config = composed(name, [*search_path, *groups, *checked(values, plain, known_keys(plain), name)])
-        return _with_paths(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), parts)
+            config = composed(
+                name, [*search_path, *groups, *checked(values, plain, known_keys(plain), name)]
+            )
+        return _with_paths(
+            OmegaConf.to_container(config, resolve=True, throw_on_missing=True), parts
+        )
 
 
 def quoted(override: str) -> str:
-    """An override in the quotes that Hydra wants where its value is no word of Hydra's grammar, such as a path in
-    another script or a name with another "=". Sweeps, lists, what is quoted and interpolations stay as they are; where
-    a path is wanted, one that exists is meant as it is typed, commas and all.
+    """An override in the quotes that Hydra wants where its value is no word of Hydra's grammar,
+    such as a path in another script or a name with another "=". Sweeps, lists, what is quoted and
+    interpolations stay as they are; where a path is wanted, one that exists is meant as it is
+    typed, commas and all.
 
     >>> quoted("run.resume=runs/tiny/2026-11-22_aqn=off_seed1"), quoted("aqn=off,qerl")
     ("run.resume='runs/tiny/2026-11-22_aqn=off_seed1'", 'aqn=off,qerl')
@@ -132,17 +159,25 @@ def _in_quotes(value: str) -> str:
     return QuotedString(value, Quote.single).with_quotes()
 
 
-def combinations(name: str, overrides: Iterable[str], config_dir: str | None = None) -> list[list[str]]:
-    """The overrides of each run of a sweep: one value of each that lists several, as in `aqn=off,qerl seed=1,2`."""
+def combinations(
+    name: str, overrides: Iterable[str], config_dir: str | None = None
+) -> list[list[str]]:
+    """The overrides of each run of a sweep: one value of each that lists several, as in
+    `aqn=off,qerl seed=1,2`.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     overrides = list(map(quoted, overrides))
     name = name.removesuffix(".yaml")
-    with _hydra(name, overrides, config_folders(name, config_dir), config_parts(name, overrides, config_dir)):
+    with _hydra(
+        name, overrides, config_folders(name, config_dir), config_parts(name, overrides, config_dir)
+    ):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        return BasicSweeper.split_arguments(parser.parse_overrides(overrides), max_batch_size=None)[0]
+        return BasicSweeper.split_arguments(parser.parse_overrides(overrides), max_batch_size=None)[
+            0
+        ]
 
 
 def known_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
@@ -158,16 +193,22 @@ def config_parts(name: str, overrides: Iterable[str] = (), config_dir: str | Non
     """What a config is made of, its own files and those that overrides choose.
 
     Raises:
-        ConfigError: file and line of what is no YAML, of an entry in `defaults` that Hydra does not know, that nobody
-            has, or that leads back to where it stands.
+        ConfigError: file and line of what is no YAML, of an entry in `defaults` that Hydra does not
+            know, that nobody has, or that leads back to where it stands.
     """
     pairs = (override.lstrip("+").partition("=") for override in overrides)
-    chosen = {key: (option, "") for key, _, option in pairs if key and re.fullmatch(r"[^][(){},'\"]+", option)}
+    chosen = {
+        key: (option, "")
+        for key, _, option in pairs
+        if key and re.fullmatch(r"[^][(){},'\"]+", option)
+    }
     parts, folders = Parts(), config_folders(name, config_dir)
     _add_part(parts, name.removesuffix(".yaml"), "", folders, chosen, ())
     seen = {part.rpartition("/")[0] for part in parts.files}
     for group, (option, _) in chosen.items():  # added to the defaults
-        if group not in seen and any((folder / group / f"{option}.yaml").is_file() for folder in folders):
+        if group not in seen and any(
+            (folder / group / f"{option}.yaml").is_file() for folder in folders
+        ):
             _add_part(parts, f"{group}/{option}", group.replace("/", "."), folders, chosen, ())
     return parts
 
@@ -182,14 +223,21 @@ class Entry(NamedTuple):
     marks: list[str]  # of "optional" and "override"
 
 
-def _add_part(parts: Parts, part: str, package: str, folders: list[Path], chosen: Mapping[str, tuple[str, str]],
-              above: tuple[str, ...] = ()) -> set[str]:
-    """Add a part that is there, and the parts that its defaults name; the dotted keys that they set.
+def _add_part(
+    parts: Parts,
+    part: str,
+    package: str,
+    folders: list[Path],
+    chosen: Mapping[str, tuple[str, str]],
+    above: tuple[str, ...] = (),
+) -> set[str]:
+    """Add a part that is there, and the parts that its defaults name; the dotted keys that they
+    set.
 
     Args:
-        package: the section that its values are in, where its header names none.
-        chosen: {group: (option, place)} of the files above and of the command line, whose place is "".
-        above: the parts that lead to this one.
+        package: the section that its values are in, where its header names none. chosen: {group:
+            (option, place)} of the files above and of the command line, whose place is "". above:
+            the parts that lead to this one.
     """
     file, above = parts.files.setdefault(part, _file_of(part, folders)), (*above, part)
     node, _ = read_yaml(file)
@@ -198,8 +246,11 @@ def _add_part(parts: Parts, part: str, package: str, folders: list[Path], chosen
     parts.places = {**own, **parts.places}
     own.pop(f"{package}.defaults".lstrip("."), None)
     entries, group = list(_entries(node, file)), part.rpartition("/")[0]
-    chosen = {_joined(group, each.group): (each.option, each.place) for each in entries
-              if "override" in each.marks} | chosen
+    chosen = {
+        _joined(group, each.group): (each.option, each.place)
+        for each in entries
+        if "override" in each.marks
+    } | chosen
     keys, behind = set(own), {}
     for number, entry in enumerate(entries):
         folder = _joined(group, entry.group)
@@ -208,37 +259,60 @@ def _add_part(parts: Parts, part: str, package: str, folders: list[Path], chosen
             continue  # for Hydra
         name = f"{folder}/{option}".lstrip("/").removesuffix(".yaml")
         if name in above:
-            raise ConfigError(f"{entry.place}: {part} is made of itself: {' -> '.join([*above, name])}")
+            raise ConfigError(
+                f"{entry.place}: {part} is made of itself: {' -> '.join([*above, name])}"
+            )
         if _file_of(name, folders) is None:
-            if "optional" in entry.marks or any(key.startswith("hydra.") for key in parts.places):  # other folders
+            if "optional" in entry.marks or any(
+                key.startswith("hydra.") for key in parts.places
+            ):  # other folders
                 continue
             known = [each.stem for path in folders for each in (path / folder).glob("*.yaml")]
-            words = unknown(entry.group or "config", option, known) if known else (
-                f"there is no folder {folder} with options, such as {option}")
+            words = (
+                unknown(entry.group or "config", option, known)
+                if known
+                else (f"there is no folder {folder} with options, such as {option}")
+            )
             raise ConfigError(f"{place}: {words}".removeprefix(": "))
         if "override" in entry.marks:
             continue
-        section = entry.group.strip("/").replace("/", ".") if entry.package is None else entry.package
+        section = (
+            entry.group.strip("/").replace("/", ".") if entry.package is None else entry.package
+        )
         below = _add_part(parts, name, f"{package}.{section}".strip("."), folders, chosen, above)
         keys |= below
         if any(each.option == "_self_" for each in entries[:number]):
             behind[f"{entry.group}: {option}" if entry.group else option] = [
-                key for key in own if any(_is_within(key, other) or _is_within(other, key) for other in below)]
+                key
+                for key in own
+                if any(_is_within(key, other) or _is_within(other, key) for other in below)
+            ]
     if lost := sorted({key for overridden in behind.values() for key in overridden}):
         names = ", ".join(name for name, overridden in behind.items() if overridden)
         parts.warnings.append(
-            f"{file}: `_self_` stands before {names} in `defaults`, so what these say overrides this file's own "
-            f"values ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}). Move `_self_` behind them")
+            f"{file}: `_self_` stands before {names} in `defaults`, so what these say overrides "
+            f"this file's own values ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}). "
+            "Move `_self_` behind them"
+        )
     return keys
 
 
 def _entries(node: Any, file: Path) -> Iterator[Entry]:
-    """The entries of a file's `defaults`, an option each; ConfigError with its line for what is none."""
-    defaults = next((value for key, value in node.value if key.value == "defaults"), None) if node else None
+    """The entries of a file's `defaults`, an option each; ConfigError with its line for what is
+    none.
+    """
+    defaults = (
+        next((value for key, value in node.value if key.value == "defaults"), None)
+        if node
+        else None
+    )
     if defaults is None:
         return
     if defaults.id != "sequence":
-        raise ConfigError(f"{_place(file, defaults)}: `defaults` must be a list, such as [base, aqn: qerl, _self_]")
+        raise ConfigError(
+            f"{_place(file, defaults)}: `defaults` must be a list, such as [base, aqn: qerl, "
+            "_self_]"
+        )
     for entry in defaults.value:
         place = _place(file, entry)
         pair = entry.value[0] if entry.id == "mapping" and len(entry.value) == 1 else (None, entry)
@@ -248,8 +322,10 @@ def _entries(node: Any, file: Path) -> Iterator[Entry]:
         for option in options:
             is_null = option.tag.endswith(":null")
             if not option.tag.endswith(":str") and not is_null:
-                raise ConfigError(f"{place}: YAML reads {option.value} as {option.tag.rpartition(':')[2]}, and this "
-                                  f"must be a name: write '{option.value}'")
+                raise ConfigError(
+                    f"{place}: YAML reads {option.value} as {option.tag.rpartition(':')[2]}, and "
+                    f"this must be a name: write '{option.value}'"
+                )
             *marks, name = pair[0].value.split() if pair[0] else [option.value]
             name, at, package = name.partition("@")
             package = package.removeprefix("_global_").lstrip(".") if at else None
@@ -267,7 +343,9 @@ def _is_within(key: str, section: str) -> bool:
 
 
 def _file_of(part: str, folders: list[Path]) -> Path | None:
-    return next((folder / f"{part}.yaml" for folder in folders if (folder / f"{part}.yaml").is_file()), None)
+    return next(
+        (folder / f"{part}.yaml" for folder in folders if (folder / f"{part}.yaml").is_file()), None
+    )
 
 
 def package_of(text: str, default: str) -> str:
@@ -280,8 +358,9 @@ def read_yaml(file: Path) -> tuple[Any, Any]:
     """(node, values) of a YAML file, as Hydra reads it.
 
     Raises:
-        ConfigError: file and line of what is no YAML, or no mapping; of an anchor that holds itself; and of numbers
-            that YAML 1.1, which Hydra reads, takes for others than are written: 040 is 32, and 1:30 is 90.
+        ConfigError: file and line of what is no YAML, or no mapping; of an anchor that holds
+            itself; and of numbers that YAML 1.1, which Hydra reads, takes for others than are
+            written: 040 is 32, and 1:30 is 90.
     """
     import yaml
     from omegaconf._utils import get_yaml_loader
@@ -301,28 +380,38 @@ def read_yaml(file: Path) -> tuple[Any, Any]:
         raise
     except (UnicodeDecodeError, ReaderError) as error:
         is_text = isinstance(error, ReaderError)
-        before = data.decode()[:error.position] if is_text else data[:error.start].decode()
+        before = data.decode()[: error.position] if is_text else data[: error.start].decode()
         line = before.count("\n") + 1
         raise ConfigError(f"{file}:{line}: {error.reason}: save the file as UTF-8 text") from error
     except yaml.MarkedYAMLError as error:
         tab = ". Indent with spaces, not with tabs" if "\\t" in error.problem else ""
         raise ConfigError(f"{file}:{error.problem_mark.line + 1}: {error.problem}{tab}") from error
-    except (OSError, RecursionError, ValueError) as error:  # the last two are PyYAML's, of [[[[... and !!int x
+    except (
+        OSError,
+        RecursionError,
+        ValueError,
+    ) as error:  # the last two are PyYAML's, of [[[[... and !!int x
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
 
 
 def _check_node(node: Any, file: Path, above: tuple[Any, ...]) -> None:
-    """ConfigError for an anchor that holds itself, and for a number that is not read as it is written."""
+    """ConfigError for an anchor that holds itself, and for a number that is not read as it is
+    written.
+    """
     if any(node is each for each in above):
         raise ConfigError(f"{_place(file, node)}: this anchor holds itself")
     if node is None or node.id == "scalar":
         if node is None or not node.tag.endswith((":int", ":float")):
             return
-        octal = re.fullmatch(r"[-+]?0[0-7_]+", node.value) and len(node.value.lstrip("-+0_")) > 1  # 07 is 7 in both
+        octal = (
+            re.fullmatch(r"[-+]?0[0-7_]+", node.value) and len(node.value.lstrip("-+0_")) > 1
+        )  # 07 is 7 in both
         if octal or ":" in node.value:
             system, way_out = ("octal", "zeros before it") if octal else ("base 60", "a colon")
-            raise ConfigError(f"{_place(file, node)}: YAML reads {node.value} as {system}. Write the number without "
-                              f"{way_out}, or a text in quotes: '{node.value}'")
+            raise ConfigError(
+                f"{_place(file, node)}: YAML reads {node.value} as {system}. Write the number "
+                f"without {way_out}, or a text in quotes: '{node.value}'"
+            )
         return
     for each in node.value:
         for child in each if isinstance(each, tuple) else (each,):
@@ -349,11 +438,14 @@ def _warn(warning: str) -> None:
 
 
 def config_folders(name: str, config_dir: str | None = None) -> list[Path]:
-    """Where the parts of a config are looked for: beside its file first; ConfigError with the nearest names if there
-    is no such config (Hydra only shows where it looked)."""
+    """Where the parts of a config are looked for: beside its file first; ConfigError with the
+    nearest names if there is no such config (Hydra only shows where it looked).
+    """
     known = config_files(config_dir)
     if name.removesuffix(".yaml") not in known:
-        raise ConfigError(unknown("config name", name, known, "`python cli/train_grpo.py` lists them"))
+        raise ConfigError(
+            unknown("config name", name, known, "`python cli/train_grpo.py` lists them")
+        )
     own = known[name.removesuffix(".yaml")].parent
     return [own, *(folder for folder in _folders(config_dir) if folder != own)]
 
@@ -366,7 +458,9 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 
 def _with_paths(config: dict[str, Any], parts: Parts, above: str = "") -> dict[str, Any]:
-    """`config` with `~` and `~user` of its paths expanded; ConfigError for a shell's variable in one."""
+    """`config` with `~` and `~user` of its paths expanded; ConfigError for a shell's variable in
+    one.
+    """
     for key, value in config.items():
         if isinstance(value, dict):
             _with_paths(value, parts, f"{above}{key}.")
@@ -379,19 +473,26 @@ def _with_paths(config: dict[str, Any], parts: Parts, above: str = "") -> dict[s
 
 
 @contextmanager
-def _hydra(name: str, overrides: list[str], folders: list[Path], parts: Parts) -> Iterator[list[str]]:
-    """Hydra on the first of these folders; yields the override that adds the others. What it refuses, or is not ready
-    for, is a ConfigError."""
+def _hydra(
+    name: str, overrides: list[str], folders: list[Path], parts: Parts
+) -> Iterator[list[str]]:
+    """Hydra on the first of these folders; yields the override that adds the others. What it
+    refuses, or is not ready for, is a ConfigError.
+    """
     from hydra import initialize_config_dir
 
     others = ",".join(f"'file://{folder}'" for folder in folders[1:])
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(folders[0]), version_base=None):
-            warnings.filterwarnings("ignore", "In .*: Defaults list is missing `_self_`")  # own values come last then
+            warnings.filterwarnings(
+                "ignore", "In .*: Defaults list is missing `_self_`"
+            )  # own values come last then
             yield [f"hydra.searchpath=[{others}]"] if others else []
     except ConfigError:
         raise
-    except Exception as error:  # Hydra has assertions and errors of any kind for what it does not expect
+    except (
+        Exception
+    ) as error:  # Hydra has assertions and errors of any kind for what it does not expect
         raise ConfigError(_reason(error, name, overrides, parts)) from error
 
 
@@ -401,17 +502,26 @@ def _reason(error: Exception, name: str, overrides: list[str], parts: Parts) -> 
 
     while not str(error) and error.__cause__:
         error = error.__cause__
-    text = str(error).partition("\n    full_key:")[0].partition("\nSee https:")[0].partition("Config search path:")[0]
+    text = (
+        str(error)
+        .partition("\n    full_key:")[0]
+        .partition("\nSee https:")[0]
+        .partition("Config search path:")[0]
+    )
     words = " ".join(text.split()) or type(error).__name__
     key = getattr(error, "full_key", None) or ""
     is_given = any(override.lstrip("+").partition("=")[0] == key for override in overrides)
     if key in parts.places and not is_given:
         return f"{parts.places[key]}: {key}: {words}{_way_out(words, key)}"
     if isinstance(error, OverrideParseException):
-        words += '. A text with characters of its own goes in quotes within quotes: "key=\'value\'"'
+        words += ". A text with characters of its own goes in quotes within quotes: \"key='value'\""
     elif key:
         words = f"{key}: {words}{_way_out(words, key)}"
-    where = f"{name} with {' '.join(overrides)}" if overrides else parts.places.get("defaults", parts.files[name])
+    where = (
+        f"{name} with {' '.join(overrides)}"
+        if overrides
+        else parts.places.get("defaults", parts.files[name])
+    )
     return f"{where}: {words}"
 
 

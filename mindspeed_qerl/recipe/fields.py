@@ -1,4 +1,6 @@
-"""What the parts of the Recipe are made of: fields that name their YAML key, and the types of YAML's values."""
+"""What the parts of the Recipe are made of: fields that name their YAML key, and the types of
+YAML's values.
+"""
 
 from typing import Annotated, Any
 
@@ -9,7 +11,9 @@ part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", all
 
 
 def key(name: str | None, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
-    """A field that is read from the YAML key `name`, or, with None, follows from others; `limits` are pydantic's."""
+    """A field that is read from the YAML key `name`, or, with None, follows from others; `limits`
+    are pydantic's.
+    """
     return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
 
 

@@ -1,6 +1,8 @@
-"""Overrides from the command line, by name: a known key works, an unknown one is refused with the nearest known ones.
+"""Overrides from the command line, by name: a known key works, an unknown one is refused with the
+nearest known ones.
 
-Hydra accepts only keys that the YAML has, and advises `+key=value` for any other, misspelt ones included.
+Hydra accepts only keys that the YAML has, and advises `+key=value` for any other, misspelt ones
+included.
 """
 
 import difflib
@@ -10,35 +12,59 @@ from typing import Any
 
 from mindspeed_qerl.errors import ConfigError
 
-# What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does not lead here.
+# What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
+# not lead here.
 SYNONYMS = {
-    "learning_rate": "lr", "warmup_ratio": "lr_warmup_fraction", "max_grad_norm": "clip_grad",
-    "num_generations": "n_samples_per_prompt", "n": "n_samples_per_prompt",
-    "beta": "init_kl_coef", "kl_coef": "init_kl_coef", "kl_loss_coef": "init_kl_coef",
-    "epsilon": "clip_ratio", "epsilon_high": "clip_ratio_high", "ppo_epochs": "epochs", "num_iterations": "epochs",
-    "train_batch_size": "global_batch_size", "ppo_mini_batch_size": "mini_batch_size",
-    "per_device_train_batch_size": "micro_batch_size", "ppo_micro_batch_size_per_gpu": "micro_batch_size",
-    "max_steps": "train_iters", "total_training_steps": "train_iters", "save_steps": "save_interval",
-    "save_freq": "save_interval", "eval_steps": "every", "test_freq": "every",
-    "max_completion_length": "max_tokens", "max_response_length": "max_tokens", "max_new_tokens": "max_tokens",
-    "reward_funcs": "verifier_function", "model_name_or_path": "tokenizer_name_or_path", "lora_rank": "lora_r",
+    "learning_rate": "lr",
+    "warmup_ratio": "lr_warmup_fraction",
+    "max_grad_norm": "clip_grad",
+    "num_generations": "n_samples_per_prompt",
+    "n": "n_samples_per_prompt",
+    "beta": "init_kl_coef",
+    "kl_coef": "init_kl_coef",
+    "kl_loss_coef": "init_kl_coef",
+    "epsilon": "clip_ratio",
+    "epsilon_high": "clip_ratio_high",
+    "ppo_epochs": "epochs",
+    "num_iterations": "epochs",
+    "train_batch_size": "global_batch_size",
+    "ppo_mini_batch_size": "mini_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "ppo_micro_batch_size_per_gpu": "micro_batch_size",
+    "max_steps": "train_iters",
+    "total_training_steps": "train_iters",
+    "save_steps": "save_interval",
+    "save_freq": "save_interval",
+    "eval_steps": "every",
+    "test_freq": "every",
+    "max_completion_length": "max_tokens",
+    "max_response_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "reward_funcs": "verifier_function",
+    "model_name_or_path": "tokenizer_name_or_path",
+    "lora_rank": "lora_r",
 }
 
 Known = Mapping[str, Collection[str]]
 
 
-def checked(overrides: Iterable[str], config: Mapping[str, Any], known: Known, name: str = "NAME") -> list[str]:
-    """The overrides in a form that Hydra accepts: `++key=value` for a known key that the config does not set.
+def checked(
+    overrides: Iterable[str], config: Mapping[str, Any], known: Known, name: str = "NAME"
+) -> list[str]:
+    """The overrides in a form that Hydra accepts: `++key=value` for a known key that the config
+    does not set.
 
     Args:
         overrides: of values, not of groups: key=value, also with + or ++ before it, or ~key.
-        config: the config that they change.
-        known: {section: its keys}; "" is the top level, "a.b" a section within a section. What the config sets is
-            known too, and so is every name below a key without a known one, such as `aqn.multipliers`.
+            config: the config that they change. known: {section: its keys}; "" is the top level,
+            "a.b" a section within a section. What the config sets is
+            known too, and so is every name below a key without a known one, such as
+            `aqn.multipliers`.
         name: the config's, for the advice.
 
     Raises:
-        ConfigError: unknown keys, a line for each with the nearest known ones, and how to list them all.
+        ConfigError: unknown keys, a line for each with the nearest known ones, and how to list them
+            all.
 
     >>> config = {"rl_config": {"epochs": 1}}
     >>> known = {"": ["rl_config"], "rl_config": ["epochs", "entropy_coeff"]}
@@ -54,32 +80,43 @@ def checked(overrides: Iterable[str], config: Mapping[str, Any], known: Known, n
             faults.append(f"unknown key {key!r}" + (f", did you mean {near}?" if near else ""))
         accepted.append(override if is_set and prefix in ("", "~") else f"++{key}{rest}")
     if faults:
-        listing = f"`python cli/train_grpo.py --config-name {name} --keys [SECTION]` lists the known keys"
+        listing = (
+            f"`python cli/train_grpo.py --config-name {name} --keys [SECTION]` lists the known keys"
+        )
         raise ConfigError("\n".join([*faults, listing]))
     return accepted
 
 
 def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
-    """The known keys that an unknown one may stand for: the nearest of all sections, then the nearest of its own.
+    """The known keys that an unknown one may stand for: the nearest of all sections, then the
+    nearest of its own.
 
     >>> nearest("rl_config.learning_rate", {"actor_config": {"lr": 1e-6}, "rl_config": {"epochs": 1}}, {})
     ['actor_config.lr']
     """
     top, _, rest = key.partition(".")
     for near in difflib.get_close_matches(top, _names_at("", config, known), n=1) if rest else ():
-        if near != top and _is_known(f"{near}.{rest}", config, known):  # its section alone is misspelt
+        if near != top and _is_known(
+            f"{near}.{rest}", config, known
+        ):  # its section alone is misspelt
             return [f"{near}.{rest}"]
     section, _, typed = key.rpartition(".")
     wanted = SYNONYMS.get(typed, typed)
     are_set = _paths(config)
-    are_known = [f"{other}.{name}".lstrip(".") for other, names in known.items() for name in sorted(names)]
+    are_known = [
+        f"{other}.{name}".lstrip(".") for other, names in known.items() for name in sorted(names)
+    ]
     places: dict[str, list[str]] = {}
     for path in [*are_set, *are_known]:
         places.setdefault(path.rpartition(".")[2], []).append(path)
     anywhere = difflib.get_close_matches(wanted, places, n=1)
     here = difflib.get_close_matches(wanted, _names_at(section, config, known), n=1)
-    return [min(places[name], key=lambda path: (path not in are_set, path.rpartition(".")[0] != section))
-            for name in dict.fromkeys([*anywhere, *here])]
+    return [
+        min(
+            places[name], key=lambda path: (path not in are_set, path.rpartition(".")[0] != section)
+        )
+        for name in dict.fromkeys([*anywhere, *here])
+    ]
 
 
 def _is_known(key: str, config: Mapping[str, Any], known: Known) -> bool:

@@ -19,10 +19,18 @@ from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-TYPES = {"int_type": "int", "float_type": "float", "bool_type": "bool", "string_type": "str", "tuple_type": "list",
-         "dict_type": "dict", "mapping_type": "dict"}
+TYPES = {
+    "int_type": "int",
+    "float_type": "float",
+    "bool_type": "bool",
+    "string_type": "str",
+    "tuple_type": "list",
+    "dict_type": "dict",
+    "mapping_type": "dict",
+}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-# Below it bfloat16 keeps less than half of the noise on weights of 1 (tests/aqn/test_aqn_injector.py).
+# Below it bfloat16 keeps less than half of the noise on weights of 1
+# (tests/aqn/test_aqn_injector.py).
 BF16_LEAST_SIGMA = 9e-4
 
 
@@ -32,7 +40,9 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)  # keys that are set and change nothing (keys.yaml says why)
+    unused: list[str] = field(
+        default_factory=list
+    )  # keys that are set and change nothing (keys.yaml says why)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
@@ -48,8 +58,9 @@ def read_recipe(raw: Mapping[str, Any]) -> Recipe:
 
 
 def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
-    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field at fault has its
-    default."""
+    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field
+    at fault has its default.
+    """
     found = Found()
     sections = _sections(raw, found)
     values = Values(sections)
@@ -64,7 +75,9 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     if values.get("rl_config.verifier_weight")[1] is None:
         names = parts["task"].verifier_function
         parts["task"] = replace(parts["task"], verifier_weight=(1.0,) * len(names))
-    parts["noise"] = _checked_noise(parts["noise"], parts["run"].train_iters, parts["model"].dtype, found)
+    parts["noise"] = _checked_noise(
+        parts["noise"], parts["run"].train_iters, parts["model"].dtype, found
+    )
     _check_across(parts, found)
     found.faults += _wrong_algorithm(parts, values)
     emulate = sections.get("emulate_npu", False)
@@ -76,16 +89,26 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
 
 # ---- names ----
 
+
 @cache
 def known_keys() -> dict[str, list[str]]:
     """Every key of every section, as a config may set them."""
-    own = {section: [name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"]
-           for section, part in OWN_SECTIONS.items()}
+    own = {
+        section: [
+            name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"
+        ]
+        for section, part in OWN_SECTIONS.items()
+    }
     upstream = {section: sorted(table) for section, table in TABLE.items()}
-    return {"megatron_training": upstream["megatron"], "actor_config": upstream["megatron"],
-            "rl_config": upstream["rl_config"], "generate_config": upstream["generate_config"],
-            "generate_config.sampling_config": upstream["sampling_config"],
-            "rl_config.actor_resource": ["num_npus"], **own}
+    return {
+        "megatron_training": upstream["megatron"],
+        "actor_config": upstream["megatron"],
+        "rl_config": upstream["rl_config"],
+        "generate_config": upstream["generate_config"],
+        "generate_config.sampling_config": upstream["sampling_config"],
+        "rl_config.actor_resource": ["num_npus"],
+        **own,
+    }
 
 
 def key_of(part: type, name: str) -> str | None:
@@ -103,18 +126,29 @@ def key_of(part: type, name: str) -> str | None:
 
 def _unknown_key(key: Any, section: str) -> str:
     """The sentence for an unknown key, with the nearest known ones of its section and of all."""
-    near = [name.removeprefix(f"{section}.")
-            for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})]
-    return f"unknown key in {section}: {key!r}" + (f", did you mean {' or '.join(map(repr, near))}?" if near else "")
+    near = [
+        name.removeprefix(f"{section}.")
+        for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})
+    ]
+    return f"unknown key in {section}: {key!r}" + (
+        f", did you mean {' or '.join(map(repr, near))}?" if near else ""
+    )
 
 
 def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
-    """`raw` with an empty mapping for every section that is missing or none; faults for unknown sections and keys."""
+    """`raw` with an empty mapping for every section that is missing or none; faults for unknown
+    sections and keys.
+    """
     sections = {str(name): value for name, value in raw.items()}
     for name in sorted(sections.keys() - set(TOP_LEVEL)):
-        found.faults.append("section 'gsm8k' is called 'task' now" if name == "gsm8k"
-                            else unknown("section", name, TOP_LEVEL))
-    sections.setdefault("task", sections.pop("gsm8k", None))  # the config of an earlier run can still be read
+        found.faults.append(
+            "section 'gsm8k' is called 'task' now"
+            if name == "gsm8k"
+            else unknown("section", name, TOP_LEVEL)
+        )
+    sections.setdefault(
+        "task", sections.pop("gsm8k", None)
+    )  # the config of an earlier run can still be read
     for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
         value = sections.get(name)
         if value is not None and not isinstance(value, Mapping):
@@ -142,15 +176,20 @@ def _check_models(sections: Mapping[str, Any], found: Found) -> None:
 
 # ---- values ----
 
+
 def _part(kind: type, values: Values, found: Found) -> Any:
-    """The part `kind`; a fault for each value that is of the wrong type or out of range, and its default instead."""
+    """The part `kind`; a fault for each value that is of the wrong type or out of range, and its
+    default instead.
+    """
     given, places = {}, {}
     for field_name, info in kind.__pydantic_fields__.items():
         if (key := key_of(kind, field_name)) is None:
             continue
         places[field_name], value = values.get(key)
         extra = info.json_schema_extra
-        null = not extra and field_name in values.sections[kind.section]  # in a section of ours it is a value
+        null = (
+            not extra and field_name in values.sections[kind.section]
+        )  # in a section of ours it is a value
         if value is not None or null and info.default is not None:
             given[field_name] = value
         elif extra and extra["required"]:
@@ -158,12 +197,22 @@ def _part(kind: type, values: Values, found: Found) -> Any:
     try:
         return kind(**given)
     except ValidationError as error:
-        wrong = {each["loc"][0]: each for each in reversed(error.errors())}  # of each field the first
+        wrong = {
+            each["loc"][0]: each for each in reversed(error.errors())
+        }  # of each field the first
         for field_name, each in wrong.items():
-            words = [f", or {other['ctx']['expected']}" for other in error.errors()
-                     if other["loc"][0] == field_name and other["type"] == "literal_error" != each["type"]]
-            found.faults.append(_sentence(places[field_name], field_name, given[field_name], each) + "".join(words))
-        return kind(**{field_name: value for field_name, value in given.items() if field_name not in wrong})
+            words = [
+                f", or {other['ctx']['expected']}"
+                for other in error.errors()
+                if other["loc"][0] == field_name
+                and other["type"] == "literal_error" != each["type"]
+            ]
+            found.faults.append(
+                _sentence(places[field_name], field_name, given[field_name], each) + "".join(words)
+            )
+        return kind(
+            **{field_name: value for field_name, value in given.items() if field_name not in wrong}
+        )
 
 
 def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> str:
@@ -174,7 +223,9 @@ def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> st
     if isinstance(item, bool) and kind in ("string_type", "literal_error"):
         return f"{place} = {item} must be a word: YAML reads yes, no, on and off as true or false, but not in quotes"
     if kind == "literal_error":
-        choices = [choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
+        choices = [
+            choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")
+        ]
         return f"{place}: {unknown(name, item, choices)}"
     for index in error["loc"][1:]:
         if isinstance(index, int):  # else of a number or a word, the number
@@ -195,48 +246,76 @@ def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> An
     longest = sampling.max_prompt_length + sampling.max_tokens
     trained = parts["selection"].filter_groups_train_batch_size
     prompts = trained if parts["selection"].filter_groups_enable else batch.global_batch_size
-    follows = {"mini_batch_size": ("rl_config.mini_batch_size", prompts),
-               "seq_length": ("megatron.seq_length", longest),
-               "max_model_len": ("generate_config.max_model_len", longest)}
+    follows = {
+        "mini_batch_size": ("rl_config.mini_batch_size", prompts),
+        "seq_length": ("megatron.seq_length", longest),
+        "max_model_len": ("generate_config.max_model_len", longest),
+    }
     derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
     dispatch = {}
     for name in DISPATCH:
         place, dispatch[name] = values.get(f"rl_config.{name}")
         if dispatch[name] is not None and (type(dispatch[name]) is not int or dispatch[name] < 1):
-            found.faults.append(f"{place} = {dispatch[name]!r} must be a whole number of at least 1")
+            found.faults.append(
+                f"{place} = {dispatch[name]!r} must be a whole number of at least 1"
+            )
             dispatch[name] = None
     return replace(batch, **derived, dispatch=dispatch)
 
 
 def _derived_selection(parts: Mapping[str, Any], values: Values) -> Any:
     """The selection with what follows where a key is left out."""
-    follows = {"filter_groups_train_batch_size": parts["batch"].global_batch_size,
-               "rollout_max_tokens": parts["sampling"].max_tokens}
-    return replace(parts["selection"], **{name: value for name, value in follows.items()
-                                          if values.get(f"rl_config.{name}")[1] is None})
+    follows = {
+        "filter_groups_train_batch_size": parts["batch"].global_batch_size,
+        "rollout_max_tokens": parts["sampling"].max_tokens,
+    }
+    return replace(
+        parts["selection"],
+        **{
+            name: value
+            for name, value in follows.items()
+            if values.get(f"rl_config.{name}")[1] is None
+        },
+    )
 
 
 # ---- across fields ----
 
+
 def _check_across(parts: Mapping[str, Any], found: Found) -> None:
     """Faults of values that do not go together."""
-    batch, sampling, evaluation, optimizer = parts["batch"], parts["sampling"], parts["evaluation"], parts["optimizer"]
+    batch, sampling, evaluation, optimizer = (
+        parts["batch"],
+        parts["sampling"],
+        parts["evaluation"],
+        parts["optimizer"],
+    )
     names, weights = len(parts["task"].verifier_function), len(parts["task"].verifier_weight)
     if names != weights or not names:
-        found.faults.append(f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
-                            "long as each other, of at least one")
+        found.faults.append(
+            f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
+            "long as each other, of at least one"
+        )
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
-        found.faults.append(f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens = "
-                            f"{sampling.max_tokens} exceeds generate_config.max_model_len = {batch.max_model_len}")
+        found.faults.append(
+            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
+            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = {batch.max_model_len}"
+        )
     if batch.samples_per_prompt < 2:
-        found.faults.append(f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
-                            "compares the answers to one prompt")
+        found.faults.append(
+            f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
+            "compares the answers to one prompt"
+        )
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
-        found.faults.append(f"eval.temperature = 0 with eval.samples_per_problem = {evaluation.samples_per_problem}: "
-                            "it must be above 0, or 0 (greedy) with 1 sample")
+        found.faults.append(
+            "eval.temperature = 0 with eval.samples_per_problem = "
+            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample"
+        )
     if optimizer.min_lr > optimizer.lr:
         found.faults.append(
-            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = {optimizer.min_lr}")
+            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
+            f"{optimizer.min_lr}"
+        )
 
 
 def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
@@ -244,43 +323,65 @@ def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
     algorithm, correction, selection = parts["algorithm"], parts["correction"], parts["selection"]
     batch, max_tokens = parts["batch"], parts["sampling"].max_tokens
     if correction.method == "sequence_tis" and algorithm.loss_mode == "cispo":
-        yield ("rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO weighs each "
-               "token by a ratio of its own, and an answer's would undo its bound. Take token_tis, or "
-               "loss_mode=vanilla")
+        yield (
+            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO "
+            "weighs each token by a ratio of its own, and an answer's would undo its bound. Take "
+            "token_tis, or loss_mode=vanilla"
+        )
     if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
-        yield ("rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off the rewards, and "
-               "pays for the reference: set init_kl_coef above 0, or use_kl_in_reward=false")
+        yield (
+            "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
+            "the rewards, and pays for the reference: set init_kl_coef above 0, or "
+            "use_kl_in_reward=false"
+        )
     if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
-        yield (f"rl_config.token_level_loss = true with algorithm.loss_agg_mode = {algorithm.loss_agg_mode!r}: leave "
-               "one of them out; token_level_loss is token-mean")
+        yield (
+            "rl_config.token_level_loss = true with algorithm.loss_agg_mode = "
+            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean"
+        )
     if selection.overlong_buffer_enable and not 1 <= selection.overlong_buffer <= max_tokens:
-        yield (f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable must be between "
-               f"1 and sampling max_tokens = {max_tokens}: it is the tokens before the limit that cost reward. "
-               "rl_config.overlong_buffer_enable=false switches it off")
+        yield (
+            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
+            f"must be between 1 and sampling max_tokens = {max_tokens}: it is the tokens before "
+            "the limit that cost reward. rl_config.overlong_buffer_enable=false switches it off"
+        )
     if selection.overlong_buffer_enable and selection.rollout_max_tokens != max_tokens:
-        yield (f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with overlong_buffer_enable must be "
-               f"sampling max_tokens = {max_tokens}, or left out")
+        yield (
+            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
+            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out"
+        )
     if not selection.filter_groups_enable:
         return
     if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
-        yield ("aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a step asks is not "
-               "known before, so neither is how many steps are a pass over the data. Give a number of steps")
+        yield (
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
+            "step asks is not known before, so neither is how many steps are a pass over the "
+            "data. Give a number of steps"
+        )
     wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
     if 0 < batches * batch.global_batch_size < wanted:
-        yield (f"rl_config.filter_groups_train_batch_size = {wanted} prompts cannot come from "
-               f"filter_groups_max_batches = {batches} batches of megatron_training.global_batch_size = "
-               f"{batch.global_batch_size}")
+        yield (
+            f"rl_config.filter_groups_train_batch_size = {wanted} prompts cannot come from "
+            f"filter_groups_max_batches = {batches} batches of megatron_training.global_batch_size "
+            f"= {batch.global_batch_size}"
+        )
     if wanted % batch.mini_batch_size:
-        yield (f"rl_config.filter_groups_train_batch_size = {wanted} prompts must be a multiple of "
-               f"rl_config.mini_batch_size = {batch.mini_batch_size}")
+        yield (
+            f"rl_config.filter_groups_train_batch_size = {wanted} prompts must be a multiple of "
+            f"rl_config.mini_batch_size = {batch.mini_batch_size}"
+        )
     metric = selection.filter_groups_metric
     if metric is not None and metric not in parts["task"].verifier_function:
-        yield ("rl_config.filter_groups_metric: "
-               + unknown("verifier of verifier_function", metric, parts["task"].verifier_function))
+        yield (
+            "rl_config.filter_groups_metric: "
+            + unknown("verifier of verifier_function", metric, parts["task"].verifier_function)
+        )
 
 
 def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:
-    """The noise with its factors; faults for what cannot be, a warning for stages that bfloat16 cannot hold."""
+    """The noise with its factors; faults for what cannot be, a warning for stages that bfloat16
+    cannot hold.
+    """
     if not noise.enabled:
         return noise
     try:
@@ -294,12 +395,16 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
         return noise
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")
-    small = [step for step, sigma in enumerate(schedule.sigmas(), 1) if 0 < sigma < BF16_LEAST_SIGMA]
+    small = [
+        step for step, sigma in enumerate(schedule.sigmas(), 1) if 0 < sigma < BF16_LEAST_SIGMA
+    ]
     if small and dtype == "bfloat16":
-        found.warnings.append(f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps "
-                              f"(first in step {small[0]}), where bfloat16 rounds most of it away on norm weights "
-                              "near 1; aqn/measured_std will say what is left (docs/aqn.md). Raise aqn.sigma_end to "
-                              "keep it")
+        found.warnings.append(
+            f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps "
+            f"(first in step {small[0]}), where bfloat16 rounds most of it away on norm weights "
+            "near 1; aqn/measured_std will say what is left (docs/aqn.md). Raise aqn.sigma_end to "
+            "keep it"
+        )
     return replace(noise, factors=tuple(factors))
 
 
@@ -312,7 +417,9 @@ def _multipliers(noise: Noise) -> list[tuple[str, float]]:
         except ConfigError as error:
             raise ConfigError(f"multipliers_file is neither YAML nor JSON: {error}") from error
         if not isinstance(profile, Mapping):
-            raise ConfigError(f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to "
-                              "numbers, such as 0: 1.5")
+            raise ConfigError(
+                f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to "
+                "numbers, such as 0: 1.5"
+            )
         factors += check_multipliers(profile)
     return factors

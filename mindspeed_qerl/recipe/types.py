@@ -1,8 +1,9 @@
 """The Recipe: everything that a run is configured with, typed, in the field's terms.
 
-Each part is a frozen dataclass that pydantic validates. `key(...)` names the YAML key of a field; fields of a part
-with a `section` are keys of that section. `megatron.X` is X of actor_config, megatron_training or the named model, as
-MindSpeed-RL merges them (config_cls/base_config.py:14). Files, shapes and layouts are the engines' to check.
+Each part is a frozen dataclass that pydantic validates. `key(...)` names the YAML key of a field;
+fields of a part with a `section` are keys of that section. `megatron.X` is X of actor_config,
+megatron_training or the named model, as MindSpeed-RL merges them (config_cls/base_config.py:14).
+Files, shapes and layouts are the engines' to check.
 """
 
 from collections.abc import Mapping
@@ -17,26 +18,47 @@ from mindspeed_qerl.recipe.fields import AS_KINDS, AS_NAMES, Float, Names, Size,
 from mindspeed_qerl.recipe.layout import Layout
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")  # local/hardware_error.py has the formulas
-ROLLOUT_FORMATS = ("none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4")  # quantization/formats.py has the numerics
-DISPATCH = tuple(f"{name}_dispatch_size" for name in "actor_rollout actor_logprob ref reward adv actor_update".split())
+HARDWARE_ERRORS = (
+    "gaussian",
+    "bf16_blocks",
+    "reordered",
+    "silu_table",
+)  # local/hardware_error.py has the formulas
+ROLLOUT_FORMATS = (
+    "none",
+    "int8_w8a8",
+    "fp8",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+)  # quantization/formats.py has the numerics
+DISPATCH = tuple(
+    f"{name}_dispatch_size"
+    for name in "actor_rollout actor_logprob ref reward adv actor_update".split()
+)
 Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
 MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
 
 
 @part
 class Model:
-    """The Hugging Face directory that vLLM loads, and `arguments`: what Megatron is told of the model."""
+    """The Hugging Face directory that vLLM loads, and `arguments`: what Megatron is told of the
+    model.
+    """
 
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
-    load: str | None = key("megatron.load")  # base weights in Megatron's format; the local engine reads `path`'s
+    load: str | None = key(
+        "megatron.load"
+    )  # base weights in Megatron's format; the local engine reads `path`'s
     arguments: Mapping[Any, Any] = Field(default_factory=dict)
 
 
 @part
 class Batch:
-    """Sizes count prompts, but micro-batch and dispatch sizes answers; None follows from the others."""
+    """Sizes count prompts, but micro-batch and dispatch sizes answers; None follows from the
+    others.
+    """
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
@@ -45,7 +67,9 @@ class Batch:
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
-    dispatch: Mapping[str, int | None] = Field(default_factory=dict)  # the keys DISPATCH; None: upstream's default
+    dispatch: Mapping[str, int | None] = Field(
+        default_factory=dict
+    )  # the keys DISPATCH; None: upstream's default
     guarantee_order: bool = key("rl_config.guarantee_order", True)
     seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
     max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
@@ -77,26 +101,36 @@ class Batch:
 
 @part
 class Algorithm:
-    """GRPO and what varies it (docs/algorithms.md): MindSpeed-RL's names where it has them, else verl's or TRL's."""
+    """GRPO and what varies it (docs/algorithms.md): MindSpeed-RL's names where it has them, else
+    verl's or TRL's.
+    """
 
     section: ClassVar[str] = "algorithm"
     adv_estimator: Literal["group_norm", "rloo"] = key("rl_config.adv_estimator", "group_norm")
     norm_adv_by_std_in_grpo: bool = True
     loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean")
-    loss_scale_factor: Float | None = Field(None, gt=0)  # of seq-mean-token-sum-norm; None: sampling max_tokens
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    loss_scale_factor: Float | None = Field(
+        None, gt=0
+    )  # of seq-mean-token-sum-norm; None: sampling max_tokens
     mask_truncated_completions: bool = False  # TRL's: answers that were cut off are not trained
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
     clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
-    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)  # DAPO's: ratio in [1 - low, 1 + high]
+    clip_ratio_low: Float = key(
+        "rl_config.clip_ratio_low", 0.2, ge=0
+    )  # DAPO's: ratio in [1 - low, 1 + high]
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
     clip_ratio_c: Float | None = Field(None, gt=1)  # dual clip; None: off
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
-    kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key("rl_config.kl_penalty", "low_var_kl")
+    kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key(
+        "rl_config.kl_penalty", "low_var_kl"
+    )
     use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)  # else it is in the loss
     entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
-    # the experts that training goes to: its own choice, that of its pass before the update (R2), the rollout's (R3)
+    # the experts that training goes to: its own choice, that of its pass before the update (R2),
+    # the rollout's (R3)
     routing_replay: Literal["none", "record", "rollout"] = "none"
 
     @property
@@ -115,16 +149,30 @@ class Algorithm:
 
 @part
 class Selection:
-    """Which groups are trained, and what length costs: DAPO's dynamic sampling and overlong shaping."""
+    """Which groups are trained, and what length costs: DAPO's dynamic sampling and overlong
+    shaping.
+    """
 
     filter_groups_enable: bool = key("rl_config.filter_groups_enable", False)
-    filter_groups_metric: str | None = key("rl_config.filter_groups_metric")  # a verifier; None: the whole reward
-    filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)  # 0 or less: no limit
-    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)  # prompts trained a step
+    filter_groups_metric: str | None = key(
+        "rl_config.filter_groups_metric"
+    )  # a verifier; None: the whole reward
+    filter_groups_max_batches: int = key(
+        "rl_config.filter_groups_max_batches", 1
+    )  # 0 or less: no limit
+    filter_groups_train_batch_size: Size = key(
+        "rl_config.filter_groups_train_batch_size", 1
+    )  # prompts trained a step
     overlong_buffer_enable: bool = key("rl_config.overlong_buffer_enable", False)
-    overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)  # tokens before rollout_max_tokens that cost
-    overlong_buffer_penalty_factor: Float = key("rl_config.overlong_buffer_penalty_factor", 1.0, ge=0)
-    rollout_max_tokens: Size = key("rl_config.rollout_max_tokens", 128)  # left out: sampling max_tokens
+    overlong_buffer: int = key(
+        "rl_config.overlong_buffer", 0, ge=0
+    )  # tokens before rollout_max_tokens that cost
+    overlong_buffer_penalty_factor: Float = key(
+        "rl_config.overlong_buffer_penalty_factor", 1.0, ge=0
+    )
+    rollout_max_tokens: Size = key(
+        "rl_config.rollout_max_tokens", 128
+    )  # left out: sampling max_tokens
 
 
 @part
@@ -133,25 +181,35 @@ class Optimizer:
 
     lr: Float = key("megatron.lr", 1e-6, required=True, gt=0)
     min_lr: Float = key("megatron.min_lr", 0.0, ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = key("megatron.lr_decay_style", "constant")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key(
+        "megatron.lr_decay_style", "constant"
+    )
     lr_warmup_fraction: Float = key("megatron.lr_warmup_fraction", 0.0, ge=0, le=0.99)
     weight_decay: Float = key("megatron.weight_decay", 0.01, ge=0)
     adam_beta1: Float = key("megatron.adam_beta1", 0.9, ge=0, le=0.999999)
     adam_beta2: Float = key("megatron.adam_beta2", 0.999, ge=0, le=0.999999)
     clip_grad: Float = key("megatron.clip_grad", 1.0, ge=0)
     distributed: bool = key("megatron.use_distributed_optimizer", False)
-    recompute_granularity: Literal["full", "selective"] | None = key("megatron.recompute_granularity")
+    recompute_granularity: Literal["full", "selective"] | None = key(
+        "megatron.recompute_granularity"
+    )
     recompute_method: Literal["block", "uniform"] | None = key("megatron.recompute_method")
-    recompute_num_layers: Size | None = key("megatron.recompute_num_layers")  # of each pipeline stage; None: all
+    recompute_num_layers: Size | None = key(
+        "megatron.recompute_num_layers"
+    )  # of each pipeline stage; None: all
 
 
 @part
 class Sampling:
-    """How training answers are sampled: from the whole distribution, which is trained, so without top_p and such."""
+    """How training answers are sampled: from the whole distribution, which is trained, so without
+    top_p and such.
+    """
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
     temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
-    max_prompt_length: Size = key("rl_config.max_prompt_length", 512)  # tokens; rows with longer prompts are left out
+    max_prompt_length: Size = key(
+        "rl_config.max_prompt_length", 512
+    )  # tokens; rows with longer prompts are left out
 
 
 @part
@@ -172,7 +230,8 @@ class LoRA:
     r: Size = key("megatron.lora_r", 8)
     alpha: Float = key("megatron.lora_alpha", 16, gt=0)
     targets: Annotated[tuple[Literal[LORA_TARGETS], ...], AS_NAMES] = key(
-        "megatron.lora_target_modules", ())
+        "megatron.lora_target_modules", ()
+    )
 
 
 @part
@@ -188,20 +247,33 @@ class Noise:
     targets: Any = "auto"
     exclude: Names = ()
     restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
-    multipliers: Mapping[Any, Any] | None = None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
-    multipliers_file: str | None = None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
+    multipliers: Mapping[Any, Any] | None = (
+        None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
+    )
+    multipliers_file: str | None = (
+        None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
+    )
     seed: int | None = None  # None: the run's
-    factors: tuple[tuple[str, float], ...] = key(None, ())  # the multipliers of both, as `NoiseInjector` takes them
+    factors: tuple[tuple[str, float], ...] = key(
+        None, ()
+    )  # the multipliers of both, as `NoiseInjector` takes them
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range.
 
         Args:
-            epoch: steps of one pass over the training rows; None: not known yet, the whole run counts as one.
+            epoch: steps of one pass over the training rows; None: not known yet, the whole run
+                counts as one.
         """
         restart = epoch or total_steps if self.restart_every == "epoch" else self.restart_every
-        return NoiseSchedule(kind=self.schedule, sigma_start=self.sigma_start, sigma_end=self.sigma_end,
-                             num_stages=self.num_stages, total_steps=total_steps, restart_every=restart)
+        return NoiseSchedule(
+            kind=self.schedule,
+            sigma_start=self.sigma_start,
+            sigma_end=self.sigma_end,
+            num_stages=self.num_stages,
+            total_steps=total_steps,
+            restart_every=restart,
+        )
 
 
 @part
@@ -212,19 +284,27 @@ class Correction:
     method: Literal["none", "token_tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
     cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
     floor: Float = Field(0.5, ge=0, le=1)  # of icepop and geometric_mask
-    warn_below: Float = Field(0.5, ge=0, le=1)  # effective sample size of tokens that is warned of, with AQN on
+    warn_below: Float = Field(
+        0.5, ge=0, le=1
+    )  # effective sample size of tokens that is warned of, with AQN on
 
 
 @part
 class Quantization:
-    """What the linear layers of the rollout model are rounded to (docs/quantization.md); training is not."""
+    """What the linear layers of the rollout model are rounded to (docs/quantization.md); training
+    is not.
+    """
 
     section: ClassVar[str] = "rollout_quantization"
     format: Literal[ROLLOUT_FORMATS] = "none"
-    lora: Literal["merged", "beside"] = "merged"  # the merged weights at each sync; the base alone, as QeRL does
+    lora: Literal["merged", "beside"] = (
+        "merged"  # the merged weights at each sync; the base alone, as QeRL does
+    )
     ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised
     evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
-    probe_answers: int = Field(0, ge=0)  # of each step, by which the effects of format and noise are told apart
+    probe_answers: int = Field(
+        0, ge=0
+    )  # of each step, by which the effects of format and noise are told apart
 
     @property
     def enabled(self) -> bool:
@@ -233,7 +313,9 @@ class Quantization:
 
 @part
 class HardwareError:
-    """Which side of a run on the local engine computes as other hardware would, and how (docs/hardware_error.md)."""
+    """Which side of a run on the local engine computes as other hardware would, and how
+    (docs/hardware_error.md).
+    """
 
     section: ClassVar[str] = "hardware_error"
     rollout: Kinds = ()
@@ -242,35 +324,49 @@ class HardwareError:
     gaussian_std: Float = Field(0.05, gt=0, lt=1)  # relative error of each element
     block: Size = 64  # length of the blocks that are summed
 
-    def arguments(self, side: Literal["rollout", "training", "evaluation"]) -> dict[str, Any] | None:
+    def arguments(
+        self, side: Literal["rollout", "training", "evaluation"]
+    ) -> dict[str, Any] | None:
         """For `HardwareErrorMode`; None if this side computes as it is."""
         kinds = getattr(self, side)
-        return {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block} if kinds else None
+        return (
+            {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block}
+            if kinds
+            else None
+        )
 
 
 @part
 class Task:
-    """Rows with prompts and gold answers; whether there is such a reward is the task's to say (tasks/rewards.py)."""
+    """Rows with prompts and gold answers; whether there is such a reward is the task's to say
+    (tasks/rewards.py).
+    """
 
     section: ClassVar[str] = "task"
     train_file: str = ""
     test_file: str = ""
     prompt: Literal["chat", "plain"] = "chat"
     allow_overlap: bool = False  # test questions among the training questions
-    data_path: str = key("megatron.data_path", "")  # the packed training rows that upstream's trainer reads
+    data_path: str = key(
+        "megatron.data_path", ""
+    )  # the packed training rows that upstream's trainer reads
     verifier_function: Names = key("rl_config.verifier_function", ("gsm8k",))
-    verifier_weight: Annotated[tuple[Float, ...], AS_NAMES] = key("rl_config.verifier_weight", (1.0,))
+    verifier_weight: Annotated[tuple[Float, ...], AS_NAMES] = key(
+        "rl_config.verifier_weight", (1.0,)
+    )
 
     @property
     def verifiers(self) -> tuple[tuple[str, float], ...]:
         """(name or module:function, weight) of each reward."""
-        weights = self.verifier_weight[:len(self.verifier_function)]
+        weights = self.verifier_weight[: len(self.verifier_function)]
         return tuple(zip_longest(self.verifier_function, weights, fillvalue=1.0))
 
 
 @part
 class Evaluation:
-    """Noise off, before the first step, every `every` steps and after the last; n_problems None: the whole file."""
+    """Noise off, before the first step, every `every` steps and after the last; n_problems None:
+    the whole file.
+    """
 
     section: ClassVar[str] = "eval"
     every: Size = 10
@@ -281,11 +377,15 @@ class Evaluation:
 
 @part
 class Run:
-    """`resume` is the directory of a run that stopped, or "auto": the newest one of this config, if there is one."""
+    """`resume` is the directory of a run that stopped, or "auto": the newest one of this config, if
+    there is one.
+    """
 
     section: ClassVar[str] = "run"
     train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
-    save_interval: Size | None = key("megatron.save_interval")  # steps; there is always one after the last
+    save_interval: Size | None = key(
+        "megatron.save_interval"
+    )  # steps; there is always one after the last
     seed: int = key("megatron.seed", 1, ge=0)
     root: str = "runs"
     name: str | None = None
@@ -293,13 +393,17 @@ class Run:
     tensorboard: bool = True
     wandb_project: str | None = None
     rollout_samples: int = Field(8, ge=0)
-    prove_every: Size = 50  # steps from one proof that the adapters are in the rollout engine to the next
+    prove_every: Size = (
+        50  # steps from one proof that the adapters are in the rollout engine to the next
+    )
     accepted_checks: Names = ()  # checks of the preflight that may fail (docs/preflight.md)
 
 
 @part
 class Local:
-    """The local engine: vLLM's keys and values, GiB; checkpoints kept; weights that a rank hands over at once, MiB."""
+    """The local engine: vLLM's keys and values, GiB; checkpoints kept; weights that a rank hands
+    over at once, MiB.
+    """
 
     section: ClassVar[str] = "local"
     kv_cache_gib: Size = 1
@@ -309,8 +413,9 @@ class Local:
 
 @part
 class Npu:
-    """What the NPU engine asks of Ray and HCCL, and how long, in seconds, a rank waits for one that shares its
-    answers."""
+    """What the NPU engine asks of Ray and HCCL, and how long, in seconds, a rank waits for one that
+    shares its answers.
+    """
 
     section: ClassVar[str] = "npu"
     peer_timeout: Size = 600
@@ -325,8 +430,9 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; the fewest `layers` are one
-    on each stage, or two of its virtual stages."""
+    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; the
+    fewest `layers` are one on each stage, or two of its virtual stages.
+    """
 
     section: ClassVar[str] = "rehearsal"
     enabled: bool = False
@@ -339,7 +445,9 @@ class Rehearsal:
 
 @part
 class Recipe:
-    """One run. `sections` is the config as it was read, for the engine that hands it on to upstream."""
+    """One run. `sections` is the config as it was read, for the engine that hands it on to
+    upstream.
+    """
 
     engine: str
     emulate_npu: bool
@@ -365,11 +473,21 @@ class Recipe:
     sections: Mapping[Any, Any] = Field(default_factory=dict, repr=False)
 
     def noise_arguments(self, epoch: int) -> dict[str, Any] | None:
-        """For `NoiseInjector`, besides the model; None without noise. epoch: see `Noise.noise_schedule`."""
+        """For `NoiseInjector`, besides the model; None without noise. epoch: see
+        `Noise.noise_schedule`.
+        """
         noise = self.noise
-        return dict(schedule=noise.noise_schedule(self.run.train_iters, epoch), targets=noise.targets,
-                    exclude=noise.exclude, multipliers=noise.factors,
-                    seed=self.run.seed if noise.seed is None else noise.seed) if noise.enabled else None
+        return (
+            dict(
+                schedule=noise.noise_schedule(self.run.train_iters, epoch),
+                targets=noise.targets,
+                exclude=noise.exclude,
+                multipliers=noise.factors,
+                seed=self.run.seed if noise.seed is None else noise.seed,
+            )
+            if noise.enabled
+            else None
+        )
 
     @property
     def data_files(self) -> dict[str, str]:
@@ -378,5 +496,6 @@ class Recipe:
         return {"test": self.task.test_file, **({"aqn_multipliers": profile} if profile else {})}
 
 
-PARTS: dict[str, type] = {field.name: field.type for field in fields(Recipe)
-                          if hasattr(field.type, "__pydantic_fields__")}
+PARTS: dict[str, type] = {
+    field.name: field.type for field in fields(Recipe) if hasattr(field.type, "__pydantic_fields__")
+}

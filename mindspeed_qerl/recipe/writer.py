@@ -1,5 +1,6 @@
-"""A Recipe back as a config: what upstream is given, and what a run directory keeps. `read(to_config(recipe))` is the
-recipe."""
+"""A Recipe back as a config: what upstream is given, and what a run directory keeps.
+`read(to_config(recipe))` is the recipe.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ from mindspeed_qerl.recipe.types import PARTS, Recipe
 
 
 def to_config(recipe: Recipe) -> dict[str, Any]:
-    """The sections of `recipe`: as they were read, with every value that the recipe holds, also where a key was left
-    out. So no engine's own default comes between."""
+    """The sections of `recipe`: as they were read, with every value that the recipe holds, also
+    where a key was left out. So no engine's own default comes between.
+    """
     sections = copy.deepcopy(dict(recipe.sections))
     values = Values(sections)
     for name, kind in PARTS.items():
@@ -27,7 +29,9 @@ def to_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _put(values: Values, key: str, value: Any) -> None:
-    """Set a dotted key where it stands, or where it belongs; what is none and was left out stays left out."""
+    """Set a dotted key where it stands, or where it belongs; what is none and was left out stays
+    left out.
+    """
     place, before = values.get(key)
     section, _, last = place.rpartition(".")
     value = list(value) if isinstance(value, tuple) else value

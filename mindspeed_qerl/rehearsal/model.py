@@ -1,7 +1,9 @@
-"""A narrow model of a given shape, with random weights and a tokenizer of its own: what a layout divides stays.
+"""A narrow model of a given shape, with random weights and a tokenizer of its own: what a layout
+divides stays.
 
-Random weights on real questions would never be right, and equal rewards teach nothing: no gradient would reach an
-adapter. So the model is made to answer with numbers that GSM8K has often: about one answer in forty is right.
+Random weights on real questions would never be right, and equal rewards teach nothing: no gradient
+would reach an adapter. So the model is made to answer with numbers that GSM8K has often: about one
+answer in forty is right.
 """
 
 import hashlib
@@ -22,53 +24,86 @@ HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
 EXPERT_WIDTH = 32  # the multiple that its experts take
 VOCABULARY = 4096  # enough for prompts about as long as with the real tokenizer
 END, TURN, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
-TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def narrow(shape: ModelShape, layout: Layout, layers: int) -> ModelShape:
-    """`shape` with small widths and vocabulary, and so many layers; heads, KV groups, experts and their top-k stay."""
+    """`shape` with small widths and vocabulary, and so many layers; heads, KV groups, experts and
+    their top-k stay.
+    """
     widths = math.lcm(layout.tp, layout.infer_tp)
     shared, expert = shape.shared_expert_intermediate_size, shape.moe_intermediate_size
     return replace(
-        shape, num_hidden_layers=layers, head_dim=HEAD_DIM,
-        hidden_size=2 * HEAD_DIM if family_of(shape).own_head_dim else shape.num_attention_heads * HEAD_DIM,
+        shape,
+        num_hidden_layers=layers,
+        head_dim=HEAD_DIM,
+        hidden_size=2 * HEAD_DIM
+        if family_of(shape).own_head_dim
+        else shape.num_attention_heads * HEAD_DIM,
         intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
         moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,
-        shared_expert_intermediate_size=shared and EXPERT_WIDTH * widths * math.ceil(shared / expert / widths),
-        vocab_size=math.lcm(VOCABULARY, widths), max_position_embeddings=4096)
+        shared_expert_intermediate_size=shared
+        and EXPERT_WIDTH * widths * math.ceil(shared / expert / widths),
+        vocab_size=math.lcm(VOCABULARY, widths),
+        max_position_embeddings=4096,
+    )
 
 
 def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
-    """The directory of the model of `shape`, made below `root` unless it is there already; the tokenizer learns from
-    the messages of `rows`, and the numbers that it says are their commonest answers."""
-    task = hashlib.sha256(json.dumps([(row.messages, row.answer) for row in rows]).encode()).hexdigest()
+    """The directory of the model of `shape`, made below `root` unless it is there already; the
+    tokenizer learns from the messages of `rows`, and the numbers that it says are their commonest
+    answers.
+    """
+    task = hashlib.sha256(
+        json.dumps([(row.messages, row.answer) for row in rows]).encode()
+    ).hexdigest()
     recipe = json.dumps({"version": VERSION, "task": task, **asdict(shape)}, sort_keys=True)
     directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
     with new_directory(directory) as making:
-        print(f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, random weights",
-              flush=True)
-        tokenizer = train_tokenizer([turn["content"] for row in rows for turn in row.messages], shape.vocab_size)
+        print(
+            f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
+            "random weights",
+            flush=True,
+        )
+        tokenizer = train_tokenizer(
+            [turn["content"] for row in rows for turn in row.messages], shape.vocab_size
+        )
         _random_model(shape, tokenizer, [row.answer for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
     return directory
 
 
 def train_tokenizer(texts: Iterable[str], size: int):
-    """A byte-level BPE tokenizer of `size` tokens learnt from `texts`, with Qwen's chat tokens and a chat template."""
+    """A byte-level BPE tokenizer of `size` tokens learnt from `texts`, with Qwen's chat tokens and
+    a chat template.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[PAD, TURN, END], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD,
-                                   additional_special_tokens=[TURN], chat_template=TEMPLATE)
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[PAD, TURN, END],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN],
+        chat_template=TEMPLATE,
+    )
 
 
 def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
@@ -80,21 +115,36 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
         rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(
-        shape.model_type, **family_of(shape).hf_config(shape), **rope, initializer_range=0.05, dtype="float32",
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        shape.model_type,
+        **family_of(shape).hf_config(shape),
+        **rope,
+        initializer_range=0.05,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        # The prompt's last token and the commonest answers share a direction: after the one, the others are likely.
+        # The prompt's last token and the commonest answers share a direction: after the one, the
+        # others are likely.
         common = {f" {answer}" for answer, _ in Counter(answers).most_common(8)}
         numbers = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) in common]
         empty = [{"role": "user", "content": ""}]
-        last = tokenizer.apply_chat_template(empty, add_generation_prompt=True, return_dict=False)[-1]
+        last = tokenizer.apply_chat_template(empty, add_generation_prompt=True, return_dict=False)[
+            -1
+        ]
         direction = torch.nn.functional.normalize(torch.randn(shape.hidden_size), dim=0)
         embedding = model.get_input_embeddings().weight
         embedding[last] += 4 * direction
-        embedding[numbers] += 8 * direction  # tied: more than the last token, which is likest to itself
-        for name, weight in model.named_parameters():  # many layers of random additions would drown it
+        embedding[numbers] += (
+            8 * direction
+        )  # tied: more than the last token, which is likest to itself
+        for (
+            name,
+            weight,
+        ) in model.named_parameters():  # many layers of random additions would drown it
             if "o_proj" in name or "down_proj" in name:
                 weight /= shape.num_hidden_layers
         if not shape.tie_word_embeddings:

@@ -22,15 +22,16 @@ FOR_ENGINE = "mindspeed_rl"  # what is rehearsed is a config for NPUs, whichever
 
 
 def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
-    """The recipe that `recipe` is rehearsed with: its layout, batch arithmetic, LoRA and noise, a narrow model (made
-    here, if it is not there yet), short answers, a few steps; and what there is to say about it.
+    """The recipe that `recipe` is rehearsed with: its layout, batch arithmetic, LoRA and noise, a
+    narrow model (made here, if it is not there yet), short answers, a few steps; and what there is
+    to say about it.
 
     Args:
         found: by the reader of `recipe`.
 
     Raises:
-        ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot exist, a misspelt
-            name, missing data, what the engine of NPUs would refuse.
+        ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot
+            exist, a misspelt name, missing data, what the engine of NPUs would refuse.
     """
     engine, settings = engine_of(recipe), recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
@@ -40,18 +41,26 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += faults_of_values(recipe)
     found.faults += unfilled_blocks(recipe, plan.shape) if plan else []
     if not recipe.lora.targets:
-        found.faults.append("megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
-                            "linear_fc1, linear_fc2")
+        found.faults.append(
+            "megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
+            "linear_fc1, linear_fc2"
+        )
     layers = plan and layers_to_rehearse(plan, settings.layers)
     if plan and settings.layers != "all" and layers % plan.layout.pp:
-        found.faults.append(f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
-                            f"{plan.layout.pp}")
+        found.faults.append(
+            f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
+            f"{plan.layout.pp}"
+        )
     if engine.UPSTREAM and not recipe.emulate_npu:
-        found.faults.append("rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
-                            "engine=local, which needs no upstream")
+        found.faults.append(
+            "rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
+            "engine=local, which needs no upstream"
+        )
     found.raise_faults()
     shape = narrow(plan.shape, plan.layout, layers)
-    if not engine.UPSTREAM:  # what it would refuse once the model is made; of the model it reads config.json alone
+    if (
+        not engine.UPSTREAM
+    ):  # what it would refuse once the model is made; of the model it reads config.json alone
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
             small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
@@ -63,14 +72,17 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     try:
         directory = make_model(shape, rows, Path(settings.models))
     except OSError as error:
-        raise ConfigError(f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
-                          f"{error}") from error
+        raise ConfigError(
+            f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
+            f"{error}"
+        ) from error
     return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
 
 
 def layers_to_rehearse(plan: Plan, asked: int | str) -> int:
-    """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it will do; the
-    layers of these models are all of one kind."""
+    """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it
+    will do; the layers of these models are all of one kind.
+    """
     if asked == "all":
         return plan.shape.num_hidden_layers
     virtual = plan.layout.layers_per_virtual_stage
@@ -84,7 +96,9 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
     except ConfigError as error:
         found.faults += str(error).splitlines()
         return None
-    found.faults += [f"layout: {rule.message} ({rule.rule}; {rule.source})" for rule in broken(plan)]
+    found.faults += [
+        f"layout: {rule.message} ({rule.rule}; {rule.source})" for rule in broken(plan)
+    ]
     return plan
 
 
@@ -95,19 +109,39 @@ def upstream_verifiers(recipe: Recipe) -> list[str]:
 
 
 def _small(recipe: Recipe, directory: Path) -> Recipe:
-    """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no verifier is left."""
+    """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no
+    verifier is left.
+    """
     settings, noise = recipe.rehearsal, recipe.noise
     longest = recipe.sampling.max_prompt_length + settings.max_tokens
-    kept = [verifier for verifier in recipe.task.verifiers if verifier[0] not in upstream_verifiers(recipe)]
+    kept = [
+        verifier
+        for verifier in recipe.task.verifiers
+        if verifier[0] not in upstream_verifiers(recipe)
+    ]
     names, weights = zip(*kept or [("gsm8k", 1.0)])
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
     return replace(
-        recipe, noise=noise, model=replace(recipe.model, path=str(directory)),
-        layout=replace(recipe.layout, num_layer_list=recipe.layout.num_layer_list if settings.layers == "all" else ()),
-        batch=replace(recipe.batch, seq_length=longest, max_model_len=longest,
-                      max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens)),
+        recipe,
+        noise=noise,
+        model=replace(recipe.model, path=str(directory)),
+        layout=replace(
+            recipe.layout,
+            num_layer_list=recipe.layout.num_layer_list if settings.layers == "all" else (),
+        ),
+        batch=replace(
+            recipe.batch,
+            seq_length=longest,
+            max_model_len=longest,
+            max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens),
+        ),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),
         task=replace(recipe.task, verifier_function=names, verifier_weight=weights),
-        evaluation=replace(recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems),
-        run=replace(recipe.run, train_iters=settings.steps, root=str(Path(recipe.run.root) / "rehearsals")))
+        evaluation=replace(
+            recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems
+        ),
+        run=replace(
+            recipe.run, train_iters=settings.steps, root=str(Path(recipe.run.root) / "rehearsals")
+        ),
+    )

@@ -1,5 +1,7 @@
-"""What vLLM's routers choose, sorted by request and position. vLLM is not imported: a recorder is told what its model
-runner computes, and its own routers, or those of a plugin, hand over their choices."""
+"""What vLLM's routers choose, sorted by request and position. vLLM is not imported: a recorder is
+told what its model runner computes, and its own routers, or those of a plugin, hand over their
+choices.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +16,14 @@ from mindspeed_qerl.routing.routes import Routers, answer_of
 class RouteRecorder:
     """The routes of the requests that a model runner serves while `recording`.
 
-    A row of a forward pass belongs to a request by the runner's batch, and to a position by how many of its tokens
-    are computed already; so a prompt that comes in chunks lies where it belongs, and a request that was preempted
-    and is computed again has the routes of the last time, which are those of the keys and values that it went on
-    with.
+    A row of a forward pass belongs to a request by the runner's batch, and to a position by how
+    many of its tokens are computed already; so a prompt that comes in chunks lies where it belongs,
+    and a request that was preempted and is computed again has the routes of the last time, which
+    are those of the keys and values that it went on with.
 
     Args:
-        runner: vLLM's model runner, v1 (vllm/v1/worker/gpu_model_runner.py; vllm_ascend/worker/model_runner_v1.py).
-        max_len: most tokens of a request.
+        runner: vLLM's model runner, v1 (vllm/v1/worker/gpu_model_runner.py;
+            vllm_ascend/worker/model_runner_v1.py). max_len: most tokens of a request.
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int):
@@ -29,15 +31,22 @@ class RouteRecorder:
         # int16 for more than 256 experts: torch has few operators for uint16
         self.on_device = torch.uint8 if routers.dtype == np.uint8 else torch.int16
         self.routes: dict[str, np.ndarray] = {}  # of a request [max_len, layers, top_k]
-        self.known: dict[str, np.ndarray] = {}  # of a request bool [max_len]: positions that were computed
-        self.chosen: dict[int, torch.Tensor] | None = None  # of the forward pass under way, by layer
-        self.starts: dict[str, int] = {}  # of it: each request's first position, in the order of the rows
+        self.known: dict[
+            str, np.ndarray
+        ] = {}  # of a request bool [max_len]: positions that were computed
+        self.chosen: dict[int, torch.Tensor] | None = (
+            None  # of the forward pass under way, by layer
+        )
+        self.starts: dict[
+            str, int
+        ] = {}  # of it: each request's first position, in the order of the rows
         self.is_recording = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While it holds, everything that is scheduled is recorded; passes that nobody asked for (profiling, a dummy
-        batch) are not."""
+        """While it holds, everything that is scheduled is recorded; passes that nobody asked for
+        (profiling, a dummy batch) are not.
+        """
         self.routes, self.known, self.is_recording = {}, {}, True
         execute_model = self.runner.execute_model
 
@@ -59,34 +68,51 @@ class RouteRecorder:
             self.is_recording = False
 
     def capture(self, layer: int, ids: torch.Tensor) -> None:
-        """Take what the router of `layer`, counted over the whole model, chose: ids of experts [rows, top_k], a row
-        for each token of this pass in the runner's order; more rows are padding."""
+        """Take what the router of `layer`, counted over the whole model, chose: ids of experts
+        [rows, top_k], a row for each token of this pass in the runner's order; more rows are
+        padding.
+        """
         if self.chosen is None:
             return
         if layer in self.chosen:
-            raise RuntimeError(f"layer {layer} chose experts twice in one forward pass: its routes cannot be recorded")
-        if not self.chosen:  # the batch is put together by now, and not yet changed for the next pass
+            raise RuntimeError(
+                f"layer {layer} chose experts twice in one forward pass: its routes cannot be "
+                "recorded"
+            )
+        if (
+            not self.chosen
+        ):  # the batch is put together by now, and not yet changed for the next pass
             batch = self.runner.input_batch
-            self.starts = {request: int(batch.num_computed_tokens_cpu[row])
-                           for row, request in enumerate(batch.req_ids)}
+            self.starts = {
+                request: int(batch.num_computed_tokens_cpu[row])
+                for row, request in enumerate(batch.req_ids)
+            }
         self.chosen[layer] = ids.to(self.on_device)  # a copy: ids may be overwritten
 
     def own_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the layers chose [rows, layers, top_k] as rows in the runner's order: as they are, for an engine whose
-        routers see them so."""
+        """What the layers chose [rows, layers, top_k] as rows in the runner's order: as they are,
+        for an engine whose routers see them so.
+        """
         return ids
 
     def _sort(self, scheduled: dict[str, int]) -> None:
         """Put the rows of a forward pass where they belong."""
         if missing := [layer for layer in self.routers.layers if layer not in self.chosen]:
-            raise RuntimeError(f"layer {missing[0]} chose no experts in a forward pass of {sum(scheduled.values())} "
-                               f"tokens, {len(self.chosen)} of {len(self.routers.layers)} layers did: routes cannot "
-                               "be recorded on this engine. algorithm.routing_replay=none goes without")
-        ids = self.own_rows(torch.stack([self.chosen[layer] for layer in self.routers.layers], dim=1))
+            raise RuntimeError(
+                f"layer {missing[0]} chose no experts in a forward pass of "
+                f"{sum(scheduled.values())} tokens, {len(self.chosen)} of "
+                f"{len(self.routers.layers)} layers did: routes cannot be recorded on this engine. "
+                "algorithm.routing_replay=none goes without"
+            )
+        ids = self.own_rows(
+            torch.stack([self.chosen[layer] for layer in self.routers.layers], dim=1)
+        )
         ids, end = ids.cpu().numpy().view(self.routers.dtype), 0
         if len(ids) < sum(scheduled.values()):
-            raise RuntimeError(f"routers chose experts for {len(ids)} tokens of {sum(scheduled.values())}: the rest "
-                               "is on another rank, and nobody gathered it")
+            raise RuntimeError(
+                f"routers chose experts for {len(ids)} tokens of {sum(scheduled.values())}: the "
+                "rest is on another rank, and nobody gathered it"
+            )
         for request, position in self.starts.items():
             start, end = end, end + scheduled.get(request, 0)
             if request not in self.routes:
@@ -97,21 +123,27 @@ class RouteRecorder:
             self.known[request][where] = True
 
     def take(self, outputs: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Per output of vLLM, for each of its answers, the routes [tokens, layers, top_k] of its prompt and its
-        tokens, but for the last one, which nobody computed. RuntimeError that names the request whose positions were
-        not all computed (its prompt's from a prefix cache?)."""
+        """Per output of vLLM, for each of its answers, the routes [tokens, layers, top_k] of its
+        prompt and its tokens, but for the last one, which nobody computed. RuntimeError that names
+        the request whose positions were not all computed (its prompt's from a prefix cache?).
+        """
         by_answer = {answer_of(request): request for request in self.routes}
         found = []
         for output in outputs:
             found.append([])
             for answer in output.outputs:
-                request, tokens = by_answer.get((output.request_id, answer.index)), len(output.prompt_token_ids)
+                request, tokens = (
+                    by_answer.get((output.request_id, answer.index)),
+                    len(output.prompt_token_ids),
+                )
                 tokens += max(len(answer.token_ids) - 1, 0)
                 known = self.known[request][:tokens] if request else np.zeros(tokens, dtype=bool)
                 if not known.all():
                     raise RuntimeError(
-                        f"request {output.request_id}, answer {answer.index}: no routes for {np.sum(~known)} of its "
-                        f"{tokens} tokens, the first at position {np.argmin(known)}. Were they read from a prefix "
-                        "cache, or was the request aborted?")
+                        f"request {output.request_id}, answer {answer.index}: no routes for "
+                        f"{np.sum(~known)} of its {tokens} tokens, the first at position "
+                        f"{np.argmin(known)}. Were they read from a prefix cache, or was the "
+                        "request aborted?"
+                    )
                 found[-1].append(self.routes[request][:tokens].copy())
         return found

@@ -1,4 +1,6 @@
-"""Recorded routes in the place of a trainer's own choice, for megatron-core's routers, patched by others or not."""
+"""Recorded routes in the place of a trainer's own choice, for megatron-core's routers, patched by
+others or not.
+"""
 
 import math
 from collections import deque
@@ -16,13 +18,14 @@ from mindspeed_qerl.routing.routes import Routers
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The routes of one forward pass, a row for each token in the order in which routers see them, position by
-    position. Tensor parallel ranks all have all of them.
+    """The routes of one forward pass, a row for each token in the order in which routers see them,
+    position by position. Tensor parallel ranks all have all of them.
 
     Attributes:
-        routes: [rows, layers, top_k], integers; None: nothing is replayed, only recorded.
-        known: bool [rows], False where a token keeps the trainer's own choice: padding, and a sequence's last token.
-        chosen: what each of this rank's layers computed with, int64 [rows or this rank's share of them, top_k].
+        routes: [rows, layers, top_k], integers; None: nothing is replayed, only recorded. known:
+            bool [rows], False where a token keeps the trainer's own choice: padding, and a
+            sequence's last token. chosen: what each of this rank's layers computed with, int64
+            [rows or this rank's share of them, top_k].
     """
 
     routes: torch.Tensor | None
@@ -32,26 +35,32 @@ class MicroBatch:
 
 @dataclass
 class Counts:
-    """Of one layer: rows that were sent where they were recorded, rows that chose for themselves, and how many of the
-    recorded choices the trainer would have made otherwise."""
+    """Of one layer: rows that were sent where they were recorded, rows that chose for themselves,
+    and how many of the recorded choices the trainer would have made otherwise.
+    """
 
     replayed: int = 0
     native: int = 0
     flipped: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(self.replayed + other.replayed, self.native + other.native, self.flipped + other.flipped)
+        return Counts(
+            self.replayed + other.replayed, self.native + other.native, self.flipped + other.flipped
+        )
 
 
 class _OtherTopK(TorchFunctionMode):
-    """torch.topk over experts answers with other experts, and their scores. So each router computes all the rest by
-    itself: its scores, its normalisation, its gradients."""
+    """torch.topk over experts answers with other experts, and their scores. So each router computes
+    all the rest by itself: its scores, its normalisation, its gradients.
+    """
 
     def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
         self.choose = choose
 
-    def __torch_function__(self, function: Callable, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         result = function(*arguments, **named or {})
         if function not in (torch.topk, torch.Tensor.topk):
             return result
@@ -60,11 +69,13 @@ class _OtherTopK(TorchFunctionMode):
 
 
 class RouteReplay:
-    """The routers of a rank's part of the model. They choose by themselves, but for the micro-batches of a pass.
+    """The routers of a rank's part of the model. They choose by themselves, but for the
+    micro-batches of a pass.
 
     Args:
-        model: its routers are megatron-core's TopKRouter, whoever patched it: this goes on each object, last.
-        tp_rank, tp_size: tensor parallel ranks decide for a share of the rows each (sequence parallelism), or each for
+        model: its routers are megatron-core's TopKRouter, whoever patched it: this goes on each
+            object, last. tp_rank, tp_size: tensor parallel ranks decide for a share of the rows
+            each (sequence parallelism), or each for
             all (dispatcher alltoall_seq).
     """
 
@@ -74,30 +85,39 @@ class RouteReplay:
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.index: dict[int, int] = {}  # among `routers.layers`, of each layer of this rank
         self.micro: MicroBatch | None = None  # of the forward pass under way
-        self.again: dict[int, deque[MicroBatch]] | None = None  # of layers that are computed again, oldest first
+        self.again: dict[int, deque[MicroBatch]] | None = (
+            None  # of layers that are computed again, oldest first
+        )
         self.seen: dict[int, torch.Tensor] = {}  # of each layer, what `Counts` has
         for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
             layer = router.layer_number - 1  # Megatron counts from 1, over all stages
             if layer not in routers.layers or layer in self.index:
-                raise RuntimeError(f"the model has a router in layer {layer}, which by config.json has none or has "
-                                   f"one already: those with one are {list(routers.layers)}")
+                raise RuntimeError(
+                    f"the model has a router in layer {layer}, which by config.json has none or "
+                    f"has one already: those with one are {list(routers.layers)}"
+                )
             self.index[layer] = routers.layers.index(layer)
             router.routing = self._routing(layer, router.routing)
         if not self.index:
-            raise RuntimeError("no router was found in this rank's part of the model: routes cannot be replayed. "
-                               "algorithm.routing_replay=none goes without")
+            raise RuntimeError(
+                "no router was found in this rank's part of the model: routes cannot be replayed. "
+                "algorithm.routing_replay=none goes without"
+            )
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Forward and backward passes over micro-batches, which are counted. RuntimeError after them unless each layer
-        that kept only its input was computed again."""
+        """Forward and backward passes over micro-batches, which are counted. RuntimeError after
+        them unless each layer that kept only its input was computed again.
+        """
         self.again, self.seen = {layer: deque() for layer in self.index}, {}
         yield
         left = {layer: len(queue) for layer, queue in self.again.items() if queue}
         self.again = None
         if left:
-            raise RuntimeError("layers were to be computed again for their gradient and were not; routes that are "
-                               f"left, by layer: {left}")
+            raise RuntimeError(
+                "layers were to be computed again for their gradient and were not; routes that are "
+                f"left, by layer: {left}"
+            )
 
     def counts(self) -> dict[int, Counts]:
         """Of the last `training`, by layer: those rows that this rank answers for."""
@@ -105,25 +125,34 @@ class RouteReplay:
 
     @contextmanager
     def forward(self, micro: MicroBatch) -> Iterator[None]:
-        """The forward pass of one micro-batch. RuntimeError after it unless each layer chose experts once."""
+        """The forward pass of one micro-batch. RuntimeError after it unless each layer chose
+        experts once.
+        """
         self.micro = micro
         try:
             yield
         finally:
             self.micro = None
         if missing := self.index.keys() - micro.chosen.keys():
-            raise RuntimeError(f"layer {min(missing)} chose no experts in a forward pass, so nothing was replayed "
-                               "there: another model computes than the one that has the routes")
+            raise RuntimeError(
+                f"layer {min(missing)} chose no experts in a forward pass, so nothing was replayed "
+                "there: another model computes than the one that has the routes"
+            )
 
-    def _routing(self, layer: int, routing: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    def _routing(
+        self, layer: int, routing: Callable[[torch.Tensor], Any]
+    ) -> Callable[[torch.Tensor], Any]:
         """`routing` of one router, with the routes of the micro-batch in it."""
+
         def replayed(logits: torch.Tensor) -> Any:
             micro, asked = self.micro, 0
             if micro is None and self.again is None:  # a pass without routes: the reference's
                 return routing(logits)
             again = micro is None
             if again and not self.again[layer]:
-                raise RuntimeError(f"layer {layer} is computed again, and no routes are left for it")
+                raise RuntimeError(
+                    f"layer {layer} is computed again, and no routes are left for it"
+                )
             if again:
                 micro = self.again[layer].popleft()
             elif layer in micro.chosen:
@@ -137,18 +166,27 @@ class RouteReplay:
             with _OtherTopK(choose):
                 result = routing(logits)
             if asked != 1:
-                raise RuntimeError(f"the router of layer {layer} took the largest of its scores {asked} times, not "
-                                   "once: its routes cannot be replayed. algorithm.routing_replay=none goes without")
+                raise RuntimeError(
+                    f"the router of layer {layer} took the largest of its scores {asked} times, "
+                    "not once: its routes cannot be replayed. algorithm.routing_replay=none goes "
+                    "without"
+                )
             return result
+
         return replayed
 
     def _chosen(self, layer: int, micro: MicroBatch, own: torch.Tensor) -> torch.Tensor:
-        """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would choose."""
+        """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would
+        choose.
+        """
         ids, rows = own, len(micro.known)
         start, end = (rows * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
         share = slice(start, end)  # of the rows, that this rank decides for or counts
         if len(own) not in (rows, end - start):
-            raise RuntimeError(f"layer {layer} chooses experts for {len(own)} tokens, and there are routes for {rows}")
+            raise RuntimeError(
+                f"layer {layer} chooses experts for {len(own)} tokens, and there are routes for "
+                f"{rows}"
+            )
         if micro.routes is not None:
             part = slice(None) if len(own) == rows else share
             known, recorded = micro.known[part], micro.routes[part, self.index[layer]].to(own)
@@ -179,9 +217,10 @@ def total(counts: Iterable[Mapping[int, Counts]]) -> dict[int, Counts]:
 
 
 def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str, float]:
-    """Of the updates of one iteration, of all ranks: tokens that were replayed and that chose for themselves, and the
-    share of choices, of top_k a token, that the trainer would have made otherwise, in all and by layer. RuntimeError
-    that names a layer where other tokens were replayed than in the first one.
+    """Of the updates of one iteration, of all ranks: tokens that were replayed and that chose for
+    themselves, and the share of choices, of top_k a token, that the trainer would have made
+    otherwise, in all and by layer. RuntimeError that names a layer where other tokens were replayed
+    than in the first one.
 
     >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, Routers((0, 1), experts=8, top_k=2))
     {'routing/replayed_tokens': 3, 'routing/native_tokens': 1, 'routing/flipped': 0.25, \
@@ -191,10 +230,15 @@ def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str,
     for layer in routers.layers:
         of_layer = counts.get(layer, Counts())
         if (of_layer.replayed, of_layer.native) != (first.replayed, first.native):
-            raise RuntimeError(f"layer {layer} replayed {of_layer.replayed} tokens and left {of_layer.native} to the "
-                               f"trainer, layer {routers.layers[0]} {first.replayed} and {first.native}")
+            raise RuntimeError(
+                f"layer {layer} replayed {of_layer.replayed} tokens and left {of_layer.native} to "
+                f"the trainer, layer {routers.layers[0]} {first.replayed} and {first.native}"
+            )
     choices = first.replayed * routers.top_k or math.nan
     shares = {layer: counts.get(layer, Counts()).flipped / choices for layer in routers.layers}
-    return {"routing/replayed_tokens": first.replayed, "routing/native_tokens": first.native,
-            "routing/flipped": sum(shares.values()) / len(shares),
-            **{f"routing/flipped/layer_{layer}": share for layer, share in shares.items()}}
+    return {
+        "routing/replayed_tokens": first.replayed,
+        "routing/native_tokens": first.native,
+        "routing/flipped": sum(shares.values()) / len(shares),
+        **{f"routing/flipped/layer_{layer}": share for layer, share in shares.items()},
+    }

@@ -1,7 +1,9 @@
-"""Runs beside each other: groups that differ in nothing but the seed, and the difference of each to a baseline.
+"""Runs beside each other: groups that differ in nothing but the seed, and the difference of each to
+a baseline.
 
-A run is averaged in only if its numbers mean what they seem to: it finished and its last step was evaluated, its noise
-fired as its config says, and it used the same data and code as the others. Every other run is named with the reason.
+A run is averaged in only if its numbers mean what they seem to: it finished and its last step was
+evaluated, its noise fired as its config says, and it used the same data and code as the others.
+Every other run is named with the reason.
 """
 
 import json
@@ -20,7 +22,9 @@ from mindspeed_qerl.runs.compared_run import ComparedRun, is_off
 from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 SIGNIFICANCE = 0.05
-LONGEST_NAME = 24  # characters; with a longer one beside two intervals a table is wider than 80 columns
+LONGEST_NAME = (
+    24  # characters; with a longer one beside two intervals a table is wider than 80 columns
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class Group:
     def reward(self) -> dict[int, Estimate]:
         """The training reward by step, of the steps that all runs have."""
         shared = sorted(set.intersection(*(set(run.rewards) for run in self.runs)))
-        return {step: estimate(np.array([[run.rewards[step]] for run in self.runs])) for step in shared}
+        return {
+            step: estimate(np.array([[run.rewards[step]] for run in self.runs])) for step in shared
+        }
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,14 @@ class Verdict:
     group: str
     baseline: str
     seeds: list[int]  # that both have
-    difference: Estimate | None  # None without such a seed; no verdict with fewer than `LEAST_SEEDS` of them
+    difference: (
+        Estimate | None
+    )  # None without such a seed; no verdict with fewer than `LEAST_SEEDS` of them
     word: str  # "better", "worse", "not distinguishable" or "no verdict"
     limit: float  # of p: 5 %, shared by all verdicts of a comparison (Bonferroni)
-    seeds_needed: int | None  # to show a difference of this size, if it is not distinguishable; None: no number would
+    seeds_needed: (
+        int | None
+    )  # to show a difference of this size, if it is not distinguishable; None: no number would
 
 
 @dataclass(frozen=True)
@@ -75,27 +85,40 @@ class Comparison:
     questions: list[str]
     accuracy: dict[str, dict[int, Estimate]]  # group -> step ->
     reward: dict[str, dict[int, Estimate]]
-    difference: dict[str, dict[int, Estimate]]  # of accuracy to the baseline's, over the seeds that both have
+    difference: dict[
+        str, dict[int, Estimate]
+    ]  # of accuracy to the baseline's, over the seeds that both have
     verdicts: list[Verdict]
 
     def to_json(self) -> dict[str, Any]:
         numbers = asdict(self)
         return {
-            "groups": [{"name": group.name, "settings": group.settings, "seeds": group.seeds,
-                        "runs": [str(run.path) for run in group.runs],
-                        "differs_in": {key: group.config.get(key) for key in self.differing}}
-                       for group in self.groups],
+            "groups": [
+                {
+                    "name": group.name,
+                    "settings": group.settings,
+                    "seeds": group.seeds,
+                    "runs": [str(run.path) for run in group.runs],
+                    "differs_in": {key: group.config.get(key) for key in self.differing},
+                }
+                for group in self.groups
+            ],
             "left_out": [{"run": str(run.path), "reasons": run.faults} for run in self.left_out],
-            "notes": {str(run.path): run.notes for group in self.groups for run in group.runs if run.notes},
+            "notes": {
+                str(run.path): run.notes for group in self.groups for run in group.runs if run.notes
+            },
             "questions": len(self.questions),
-            **{name: numbers[name] for name in ("accuracy", "reward", "difference", "verdicts")}}
+            **{name: numbers[name] for name in ("accuracy", "reward", "difference", "verdicts")},
+        }
 
 
 def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
-    """Group `runs`, leave out those that may not be averaged in, and compare each group with the baseline: by its name
-    or settings, or a part of them that no other group has; None: the group without AQN, or else the first one.
+    """Group `runs`, leave out those that may not be averaged in, and compare each group with the
+    baseline: by its name or settings, or a part of them that no other group has; None: the group
+    without AQN, or else the first one.
 
-    ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step or no question.
+    ConfigError: nothing is left to compare, no such baseline, or the runs share no evaluated step
+    or no question.
     """
     faults = _all_faults(runs)
     left_out = [replace(run, faults=found) for run in runs if (found := faults[run.path])]
@@ -110,8 +133,11 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     steps = sorted(set.intersection(*(set(run.scores) for run in kept)))
     if not steps:
         raise ConfigError("the runs share no step after which all were evaluated")
-    questions = [question for question in kept[0].scores[steps[-1]]
-                 if all(question in run.scores[step] for run in kept for step in steps)]
+    questions = [
+        question
+        for question in kept[0].scores[steps[-1]]
+        if all(question in run.scores[step] for run in kept for step in steps)
+    ]
     if not questions:
         raise ConfigError("the runs were not asked the same questions: none is common to all")
     differing = _differing([members[0].config for members in by_config.values()])
@@ -119,32 +145,55 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     base = _find_baseline(groups, baseline)
     others = [group for group in groups if group is not base]
     groups = [base, *others]
-    accuracy = {group.name: {step: estimate(group.matrix(step, questions, group.seeds)) for step in steps}
-                for group in groups}
+    accuracy = {
+        group.name: {step: estimate(group.matrix(step, questions, group.seeds)) for step in steps}
+        for group in groups
+    }
     reward = {group.name: group.reward() for group in groups}
     difference, verdicts = {}, []
     for group in others:
         seeds = [seed for seed in group.seeds if seed in base.seeds]
         by_step = difference[group.name] = {
-            step: estimate(group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds))
-            for step in steps if seeds}
+            step: estimate(
+                group.matrix(step, questions, seeds) - base.matrix(step, questions, seeds)
+            )
+            for step in steps
+            if seeds
+        }
         verdicts.append(_verdict(group.name, base.name, seeds, by_step.get(steps[-1]), len(others)))
-    return Comparison(groups, differing, left_out, steps, questions, accuracy, reward, difference, verdicts)
+    return Comparison(
+        groups, differing, left_out, steps, questions, accuracy, reward, difference, verdicts
+    )
 
 
 def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
-    """Path -> why a run may not be averaged in: what it says itself, and what the others make of it."""
+    """Path -> why a run may not be averaged in: what it says itself, and what the others make of
+    it.
+    """
     faults = {run.path: run.faults for run in runs}
     usable = [run for run in runs if not run.faults]
-    told = {"data": "its data differ", "code": "its code differs", "evaluation": "it was evaluated otherwise"}
+    told = {
+        "data": "its data differ",
+        "code": "its code differs",
+        "evaluation": "it was evaluated otherwise",
+    }
     for what, words in told.items() if usable else ():
-        (usual, _), *_ = Counter(json.dumps(getattr(run, what), sort_keys=True) for run in usable).most_common(1)
+        (usual, _), *_ = Counter(
+            json.dumps(getattr(run, what), sort_keys=True) for run in usable
+        ).most_common(1)
         usual = json.loads(usual)  # of most runs, or if there is no most, of the first
         for run in usable:
             found = getattr(run, what)
-            if other := [key for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key)]:
-                faults[run.path] += (f"{words}: " + ", ".join(
-                    f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}" for key in other),)
+            if other := [
+                key for key in dict.fromkeys([*usual, *found]) if found.get(key) != usual.get(key)
+            ]:
+                faults[run.path] += (
+                    f"{words}: "
+                    + ", ".join(
+                        f"{key} {_short(found.get(key))} where most have {_short(usual.get(key))}"
+                        for key in other
+                    ),
+                )
     newest: dict[tuple[str, int], ComparedRun] = {}
     for run in sorted(usable, key=lambda run: (run.started, run.path)):
         if not faults[run.path]:
@@ -157,50 +206,74 @@ def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
 
 def _short(value: str | None) -> str:
     """A hash by its beginning, anything else as it is."""
-    return "none" if value is None else value[:12] if re.fullmatch(r"[0-9a-f]{40,}", value) else value
+    return (
+        "none" if value is None else value[:12] if re.fullmatch(r"[0-9a-f]{40,}", value) else value
+    )
 
 
 def _differing(configs: Sequence[dict[str, Any]]) -> list[str]:
     """The keys that tell `configs` apart; those of a section that is switched off say nothing."""
-    return [key for key in dict.fromkeys(key for config in configs for key in config)
-            if len({json.dumps(config.get(key)) for config in configs if not is_off(config, key)}) > 1]
+    return [
+        key
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if len({json.dumps(config.get(key)) for config in configs if not is_off(config, key)}) > 1
+    ]
 
 
 def _named(groups: list[list[ComparedRun]], differing: list[str]) -> list[Group]:
-    """The groups under names that say in what they differ; all under letters where that would be long, the default
-    baseline first."""
+    """The groups under names that say in what they differ; all under letters where that would be
+    long, the default baseline first.
+    """
     named: list[Group] = []
     for runs in groups:
         config = runs[0].config
         parts = [f"{key}={json.dumps(config[key])}" for key in differing if key in config]
         if "aqn.enabled" in differing:
-            parts = [{"aqn.enabled=true": "aqn on", "aqn.enabled=false": "aqn off"}.get(part, part) for part in parts]
+            parts = [
+                {"aqn.enabled=true": "aqn on", "aqn.enabled=false": "aqn off"}.get(part, part)
+                for part in parts
+            ]
         settings = ", ".join(parts).replace('"', "") or "all runs"
         # 1 and "1" look alike:
-        taken = sum(other.settings == settings or other.settings.startswith(f"{settings} (") for other in named)
+        taken = sum(
+            other.settings == settings or other.settings.startswith(f"{settings} (")
+            for other in named
+        )
         unique = f"{settings} ({taken + 1})" if taken else settings
         named.append(Group(unique, unique, config, sorted(runs, key=lambda run: run.seed)))
     if max(len(group.name) for group in named) <= LONGEST_NAME:
         return named
     base = _find_baseline(named, None)
-    letters = (f"{letter}{turn}" for turn in ("", *range(2, len(named))) for letter in ascii_uppercase)  # ..., Z, A2
-    return [replace(group, name=name)
-            for name, group in zip(letters, sorted(named, key=lambda group: group is not base))]
+    letters = (
+        f"{letter}{turn}" for turn in ("", *range(2, len(named))) for letter in ascii_uppercase
+    )  # ..., Z, A2
+    return [
+        replace(group, name=name)
+        for name, group in zip(letters, sorted(named, key=lambda group: group is not base))
+    ]
 
 
 def _find_baseline(groups: list[Group], asked: str | None) -> Group:
     if asked is None:
-        return next((group for group in groups if group.config.get("aqn.enabled") is False), groups[0])
+        return next(
+            (group for group in groups if group.config.get("aqn.enabled") is False), groups[0]
+        )
     exact = [group for group in groups if asked in (group.name, group.settings)]
     found = exact or [group for group in groups if asked in group.settings]
     if len(found) != 1:
         known = "; ".join(group.legend for group in groups)
-        raise ConfigError(f"--baseline {asked!r} names {len(found)} groups; the groups are: {known}")
+        raise ConfigError(
+            f"--baseline {asked!r} names {len(found)} groups; the groups are: {known}"
+        )
     return found[0]
 
 
-def _verdict(group: str, baseline: str, seeds: list[int], difference: Estimate | None, comparisons: int) -> Verdict:
-    """What `difference` says; with several groups the limit of p is divided by their number (Bonferroni)."""
+def _verdict(
+    group: str, baseline: str, seeds: list[int], difference: Estimate | None, comparisons: int
+) -> Verdict:
+    """What `difference` says; with several groups the limit of p is divided by their number
+    (Bonferroni).
+    """
     word, needed, limit = "not distinguishable", None, SIGNIFICANCE / comparisons
     if len(seeds) < LEAST_SEEDS:
         word = "no verdict"

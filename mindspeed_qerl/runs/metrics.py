@@ -1,49 +1,58 @@
 """Metrics of a run: written while it trains, read back by anything.
 
-`metrics.jsonl` has one row per training step 1..T. Names, all optional, times in seconds, fractions in 0..1:
+`metrics.jsonl` has one row per training step 1..T. Names, all optional, times in seconds, fractions
+in 0..1:
 
-    reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose rewards differ
-    reward/kl                                               KL to the base model that is taken off a reward, nats an
-                                                            answer, before its coefficient (absent: not in the reward)
-    response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length limit
-    loss/policy  loss/kl  loss/entropy  loss/total          as the optimizer gets them, before their coefficients
-    grad_norm  lr
-    clip_fraction  clip_fraction_low  clip_fraction_high    of tokens whose ratio was clipped, below, above
-    entropy/mean  entropy/first_tokens                      of a token's distribution, nats; of an answer's first 8
-    selection/sampled_groups  selection/trained_groups      prompts asked, and those whose answers were trained
+    reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose
+    rewards differ reward/kl                                               KL to the base model that
+    is taken off a reward, nats an
+                                                            answer, before its coefficient (absent:
+                                                            not in the reward)
+    response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length
+    limit loss/policy  loss/kl  loss/entropy  loss/total          as the optimizer gets them, before
+    their coefficients grad_norm  lr clip_fraction  clip_fraction_low  clip_fraction_high    of
+    tokens whose ratio was clipped, below, above entropy/mean  entropy/first_tokens
+    of a token's distribution, nats; of an answer's first 8 selection/sampled_groups
+    selection/trained_groups      prompts asked, and those whose answers were trained
     selection/trained_tokens                                in the loss, once in each epoch
-    mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats per token, estimated
-    mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled tokens
-    mismatch/sensitivity                                    of k3: mean of (1 - p_trained)^2
-    mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2 / (N sum r^2)
-    mismatch/effective_sample_size_of_answers               of the products of r over an answer
-    rollout_correction/truncated_fraction                   of tokens or answers whose weight is the cap (absent: off)
-    rollout_correction/masked_fraction                      of those whose weight is 0
-    routing/captured_tokens                                 whose routes the rollout recorded, of all answers
-    routing/replayed_tokens  routing/native_tokens          in the updates: sent where it was recorded, and those that
-                                                            chose for themselves (absent: nothing is replayed)
-    routing/flipped  routing/flipped/layer_<number>         of the replayed choices, those that the trainer would have
-                                                            made otherwise
-    aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers (absent: AQN off)
-    aqn/expected_std                                        sigma, scaled by multipliers
-    aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
-    quantization/weight_error                               ||rounded - synced|| / ||synced|| of the rollout's linear
-    quantization/weight_error/layer_<number>                weights (absent: nothing is quantised)
-    quantization/k3  quantization/effective_sample_size     between the synced policy and the quantised one (absent:
+    mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats
+    per token, estimated mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled
+    tokens mismatch/sensitivity                                    of k3: mean of (1 - p_trained)^2
+    mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2
+    / (N sum r^2) mismatch/effective_sample_size_of_answers               of the products of r over
+    an answer rollout_correction/truncated_fraction                   of tokens or answers whose
+    weight is the cap (absent: off) rollout_correction/masked_fraction                      of those
+    whose weight is 0 routing/captured_tokens                                 whose routes the
+    rollout recorded, of all answers routing/replayed_tokens  routing/native_tokens          in the
+    updates: sent where it was recorded, and those that
+                                                            chose for themselves (absent: nothing is
+                                                            replayed)
+    routing/flipped  routing/flipped/layer_<number>         of the replayed choices, those that the
+                                                            trainer would have made otherwise
+    aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers
+    (absent: AQN off) aqn/expected_std                                        sigma, scaled by
+    multipliers aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
+    quantization/weight_error                               ||rounded - synced|| / ||synced|| of the
+    rollout's linear quantization/weight_error/layer_<number>                weights (absent:
+    nothing is quantised) quantization/k3  quantization/effective_sample_size     between the synced
+    policy and the quantised one (absent:
                                                             rollout_quantization.probe_answers is 0)
-    quantization/noise_k3  quantization/together_k3         the same of the noise alone, and of both, and their
-                                                            effective sample sizes (absent: no noise in this step)
-    quantization/equivalent_sigma                           of the noise that has the format's k3, by k3 ~ sigma^2
-    time/rollout  time/reward  time/logprobs  time/update  time/sync  time/probe
-    time/step                                               the whole step, these parts included, without evaluation
-    verifier/<name>/mean
+    quantization/noise_k3  quantization/together_k3         the same of the noise alone, and of
+                                                            both, and their effective sample sizes
+                                                            (absent: no noise in this step)
+    quantization/equivalent_sigma                           of the noise that has the format's k3,
+    by k3 ~ sigma^2 time/rollout  time/reward  time/logprobs  time/update  time/sync  time/probe
+    time/step                                               the whole step, these parts included,
+    without evaluation verifier/<name>/mean
 
-`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of gsm8k/evaluation.py,
-temperature, seconds. `eval_answers.jsonl` has one row per evaluation and problem: question, answer, responses,
-extracted, rules, scores, truncated. `rollouts.jsonl` has one row per sampled response of training.
+`eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of
+gsm8k/evaluation.py, temperature, seconds. `eval_answers.jsonl` has one row per evaluation and
+problem: question, answer, responses, extracted, rules, scores, truncated. `rollouts.jsonl` has one
+row per sampled response of training.
 
-JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid, visible and not lost:
-`{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back into the number.
+JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid,
+visible and not lost: `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`.
+`read_jsonl` turns it back into the number.
 """
 
 import importlib.util
@@ -64,21 +73,29 @@ TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 
 class MetricsWriter:
-    """A context manager that writes the metrics of one run to its jsonl files, to TensorBoard, and to Weights & Biases
-    when a project is named; W&B follows its own environment, WANDB_MODE=offline included.
+    """A context manager that writes the metrics of one run to its jsonl files, to TensorBoard, and
+    to Weights & Biases when a project is named; W&B follows its own environment, WANDB_MODE=offline
+    included.
 
-    Each row is handed to the operating system before the call returns: a killed process loses nothing that was logged
-    (a machine that loses power may lose the last seconds, since nothing is forced to the disk).
+    Each row is handed to the operating system before the call returns: a killed process loses
+    nothing that was logged (a machine that loses power may lose the last seconds, since nothing is
+    forced to the disk).
 
-    With `after`, a run is resumed after that step: rows of later steps, which will be made again, move to
-    `discarded/`. `missing_steps` are then the steps up to `after` whose row of metrics.jsonl is lost.
+    With `after`, a run is resumed after that step: rows of later steps, which will be made again,
+    move to `discarded/`. `missing_steps` are then the steps up to `after` whose row of
+    metrics.jsonl is lost.
 
-    Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a package that was
-    asked for is missing.
+    Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a
+    package that was asked for is missing.
     """
 
-    def __init__(self, run: RunDirectory, tensorboard: bool = True, wandb: str | None = None,
-                 after: int | None = None) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        after: int | None = None,
+    ) -> None:
         self._run, self._last_step = run, after or 0
         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
             if after is not None:
@@ -90,8 +107,10 @@ class MetricsWriter:
         self.missing_steps = sorted(set(range(1, self._last_step + 1)) - written)
         self._wandb = _start_wandb(run, wandb) if wandb else None
         if tensorboard and not importlib.util.find_spec("tensorboard"):
-            raise ImportError("TensorBoard cannot be written, there is no package tensorboard: pip install torch "
-                              "tensorboard, or turn it off (run.tensorboard=false)")
+            raise ImportError(
+                "TensorBoard cannot be written, there is no package tensorboard: pip install torch "
+                "tensorboard, or turn it off (run.tensorboard=false)"
+            )
         self._tensorboard = None  # starts with the first row: that takes seconds
         self._start_tensorboard = partial(_start_tensorboard, run, after) if tensorboard else None
 
@@ -105,20 +124,26 @@ class MetricsWriter:
             self._wandb.finish()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of training step `step` (1-based, increasing). Values are numbers or 0-d arrays and
-        tensors."""
+        """Write the metrics of training step `step` (1-based, increasing). Values are numbers or
+        0-d arrays and tensors.
+        """
         if step <= self._last_step:
-            raise ValueError(f"metrics of step {step} came after those of step {self._last_step}: "
-                             "steps are 1, 2, 3, ...")
+            raise ValueError(
+                f"metrics of step {step} came after those of step {self._last_step}: "
+                "steps are 1, 2, 3, ..."
+            )
         self._last_step = step
         row = _as_numbers(metrics)
         _append(self._run.metrics_file, step, row)
         self._run.reached(step)
         self._log_scalars(step, row)
 
-    def log_eval(self, step: int, result: dict[str, float], answers: Sequence[dict[str, Any]] = ()) -> None:
-        """Write one evaluation made after `step` updates (0: before training), and its answers, one dict per
-        problem."""
+    def log_eval(
+        self, step: int, result: dict[str, float], answers: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Write one evaluation made after `step` updates (0: before training), and its answers, one
+        dict per problem.
+        """
         row = _as_numbers(result)
         _append(self._run.eval_answers_file, step, *answers)
         _append(self._run.eval_file, step, row)
@@ -135,15 +160,16 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb:
-            # The step is a value of its own: W&B's argument `step` drops rows out of order, such as a late evaluation.
+            # The step is a value of its own: W&B's argument `step` drops rows out of order, such as
+            # a late evaluation.
             self._wandb.log({"step": step, **row})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file written by MetricsWriter; a missing file has none.
 
-    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any other line that is
-    not a JSON object raises ValueError with file and line.
+    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
+    other line that is not a JSON object raises ValueError with file and line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -156,10 +182,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError) as error:
-            if number == len(lines):  # the empty string after the last newline, or the beginning of a row
+            if number == len(
+                lines
+            ):  # the empty string after the last newline, or the beginning of a row
                 break
-            raise ValueError(f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
-                             "Remove the line to read the rest") from error
+            raise ValueError(
+                f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
+                "Remove the line to read the rest"
+            ) from error
         row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
         rows.append(row)
     return rows
@@ -184,9 +214,14 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def _to_line(step: int, values: dict[str, Any]) -> str:
     if reserved := values.keys() & {"step", "nonfinite"}:
-        raise ValueError(f"the name {min(reserved)!r} is taken by the row itself: call the metric something else")
-    nonfinite = {name: str(value) for name, value in values.items()
-                 if isinstance(value, float) and not math.isfinite(value)}
+        raise ValueError(
+            f"the name {min(reserved)!r} is taken by the row itself: call the metric something else"
+        )
+    nonfinite = {
+        name: str(value)
+        for name, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
     marks = dict.fromkeys(nonfinite) | {"nonfinite": nonfinite} if nonfinite else {}
     return json.dumps({"step": step, **values, **marks}, allow_nan=False) + "\n"
 
@@ -214,11 +249,15 @@ def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     threading.excepthook = _silent_of_tensorboard
-    return SummaryWriter(log_dir=str(run.tensorboard_dir), purge_step=None if after is None else after + 1)
+    return SummaryWriter(
+        log_dir=str(run.tensorboard_dir), purge_step=None if after is None else after + 1
+    )
 
 
 def _silent_of_tensorboard(thread_failed: threading.ExceptHookArgs) -> None:
-    """What ends TensorBoard's writing thread, like a full disk, the next flush raises, too, to be said in words."""
+    """What ends TensorBoard's writing thread, like a full disk, the next flush raises, too, to be
+    said in words.
+    """
     if not type(thread_failed.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(thread_failed)
 
@@ -227,16 +266,26 @@ def _start_wandb(run: RunDirectory, project: str) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ImportError(f"W&B project {project!r} was asked for, but wandb cannot be imported ({error}): "
-                          "pip install wandb, or leave the project out of the config") from error
+        raise ImportError(
+            f"W&B project {project!r} was asked for, but wandb cannot be imported ({error}): "
+            "pip install wandb, or leave the project out of the config"
+        ) from error
     seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", WANDB_SECONDS))
     try:
-        wandb_run = wandb.init(project=project, name=run.path.name, group=run.path.parent.name, dir=run.path,
-                               config=run.config(), settings=wandb.Settings(init_timeout=seconds))
+        wandb_run = wandb.init(
+            project=project,
+            name=run.path.name,
+            group=run.path.parent.name,
+            dir=run.path,
+            config=run.config(),
+            settings=wandb.Settings(init_timeout=seconds),
+        )
     except wandb.errors.Error as error:
         words = str(error).partition("\n")[0].rstrip(".")
-        raise ConnectionError(f"W&B does not take project {project!r}: {words}. With WANDB_MODE=offline it is written "
-                              "to the run directory, and `wandb sync` sends it later; run.wandb_project=null is a run "
-                              "without it") from error
+        raise ConnectionError(
+            f"W&B does not take project {project!r}: {words}. With WANDB_MODE=offline it is "
+            "written to the run directory, and `wandb sync` sends it later; "
+            "run.wandb_project=null is a run without it"
+        ) from error
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run

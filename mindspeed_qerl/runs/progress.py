@@ -1,4 +1,6 @@
-"""How a run is going: a live view on a terminal, one line per step anywhere else (CI logs, `> log.txt`)."""
+"""How a run is going: a live view on a terminal, one line per step anywhere else (CI logs, `>
+log.txt`).
+"""
 
 import math
 import time
@@ -13,15 +15,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-RECENT_STEPS = 20  # the ETA follows the pace of these, so that a slow first step does not spoil it for long
+RECENT_STEPS = (
+    20  # the ETA follows the pace of these, so that a slow first step does not spoil it for long
+)
 
 
 class Progress:
-    """Context manager around the training loop, told of each phase, step and evaluation; `metrics` and `result`
-    are rows of metrics.jsonl and eval.jsonl (see metrics.py). `clock` returns seconds."""
+    """Context manager around the training loop, told of each phase, step and evaluation; `metrics`
+    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py). `clock` returns seconds.
+    """
 
-    def __init__(self, total_steps: int, title: str, *, console: Console | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._total, self._title, self._clock = total_steps, title, clock
         self._console = console or Console()
         self._started = clock()
@@ -32,7 +43,9 @@ class Progress:
         self._stamps: deque[float] = deque(maxlen=RECENT_STEPS + 1)  # when the recent steps ended
         self._live = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=4
+            )
 
     def __enter__(self) -> Self:
         if self._live:
@@ -52,8 +65,9 @@ class Progress:
             print(text, file=self._console.file, flush=True)
 
     def phase(self, text: str) -> None:
-        """What is going on now: "starting engines", "rollout", "update", ... Without a terminal: only until step 1 is
-        done."""
+        """What is going on now: "starting engines", "rollout", "update", ... Without a terminal:
+        only until step 1 is done.
+        """
         self._phase = text
         if not self._live and self._step == 0:
             self.message(f"{self._title} | {text} ...")
@@ -71,15 +85,23 @@ class Progress:
 
     def evaluated(self, step: int, result: dict[str, float]) -> None:
         """An evaluation after `step` updates is done."""
-        error = f" ± {result['standard_error']:.3f}" if math.isfinite(result.get("standard_error", math.nan)) else ""
+        error = (
+            f" ± {result['standard_error']:.3f}"
+            if math.isfinite(result.get("standard_error", math.nan))
+            else ""
+        )
         self._accuracy = f"accuracy {result['accuracy']:.3f}{error} at {step}"
         if not self._live:
-            self.message(f"{self._title} | held-out accuracy {result['accuracy']:.3f}{error} after {step} steps")
+            self.message(
+                f"{self._title} | held-out accuracy {result['accuracy']:.3f}{error} after {step} "
+                "steps"
+            )
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the recent steps, evaluations and pauses between them included; None before the first is
-        measured."""
+        """Mean over the recent steps, evaluations and pauses between them included; None before the
+        first is measured.
+        """
         measured = len(self._stamps) - 1
         return (self._stamps[-1] - self._stamps[0]) / measured if measured > 0 else None
 
@@ -88,20 +110,42 @@ class Progress:
         return "-:--:--" if pace is None else _hours((self._total - self._step) * pace)
 
     def _facts(self) -> list[str]:
-        reward, sigma, pace = self._metrics.get("reward/mean"), self._metrics.get("aqn/sigma"), self.seconds_per_step
-        facts = [None if reward is None else f"reward {reward:.3f}", self._accuracy,
-                 None if sigma is None else f"sigma {sigma:.1e}" if sigma else "sigma off",
-                 None if pace is None else f"{pace:.2f} s/step"]
+        reward, sigma, pace = (
+            self._metrics.get("reward/mean"),
+            self._metrics.get("aqn/sigma"),
+            self.seconds_per_step,
+        )
+        facts = [
+            None if reward is None else f"reward {reward:.3f}",
+            self._accuracy,
+            None if sigma is None else f"sigma {sigma:.1e}" if sigma else "sigma off",
+            None if pace is None else f"{pace:.2f} s/step",
+        ]
         return [fact for fact in facts if fact]
 
     def _render(self) -> Group:
-        bar = Table.grid(Column(no_wrap=True, max_width=32), Column(ratio=1), Column(no_wrap=True), padding=(0, 1),
-                         expand=True)
+        bar = Table.grid(
+            Column(no_wrap=True, max_width=32),
+            Column(ratio=1),
+            Column(no_wrap=True),
+            padding=(0, 1),
+            expand=True,
+        )
         reached = f"{self._step}/{self._total}  {_hours(self._clock() - self._started)}  ETA {self._eta()}"
-        bar.add_row(Text(self._title, style="bold", overflow="ellipsis"),
-                    ProgressBar(total=max(self._total, 1), completed=self._step), Text(reached, style="cyan"))
-        return Group(bar, Text.assemble((self._phase, "yellow"), *(f"  {fact}" for fact in self._facts()),
-                                        no_wrap=True, overflow="ellipsis"))
+        bar.add_row(
+            Text(self._title, style="bold", overflow="ellipsis"),
+            ProgressBar(total=max(self._total, 1), completed=self._step),
+            Text(reached, style="cyan"),
+        )
+        return Group(
+            bar,
+            Text.assemble(
+                (self._phase, "yellow"),
+                *(f"  {fact}" for fact in self._facts()),
+                no_wrap=True,
+                overflow="ellipsis",
+            ),
+        )
 
 
 def _hours(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """When a study may stop: a difference that is looked at again and again, as seeds come in.
 
-Looks are at fixed numbers of seeds. The chance of a wrong word is spent over them (Lan and DeMets, Biometrika 70,
-1983) by O'Brien and Fleming's function, little at first, so that the last look is judged by nearly all of it.
+Looks are at fixed numbers of seeds. The chance of a wrong word is spent over them (Lan and DeMets,
+Biometrika 70, 1983) by O'Brien and Fleming's function, little at first, so that the last look is
+judged by nearly all of it.
 """
 
 import math
@@ -31,9 +32,10 @@ def looks(most: int, first: int = 2 * LEAST_SEEDS) -> tuple[int, ...]:
 
 @cache
 def limits(counts: tuple[int, ...], alpha: float) -> tuple[float, ...]:
-    """The p-values below which looks at `counts` seeds are significant, so that of studies without an effect a share
-    `alpha` ever is: for sums of independent draws of known variance (Armitage, McPherson and Rowe, J. R. Stat. Soc. A
-    132, 1969). What seeds and questions share makes looks more alike, and the share smaller.
+    """The p-values below which looks at `counts` seeds are significant, so that of studies without
+    an effect a share `alpha` ever is: for sums of independent draws of known variance (Armitage,
+    McPherson and Rowe, J. R. Stat. Soc. A 132, 1969). What seeds and questions share makes looks
+    more alike, and the share smaller.
 
     >>> [round(limit, 4) for limit in limits((1, 2, 3, 4, 5), 0.05)]  # z of 4.88, 3.36, 2.68, 2.29, 2.03
     [0.0, 0.0008, 0.0074, 0.022, 0.0422]
@@ -43,7 +45,9 @@ def limits(counts: tuple[int, ...], alpha: float) -> tuple[float, ...]:
     grid = np.linspace(-8, 8, 8001)  # of sums, in standard deviations of the last one
     width, found, density, before = grid[1] - grid[0], [], None, 0.0
     for fraction, share in zip(fractions, spent):
-        step = np.exp(-(grid**2) / (2 * (fraction - before))) / np.sqrt(2 * np.pi * (fraction - before))
+        step = np.exp(-(grid**2) / (2 * (fraction - before))) / np.sqrt(
+            2 * np.pi * (fraction - before)
+        )
         density = step if density is None else fftconvolve(density, step, "same") * width
         tail = np.cumsum(density) * width  # of both sides half
         bound = -np.interp(share / 2, tail, grid + width / 2)
@@ -53,9 +57,11 @@ def limits(counts: tuple[int, ...], alpha: float) -> tuple[float, ...]:
 
 
 def seeds_planned(pilot: Estimate, alpha: float, effect: float) -> int | None:
-    """How many seeds show `effect` with a power of 80 %, judged at the last look, if seeds vary as the pilot's did; at
-    least LEAST_PLANNED, since the pilot is judged with the rest: one that varies little by chance would make a study
-    short and sure at once (8 % wrong words instead of 5 %). None: no number would."""
+    """How many seeds show `effect` with a power of 80 %, judged at the last look, if seeds vary as
+    the pilot's did; at least LEAST_PLANNED, since the pilot is judged with the rest: one that
+    varies little by chance would make a study short and sure at once (8 % wrong words instead of 5
+    %). None: no number would.
+    """
     count = seeds_needed(pilot, alpha, effect)
     if count is None:
         return None
@@ -63,16 +69,19 @@ def seeds_planned(pilot: Estimate, alpha: float, effect: float) -> int | None:
     return count and max(count, LEAST_PLANNED)
 
 
-def judge(differences: np.ndarray, most: int, alpha: float, effect: float) -> tuple[str, int] | None:
-    """What a study of at most `most` seeds says, with what it has, and after how many seeds that was seen.
+def judge(
+    differences: np.ndarray, most: int, alpha: float, effect: float
+) -> tuple[str, int] | None:
+    """What a study of at most `most` seeds says, with what it has, and after how many seeds that
+    was seen.
 
     Args:
-        differences: [seeds, questions], as `estimate` takes them. alpha: the chance of a wrong word. effect: the
-            smallest difference that matters.
+        differences: [seeds, questions], as `estimate` takes them. alpha: the chance of a wrong
+            word. effect: the smallest difference that matters.
 
     Returns:
-        "better" or "worse"; "smaller", the difference is between -effect and effect; "not distinguishable", where
-        there are all seeds and none of these can be said; None: go on.
+        "better" or "worse"; "smaller", the difference is between -effect and effect; "not
+        distinguishable", where there are all seeds and none of these can be said; None: go on.
     """
     counts = looks(most)
     for count, limit in zip(counts, limits(counts, alpha)):

@@ -1,4 +1,6 @@
-"""What a few seeds and a few hundred questions say about a difference, and how many seeds would say more."""
+"""What a few seeds and a few hundred questions say about a difference, and how many seeds would say
+more.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +11,9 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import stdtrit
 
-LEAST_SEEDS = 3  # fewer give no verdict: the interval of two is 12.7 standard errors wide on either side
+LEAST_SEEDS = (
+    3  # fewer give no verdict: the interval of two is 12.7 standard errors wide on either side
+)
 POWER = 0.8
 MOST_SEEDS = 10_000
 MANY = 10**9  # questions, where Student's quantiles are the normal's
@@ -17,8 +21,10 @@ MANY = 10**9  # questions, where Student's quantiles are the normal's
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and questions: its 95% interval, two-sided p-value against 0, and the variance that other
-    seeds and other questions would each bring (single answers vary with the seed)."""
+    """A mean over seeds and questions: its 95% interval, two-sided p-value against 0, and the
+    variance that other seeds and other questions would each bring (single answers vary with the
+    seed).
+    """
 
     mean: float
     low: float
@@ -30,13 +36,15 @@ class Estimate:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean of `values` [seeds, questions], where both the seeds and the questions are a sample of more.
+    """The mean of `values` [seeds, questions], where both the seeds and the questions are a sample
+    of more.
 
-    half^2 = t(seeds - 1)^2 V_s + t(questions - 1)^2 V_q, with Student's 97.5% quantiles (Cochran, Biometrics 20,
-    1964), where V_s is the variance between the seeds' means over their number, and V_q that between the questions'
-    means over theirs, less the part that is noise of single answers, which V_s holds already. Never narrower than
-    Student's interval of the seeds' means, so it keeps that one's promise; a bootstrap over a handful of seeds does
-    not keep it (Owen, Annals of Applied Statistics 1, 2007; tests/runs/test_statistics.py).
+    half^2 = t(seeds - 1)^2 V_s + t(questions - 1)^2 V_q, with Student's 97.5% quantiles (Cochran,
+    Biometrics 20, 1964), where V_s is the variance between the seeds' means over their number, and
+    V_q that between the questions' means over theirs, less the part that is noise of single
+    answers, which V_s holds already. Never narrower than Student's interval of the seeds' means, so
+    it keeps that one's promise; a bootstrap over a handful of seeds does not keep it (Owen, Annals
+    of Applied Statistics 1, 2007; tests/runs/test_statistics.py).
 
     With one seed the interval speaks of other questions only.
     """
@@ -46,39 +54,70 @@ def estimate(values: np.ndarray) -> Estimate:
     of_questions = values.mean(0).var(ddof=1) / questions if questions > 1 else 0.0
     if seeds > 1 and questions > 1:
         rest = values - values.mean(1, keepdims=True) - values.mean(0) + mean
-        of_questions = max(of_questions - (rest**2).sum() / ((seeds - 1) * (questions - 1)) / values.size, 0.0)
+        of_questions = max(
+            of_questions - (rest**2).sum() / ((seeds - 1) * (questions - 1)) / values.size, 0.0
+        )
 
-    half = partial(_half_width, of_seeds=of_seeds, seeds=seeds, of_questions=of_questions, questions=questions)
+    half = partial(
+        _half_width, of_seeds=of_seeds, seeds=seeds, of_questions=of_questions, questions=questions
+    )
     least = 1e-12
-    p = 1.0 if mean == 0 else least if half(least) <= abs(mean) else brentq(lambda p: half(p) - abs(mean), least, 1.0)
-    return Estimate(mean, mean - half(0.05), mean + half(0.05), p, float(of_seeds), float(of_questions), seeds)
+    p = (
+        1.0
+        if mean == 0
+        else least
+        if half(least) <= abs(mean)
+        else brentq(lambda p: half(p) - abs(mean), least, 1.0)
+    )
+    return Estimate(
+        mean, mean - half(0.05), mean + half(0.05), p, float(of_seeds), float(of_questions), seeds
+    )
 
 
-def _half_width(p: float, of_seeds: float, seeds: int, of_questions: float, questions: int) -> float:
+def _half_width(
+    p: float, of_seeds: float, seeds: int, of_questions: float, questions: int
+) -> float:
     """Half the width of the interval that 1 - p of the cases are in."""
     parts = ((of_seeds, seeds), (of_questions, questions))
-    return math.sqrt(sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance))
+    return math.sqrt(
+        sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance)
+    )
 
 
 def effect_shown(seen: Estimate, seeds: int, limit: float = 0.05) -> float:
-    """The smallest difference that `seeds` seeds would show, p below `limit`, with a power of 80%, if seeds and
-    questions vary as they were seen to."""
+    """The smallest difference that `seeds` seeds would show, p below `limit`, with a power of 80%,
+    if seeds and questions vary as they were seen to.
+    """
     of_seeds = seen.of_seeds * seen.seeds / seeds
-    return sum(_half_width(p, of_seeds, seeds, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
+    return sum(
+        _half_width(p, of_seeds, seeds, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER))
+    )
 
 
 def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = None) -> int | None:
-    """How many seeds would show a difference as large as `effect`, or as the one seen, as `effect_shown` has it. None
-    if no number would, since the questions are too few, or more than `MOST_SEEDS`."""
+    """How many seeds would show a difference as large as `effect`, or as the one seen, as
+    `effect_shown` has it. None if no number would, since the questions are too few, or more than
+    `MOST_SEEDS`.
+    """
     wanted = abs(seen.mean if effect is None else effect)
-    if sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER))) > wanted:
+    if (
+        sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
+        > wanted
+    ):
         return None
-    return next((count for count in range(LEAST_SEEDS, MOST_SEEDS + 1)
-                 if effect_shown(seen, count, limit) <= wanted), None)
+    return next(
+        (
+            count
+            for count in range(LEAST_SEEDS, MOST_SEEDS + 1)
+            if effect_shown(seen, count, limit) <= wanted
+        ),
+        None,
+    )
 
 
 def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
-    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv 2107.03374).
+    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv
+    2107.03374).
 
     >>> pass_at(2, np.array([0, 1, 4]), 4)
     array([0. , 0.5, 1. ])
@@ -88,11 +127,12 @@ def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
 
 
 def grouped(values: np.ndarray, groups: Sequence[int]) -> np.ndarray:
-    """[seeds, groups] of `values` [seeds, questions], with the mean of every seed: questions of one group (`groups`:
-    the number of each question's, from 0) vary together, so other groups, not other questions, might have been asked.
+    """[seeds, groups] of `values` [seeds, questions], with the mean of every seed: questions of one
+    group (`groups`: the number of each question's, from 0) vary together, so other groups, not
+    other questions, might have been asked.
 
-    A group of n questions has the overall mean plus what it is off, times n over the mean n (the linearised mean of
-    clusters of different sizes: Cochran, Sampling Techniques, 1977, chapter 9A).
+    A group of n questions has the overall mean plus what it is off, times n over the mean n (the
+    linearised mean of clusters of different sizes: Cochran, Sampling Techniques, 1977, chapter 9A).
 
     >>> grouped(np.array([[0.0, 1.0, 1.0, 1.0]]), [0, 0, 0, 1])
     array([[0.625, 0.875]])

@@ -13,38 +13,63 @@ import mindspeed_qerl
 
 
 def own_versions() -> dict[str, Any]:
-    """What the run ran on: Python, machine, every installed distribution (read, not imported) and the source's git
-    state."""
-    return {"mindspeed_qerl": mindspeed_qerl.__version__,
-            "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
-            "python": platform.python_version(), "platform": platform.platform(), "cpu_count": os.cpu_count(),
-            "packages": _installed()}
+    """What the run ran on: Python, machine, every installed distribution (read, not imported) and
+    the source's git state.
+    """
+    return {
+        "mindspeed_qerl": mindspeed_qerl.__version__,
+        "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "packages": _installed(),
+    }
 
 
 @cache
 def _installed() -> dict[str, str]:
-    """Version of every distribution, by name. Once a process, and each one's metadata once: `dist.name` and
-    `dist.version` would parse it, its whole description, again and again."""
-    # Ray adds folders within its own to sys.path, whose packages would be there or not as it is imported or not.
-    paths = [path for path in sys.path if not {"site-packages", "dist-packages"} & set(Path(path).parent.parts)]
+    """Version of every distribution, by name. Once a process, and each one's metadata once:
+    `dist.name` and `dist.version` would parse it, its whole description, again and again.
+    """
+    # Ray adds folders within its own to sys.path, whose packages would be there or not as it is
+    # imported or not.
+    paths = [
+        path
+        for path in sys.path
+        if not {"site-packages", "dist-packages"} & set(Path(path).parent.parts)
+    ]
     found = (dist.metadata for dist in importlib.metadata.distributions(path=paths))
     packages = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
     return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
 
 
 def git_state(source: Path) -> dict[str, Any] | None:
-    """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout, else None (an
-    installed package, or no git)."""
-    if not (source / ".git").exists():  # site-packages inside somebody else's checkout must not be mistaken for ours
+    """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout,
+    else None (an installed package, or no git).
+    """
+    if not (
+        source / ".git"
+    ).exists():  # site-packages inside somebody else's checkout must not be mistaken for ours
         return None
-    # Without optional locks `git status` does not touch the index, so it cannot get in the way of a commit being made.
-    command = ["git", "--no-optional-locks", "-C", str(source), "status", "--porcelain=v2", "--branch",
-               "--untracked-files=no"]  # files that git does not track are results, data and notes
+    # Without optional locks `git status` does not touch the index, so it cannot get in the way of a
+    # commit being made.
+    command = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(source),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]  # files that git does not track are results, data and notes
     try:
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    headers, changes = [[line for line in answer.stdout.splitlines() if line.startswith("#") == is_header]
-                        for is_header in (True, False)]
+    headers, changes = [
+        [line for line in answer.stdout.splitlines() if line.startswith("#") == is_header]
+        for is_header in (True, False)
+    ]
     commit = headers[0].removeprefix("# branch.oid ")
     return {"commit": None if commit == "(initial)" else commit, "dirty": bool(changes)}

@@ -1,4 +1,5 @@
-"""What is looked at in a task's files before a run: faults of the kind that leaves every curve plausible.
+"""What is looked at in a task's files before a run: faults of the kind that leaves every curve
+plausible.
 
 Each check returns sentences: faults, which refuse the run, and warnings, which it says and goes on.
 """
@@ -20,16 +21,26 @@ from mindspeed_qerl.tasks.rows import Row, read_rows
 
 def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[str]:
     """A fault for each of the `keys` of section task whose file is not there."""
-    example = (", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
-               if quickstart else "")
-    return [f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python tools/convert_gsm8k.py --input "
-            f"DIR_OR_HUB_NAME --output DIR`{example}; of your own: docs/own_task.md"
-            for key in keys if not Path(getattr(task, key)).is_file()]
+    example = (
+        ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
+        if quickstart
+        else ""
+    )
+    return [
+        f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python "
+        f"tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`{example}; of your own: "
+        "docs/own_task.md"
+        for key in keys
+        if not Path(getattr(task, key)).is_file()
+    ]
 
 
-def unknown_rewards(verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()) -> list[str]:
-    """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names `others`, nor to be
-    imported."""
+def unknown_rewards(
+    verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()
+) -> list[str]:
+    """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names
+    `others`, nor to be imported.
+    """
     faults = []
     for name, _ in verifiers:
         try:
@@ -54,24 +65,33 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str
     return check_rows(train or [], test, names, task.allow_overlap)
 
 
-def check_rows(train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str],
-               allow_overlap: bool = False) -> tuple[list[str], list[str]]:
-    """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names `verifiers`."""
+def check_rows(
+    train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str], allow_overlap: bool = False
+) -> tuple[list[str], list[str]]:
+    """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names
+    `verifiers`.
+    """
     faults, warnings = [], []
     first_of = {normalised(row.question): row for row in reversed(train)}
     shared = [row for row in test if normalised(row.question) in first_of]
     if shared:
         twin = first_of[normalised(shared[0].question)]
-        found = (f"{len(shared):,} of {len(test):,} test questions are training questions too, the first "
-                 f"{_cut(shared[0].question)} ({shared[0].where} and {twin.where})")
+        found = (
+            f"{len(shared):,} of {len(test):,} test questions are training questions too, the "
+            f"first {_cut(shared[0].question)} ({shared[0].where} and {twin.where})"
+        )
         if allow_overlap:
             warnings.append(f"{found}; task.allow_overlap = true")
         else:
-            faults.append(f"{found}: the test would measure memory. Take them out of one file, or set "
-                          "task.allow_overlap=true")
+            faults.append(
+                f"{found}: the test would measure memory. Take them out of one file, or set "
+                "task.allow_overlap=true"
+            )
     elif train and len(test) > len(train):
-        warnings.append(f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): are "
-                        "they swapped?")
+        warnings.append(
+            f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): "
+            "are they swapped?"
+        )
     warnings += _duplicates(train)
     if set(verifiers) & set(METHOD_OF_VERIFIER):
         for name, rows in (("training", train), ("test", test)):
@@ -94,15 +114,19 @@ def _duplicates(rows: Sequence[Row]) -> list[str]:
     repeated = {question: count for question, count in counts.items() if count > 1}
     if not repeated:
         return []
-    kinds = [f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times"
-             for count, questions in sorted(Counter(repeated.values()).items())]
+    kinds = [
+        f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times"
+        for count, questions in sorted(Counter(repeated.values()).items())
+    ]
     shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
     found = f"{len(rows):,} training rows hold {len(counts):,} different questions"
     return [f"{found}: {', '.join(shown)}, the first {_cut(next(iter(repeated)))}"]
 
 
 def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """(faults, warnings): gold answers that GSM8K's verifiers cannot read, and those that are no integers."""
+    """(faults, warnings): gold answers that GSM8K's verifiers cannot read, and those that are no
+    integers.
+    """
     unreadable, fractions = [], []
     for row in rows:
         try:
@@ -113,15 +137,27 @@ def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
             if not number.lstrip("-").isdigit():
                 fractions.append(row)
     count = f"of {len(rows):,} {name} rows have an answer that is"
-    way_out = "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
-    faults = [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"] if unreadable else []
+    way_out = (
+        "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
+    )
+    faults = (
+        [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"]
+        if unreadable
+        else []
+    )
     question = "Is the point a decimal point?"
-    warnings = [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. {question}"] if fractions else []
+    warnings = (
+        [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. {question}"]
+        if fractions
+        else []
+    )
     return faults, warnings
 
 
 def _listed(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{_cut(row.answer)} ({row.where})" for row in rows[:3]) + (", ..." if len(rows) > 3 else "")
+    return ", ".join(f"{_cut(row.answer)} ({row.where})" for row in rows[:3]) + (
+        ", ..." if len(rows) > 3 else ""
+    )
 
 
 def _cut(text: str) -> str:
@@ -129,11 +165,11 @@ def _cut(text: str) -> str:
 
 
 def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str], list[str]]:
-    """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt that does not hold
-    its question, and, as a warning, words that the tokenizer does not know.
+    """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt
+    that does not hold its question, and, as a warning, words that the tokenizer does not know.
 
-    The decoded prompt is searched for the question, and if it is not there, for what the tokenizer gives back of it: a
-    tokenizer that lower-cases is no fault.
+    The decoded prompt is searched for the question, and if it is not there, for what the tokenizer
+    gives back of it: a tokenizer that lower-cases is no fault.
     """
     lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
     asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
@@ -142,13 +178,17 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
     for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
         other = first_with.setdefault(tuple(ids), text)
         if not unknown and other != text and normalised(other) != normalised(text):
-            same = f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids"
+            same = (
+                f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids"
+            )
             return [f"{same}: {lost}. Use the tokenizer that the model was trained with"], []
     for row, text, prompt in zip(task.rows, asked, tokenizer.batch_decode(task.prompts)):
         if text not in prompt:
             given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
             if normalised(given_back) not in normalised(prompt):
-                return [f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"], []
+                return [
+                    f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"
+                ], []
     if not any(unreadable):
         return [], []
     count = f"{sum(unreadable):,} of {len(asked):,} prompts"

@@ -17,40 +17,58 @@ from mindspeed_qerl.tasks.rows import Row
 Z_95 = 1.959964  # of the standard normal, two-sided
 
 
-def evaluate_answers(rows: Sequence[Row], texts: Sequence[str], truncated: Sequence[bool], n: int,
-                     verifier: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def evaluate_answers(
+    rows: Sequence[Row], texts: Sequence[str], truncated: Sequence[bool], n: int, verifier: str
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """The score of `n` answers to each row, by the reward called `verifier`.
 
     Args:
-        rows: of the task. texts: the answers, in the order of the rows. truncated: which were cut off at the length
-            limit.
+        rows: of the task. texts: the answers, in the order of the rows. truncated: which were cut
+            off at the length limit.
 
     Returns:
-        numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over problems (NaN for
-        one problem), interval_low and interval_high (95%, `interval`), with n > 1 also pass@n (the mean of each
-        problem's best score), n_problems, samples_per_problem, truncated_fraction; and for GSM8K's verifiers, which
-        find a number in an answer, with n > 1 maj@n, and rule/<name> for each of the verifier's RULES: the fraction of
-        answers it found; and per problem its question, answer, responses, and for each response its score and whether
-        it was truncated, and for GSM8K's verifiers what was extracted and by which rule.
+        numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
+            problems (NaN for one problem), interval_low and interval_high (95%, `interval`), with n
+            > 1 also pass@n (the mean of each problem's best score), n_problems,
+            samples_per_problem, truncated_fraction; and for GSM8K's verifiers, which find a number
+            in an answer, with n > 1 maj@n, and rule/<name> for each of the verifier's RULES: the
+            fraction of answers it found; and per problem its question, answer, responses, and for
+            each response its score and whether it was truncated, and for GSM8K's verifiers what was
+            extracted and by which rule.
 
     Raises:
-        ValueError: the numbers of rows, texts and flags do not fit. ConfigError: an unknown verifier. RewardError: it
-        failed.
+        ValueError: the numbers of rows, texts and flags do not fit. ConfigError: an unknown
+            verifier. RewardError: it failed.
     """
     if not len(rows) * n == len(texts) == len(truncated) or not rows:
-        raise ValueError(f"{len(rows)} problems with {n} answers each need as many texts and flags, not {len(texts)} "
-                         f"and {len(truncated)}")
+        raise ValueError(
+            f"{len(rows)} problems with {n} answers each need as many texts and flags, not "
+            f"{len(texts)} and {len(truncated)}"
+        )
     answered = [row for row in rows for _ in range(n)]
     scores = call_reward(verifier, load_reward(verifier), texts, answered).reshape(-1, n)
     parts = [slice(i * n, (i + 1) * n) for i in range(len(rows))]
-    answers = [{"question": row.question, "answer": row.answer, "responses": list(texts[part]),
-                "scores": of_row.tolist(), "truncated": list(map(bool, truncated[part]))}
-               for row, part, of_row in zip(rows, parts, scores)]
+    answers = [
+        {
+            "question": row.question,
+            "answer": row.answer,
+            "responses": list(texts[part]),
+            "scores": of_row.tolist(),
+            "truncated": list(map(bool, truncated[part])),
+        }
+        for row, part, of_row in zip(rows, parts, scores)
+    ]
     per_problem = scores.mean(1)
     low, high = interval(scores)
-    result = {"accuracy": per_problem.mean(), "standard_error": _standard_error(per_problem), "interval_low": low,
-              "interval_high": high, "n_problems": len(rows), "samples_per_problem": n,
-              "truncated_fraction": np.mean(truncated)}
+    result = {
+        "accuracy": per_problem.mean(),
+        "standard_error": _standard_error(per_problem),
+        "interval_low": low,
+        "interval_high": high,
+        "n_problems": len(rows),
+        "samples_per_problem": n,
+        "truncated_fraction": np.mean(truncated),
+    }
     if n > 1:
         result[f"pass@{n}"] = scores.max(1).mean()
     if verifier in METHOD_OF_VERIFIER:
@@ -59,16 +77,18 @@ def evaluate_answers(rows: Sequence[Row], texts: Sequence[str], truncated: Seque
             extracted, rules = zip(*found[part])
             answer |= {"extracted": list(extracted), "rules": list(rules)}
         if n > 1:
-            result[f"maj@{n}"] = np.mean([majority_score(answer["extracted"], answer["scores"]) for answer in answers])
+            result[f"maj@{n}"] = np.mean(
+                [majority_score(answer["extracted"], answer["scores"]) for answer in answers]
+            )
         counts = Counter(rule for _, rule in found)
         result |= {f"rule/{rule}": counts[rule] / len(found) for rule in RULES if counts[rule]}
     return result, answers
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
-    """95% interval of the mean of `scores` (problems, answers to each): `wilson_interval` where they are all 0 or 1;
-    else the mean and 1.96 standard errors over problems to both sides, since the range of a reward is not known (NaN
-    for one problem).
+    """95% interval of the mean of `scores` (problems, answers to each): `wilson_interval` where
+    they are all 0 or 1; else the mean and 1.96 standard errors over problems to both sides, since
+    the range of a reward is not known (NaN for one problem).
 
     >>> interval(np.array([[0.0], [0.5], [1.0], [0.5]]))  # doctest: +ELLIPSIS
     (0.0999..., 0.9000...)
@@ -81,15 +101,18 @@ def interval(scores: np.ndarray) -> tuple[float, float]:
 
 
 def _standard_error(per_problem: np.ndarray) -> float:
-    return per_problem.std(ddof=1) / math.sqrt(len(per_problem)) if len(per_problem) > 1 else math.nan
+    return (
+        per_problem.std(ddof=1) / math.sqrt(len(per_problem)) if len(per_problem) > 1 else math.nan
+    )
 
 
 def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
-    """95% interval of a mean accuracy over problems: Wilson's score interval (JASA 22, 1927), with the number of
-    independent trials that gives the variance seen between problems.
+    """95% interval of a mean accuracy over problems: Wilson's score interval (JASA 22, 1927), with
+    the number of independent trials that gives the variance seen between problems.
 
-    With one answer per problem these are the problems themselves. Several answers to one problem count as what they
-    add: between once (they are always alike) and n times (as if they were other problems).
+    With one answer per problem these are the problems themselves. Several answers to one problem
+    count as what they add: between once (they are always alike) and n times (as if they were other
+    problems).
 
     Args:
         per_problem: the fraction of right answers of each problem, from `n` answers.
@@ -100,13 +123,16 @@ def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
     else:
         trials = problems * n if 0 < p < 1 else problems
     centre = (p + Z_95**2 / (2 * trials)) / (1 + Z_95**2 / trials)
-    half = Z_95 * math.sqrt(p * (1 - p) / trials + Z_95**2 / (4 * trials**2)) / (1 + Z_95**2 / trials)
+    half = (
+        Z_95 * math.sqrt(p * (1 - p) / trials + Z_95**2 / (4 * trials**2)) / (1 + Z_95**2 / trials)
+    )
     return max(0.0, float(centre - half)), min(1.0, float(centre + half))
 
 
 def majority_score(extracted: Sequence[str | None], scores: Sequence[float]) -> float:
-    """Score of the answer most often extracted (self-consistency, arXiv 2203.11171); the mean over those that tie, 0
-    without any answer."""
+    """Score of the answer most often extracted (self-consistency, arXiv 2203.11171); the mean over
+    those that tie, 0 without any answer.
+    """
     votes = Counter(answer for answer in extracted if answer is not None)
     if not votes:
         return 0.0

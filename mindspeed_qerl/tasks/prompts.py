@@ -12,23 +12,32 @@ from mindspeed_qerl.tasks.rows import Row, read_rows
 
 
 class Prompts:
-    """The rows of a file whose prompts are short enough, and these prompts as token ids, with the date of `at`
-    (`chat_ids`).
+    """The rows of a file whose prompts are short enough, and these prompts as token ids, with the
+    date of `at` (`chat_ids`).
 
     Attributes:
-        rows, prompts: as many of both. total: how many rows there were. dropped: how many of them are left out,
-        because their prompt has more than `max_prompt_length` tokens.
+        rows, prompts: as many of both. total: how many rows there were. dropped: how many of them
+        are left out, because their prompt has more than `max_prompt_length` tokens.
 
     Raises:
-        ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be made, or has a token
-        that the model does not have, or none is short enough.
+        ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be
+            made, or has a token that the model does not have, or none is short enough.
     """
 
-    def __init__(self, path: str | Path, tokenizer: Any, prompt: str, max_prompt_length: int,
-                 limit: int | None = None, at: datetime | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Any,
+        prompt: str,
+        max_prompt_length: int,
+        limit: int | None = None,
+        at: datetime | None = None,
+    ):
         if prompt == "chat" and not tokenizer.chat_template:
-            raise ConfigError(f"task.prompt = 'chat', but the tokenizer of {tokenizer.name_or_path} has no chat "
-                              "template. Give a chat model, or set task.prompt=plain")
+            raise ConfigError(
+                f"task.prompt = 'chat', but the tokenizer of {tokenizer.name_or_path} has no chat "
+                "template. Give a chat model, or set task.prompt=plain"
+            )
         rows = read_rows(path)[:limit]
         if prompt == "chat":
             prompts = [chat_ids(tokenizer, row, at) for row in rows]
@@ -37,21 +46,31 @@ class Prompts:
         check_vocabulary(tokenizer, rows, prompts)
         kept = [i for i, ids in enumerate(prompts) if len(ids) <= max_prompt_length]
         if not kept:
-            raise ConfigError(f"every prompt of {path} is longer than rl_config.max_prompt_length = "
-                              f"{max_prompt_length} tokens")
+            raise ConfigError(
+                f"every prompt of {path} is longer than rl_config.max_prompt_length = "
+                f"{max_prompt_length} tokens"
+            )
         self.rows, self.prompts = [rows[i] for i in kept], [prompts[i] for i in kept]
-        self.total, self.dropped, self.max_prompt_length = len(rows), len(rows) - len(kept), max_prompt_length
+        self.total, self.dropped, self.max_prompt_length = (
+            len(rows),
+            len(rows) - len(kept),
+            max_prompt_length,
+        )
 
     def digest(self) -> str:
         """SHA-256 of the token ids."""
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
 
     def left_out(self, kind: str) -> str:
-        """What to say about prompts of this `kind` ("training") that are too long; empty if there are none."""
+        """What to say about prompts of this `kind` ("training") that are too long; empty if there
+        are none.
+        """
         if not self.dropped:
             return ""
-        return (f"{self.dropped:,} of {self.total:,} {kind} prompts are longer than {self.max_prompt_length} tokens "
-                "and are left out")
+        return (
+            f"{self.dropped:,} of {self.total:,} {kind} prompts are longer than "
+            f"{self.max_prompt_length} tokens and are left out"
+        )
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -61,47 +80,70 @@ def load_tokenizer(directory: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
-        said = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{directory} has no tokenizer that transformers can read: {said}") from error
+        said = (
+            str(error)
+            if isinstance(error, OSError | ValueError)
+            else f"{type(error).__name__}: {error}"
+        )
+        raise ConfigError(
+            f"{directory} has no tokenizer that transformers can read: {said}"
+        ) from error
 
 
 def check_vocabulary(tokenizer: Any, rows: Sequence[Row], prompts: Sequence[Sequence[int]]) -> None:
-    """ConfigError names the first row with a token that the model beside the tokenizer has no embedding of."""
+    """ConfigError names the first row with a token that the model beside the tokenizer has no
+    embedding of.
+    """
     file = Path(tokenizer.name_or_path or "/", "config.json")
-    vocabulary = json.loads(file.read_text(encoding="utf-8")).get("vocab_size") if file.is_file() else None
+    vocabulary = (
+        json.loads(file.read_text(encoding="utf-8")).get("vocab_size") if file.is_file() else None
+    )
     for row, ids in zip(rows, prompts):
         if vocabulary and max(ids, default=0) >= vocabulary:
             token = tokenizer.decode([max(ids)])
-            raise ConfigError(f"{row.where}: token {max(ids)} ({token!r}) of its prompt is beyond the vocabulary of "
-                              f"{vocabulary:,} in {file}: use the model's own tokenizer, or add the tokens to its "
-                              "embedding")
+            raise ConfigError(
+                f"{row.where}: token {max(ids)} ({token!r}) of its prompt is beyond the vocabulary "
+                f"of {vocabulary:,} in {file}: use the model's own tokenizer, or add the tokens to "
+                "its embedding"
+            )
 
 
 def chat_ids(tokenizer: Any, row: Row, at: datetime | None = None) -> list[int]:
-    """Token ids of the chat template applied to the row's messages, up to where the model's answer begins.
+    """Token ids of the chat template applied to the row's messages, up to where the model's answer
+    begins.
 
-    A template that asks for the date (`strftime_now`) is told that of `at`, by default now. ConfigError names the row
-    that the template fails on.
+    A template that asks for the date (`strftime_now`) is told that of `at`, by default now.
+    ConfigError names the row that the template fails on.
     """
     from jinja2 import TemplateError
 
     template, clock = tokenizer.chat_template, {"strftime_now": at.strftime} if at else {}
     if isinstance(template, dict) and "default" not in template:
-        raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has the chat templates {', '.join(template)}, "
-                          "and none called default: give the one to train with that name, or put it alone into "
-                          "chat_template.jinja")
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} has the chat templates "
+            f"{', '.join(template)}, and none called default: give the one to train with that "
+            "name, or put it alone into chat_template.jinja"
+        )
     try:
-        return tokenizer.apply_chat_template(row.messages, add_generation_prompt=True, return_dict=False, **clock)
+        return tokenizer.apply_chat_template(
+            row.messages, add_generation_prompt=True, return_dict=False, **clock
+        )
     except Exception as error:  # a template is a program: what it raises is its own
-        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{row.where}: the tokenizer's chat template refuses its messages: {said}") from error
+        said = (
+            str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        )
+        raise ConfigError(
+            f"{row.where}: the tokenizer's chat template refuses its messages: {said}"
+        ) from error
 
 
 def plain_ids(tokenizer: Any, row: Row) -> list[int]:
     """Token ids of the row's plain prompt, without special tokens. ConfigError if the row has none."""
     if row.prompt is None:
-        raise ConfigError(f"{row.where}: its messages are a conversation, which has no plain form. Give a column "
-                          "'prompt', or use a chat model and task.prompt=chat")
+        raise ConfigError(
+            f"{row.where}: its messages are a conversation, which has no plain form. Give a column "
+            "'prompt', or use a chat model and task.prompt=chat"
+        )
     return tokenizer.encode(row.prompt, add_special_tokens=False)
 
 

@@ -2,13 +2,14 @@
 
 A file is .jsonl or .parquet, and each of its rows has
 
-    prompt      what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...], for the chat template
-    messages    the same messages under another name; where both are there, a `prompt` of text is the plain form
-    answer      a text or number; the reward compares with it
+    prompt      what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...],
+    for the chat template messages    the same messages under another name; where both are there, a
+    `prompt` of text is the plain form answer      a text or number; the reward compares with it
 
-and more columns if you like: the reward gets them all. Rows of verl and TRL are such rows: the answer may also be
-`reward_model.ground_truth`, or one of `GOLDS`. GSM8K's converted rows (`gsm8k.convert`) have `messages` for chat
-models and `question` for plain prompts. This module imports in a bare Python.
+and more columns if you like: the reward gets them all. Rows of verl and TRL are such rows: the
+answer may also be `reward_model.ground_truth`, or one of `GOLDS`. GSM8K's converted rows
+(`gsm8k.convert`) have `messages` for chat models and `question` for plain prompts. This module
+imports in a bare Python.
 """
 
 import json
@@ -24,7 +25,8 @@ from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
-# Who may speak last before the model does; Llama's, GLM's and OpenAI's names for tools are among them.
+# Who may speak last before the model does; Llama's, GLM's and OpenAI's names for tools are among
+# them.
 BEFORE_AN_ANSWER = ("user", "tool", "function", "ipython", "observation", "system", "developer")
 
 
@@ -33,8 +35,9 @@ class Row:
     """One row of a task.
 
     Attributes:
-        messages: what a chat template is applied to, each with "role" and "content".
-        prompt: what a model without a chat template reads; None if `messages` are a conversation, which has no plain
+        messages: what a chat template is applied to, each with "role" and "content". prompt: what a
+            model without a chat template reads; None if `messages` are a conversation, which has no
+            plain
             form.
         question: what is asked, for records and checks: the prompt, or all turns of a conversation.
         answer: what is right.
@@ -51,12 +54,15 @@ class Row:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such file; ConfigError
-    names the file, the line (or row) and the column that is wrong."""
+    """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such
+    file; ConfigError names the file, the line (or row) and the column that is wrong.
+    """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no data file {path}: docs/own_task.md says what it holds; for GSM8K, make it with "
-                                "tools/convert_gsm8k.py --input openai/gsm8k --output DIR")
+        raise FileNotFoundError(
+            f"no data file {path}: docs/own_task.md says what it holds; for GSM8K, make it with "
+            "tools/convert_gsm8k.py --input openai/gsm8k --output DIR"
+        )
     rows = []
     for where, columns in numbered_rows(path):
         try:
@@ -80,10 +86,18 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
     conversation = "prompt" if isinstance(columns.get("prompt"), list) else "messages"
     messages = columns.get(conversation)
     if messages is None and columns.get("prompt") is None:
-        raise ValueError("neither column 'prompt' nor column 'messages'; the row has "
-                         f"{', '.join(map(str, columns))}. tools/convert_gsm8k.py makes such rows of GSM8K's own")
-    plain = next((name for name in ("prompt", "question") if name != conversation and columns.get(name) is not None),
-                 None)
+        raise ValueError(
+            "neither column 'prompt' nor column 'messages'; the row has "
+            f"{', '.join(map(str, columns))}. tools/convert_gsm8k.py makes such rows of GSM8K's own"
+        )
+    plain = next(
+        (
+            name
+            for name in ("prompt", "question")
+            if name != conversation and columns.get(name) is not None
+        ),
+        None,
+    )
     if plain:
         check_text(columns, plain)
     if messages is None:
@@ -108,13 +122,18 @@ def _gold(columns: dict[str, Any]) -> str:
     found |= {name: columns.get(name) for name in GOLDS}
     name = next((name for name, value in found.items() if value is not None), None)
     if name is None:
-        raise ValueError(f"column 'answer' is missing; the row has {', '.join(map(str, columns)) or 'no columns'}. "
-                         f"Known too: reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the "
-                         "reward does not read it")
+        raise ValueError(
+            "column 'answer' is missing; the row has "
+            f"{', '.join(map(str, columns)) or 'no columns'}. Known too: "
+            f"reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the reward "
+            "does not read it"
+        )
     value = found[name]
     if isinstance(value, Real | Decimal) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else format(Decimal(str(value)), "f")
-    if name == "reward_model.ground_truth" and isinstance(value, list | dict):  # as verl's rewards compare with
+    if name == "reward_model.ground_truth" and isinstance(
+        value, list | dict
+    ):  # as verl's rewards compare with
         return json.dumps(value, ensure_ascii=False, default=str)
     if name == "completion" and isinstance(value, list):
         _check_turns(value, name)
@@ -128,9 +147,11 @@ def _check_messages(messages: Any, column: str) -> None:
     _check_turns(messages, column)
     last = messages[-1]["role"]
     if last not in BEFORE_AN_ANSWER:
-        raise ValueError(f"column {column!r} ends with a turn of the role {last!r}, which the model would read before "
-                         f"it answers. The last turn is one of {', '.join(BEFORE_AN_ANSWER)}: leave out what follows, "
-                         "and put what is right into the column 'answer'")
+        raise ValueError(
+            f"column {column!r} ends with a turn of the role {last!r}, which the model would read "
+            f"before it answers. The last turn is one of {', '.join(BEFORE_AN_ANSWER)}: leave out "
+            "what follows, and put what is right into the column 'answer'"
+        )
     if all(turn["role"] != "user" for turn in messages):
         raise ValueError(f"column {column!r}: no turn of the role 'user', so nothing is asked")
 
@@ -138,8 +159,10 @@ def _check_messages(messages: Any, column: str) -> None:
 def _check_turns(messages: Any, column: str) -> None:
     turns = messages if isinstance(messages, list) else []
     if not turns or not all(isinstance(turn, dict) and _is_turn(turn) for turn in turns):
-        raise ValueError(f"column {column!r}: expected a list of {{role, content}}, both of them text, got "
-                         f"{str(messages)[:80]}")
+        raise ValueError(
+            f"column {column!r}: expected a list of {{role, content}}, both of them text, got "
+            f"{str(messages)[:80]}"
+        )
     try:
         "".join(turn["role"] + (turn["content"] or "") for turn in turns).encode()
     except UnicodeEncodeError as error:
@@ -149,24 +172,37 @@ def _check_turns(messages: Any, column: str) -> None:
 def _is_turn(turn: dict[str, Any]) -> bool:
     role, content = turn.get("role"), turn.get("content")
     says_nothing = content in (None, "") and bool(turn.get("tool_calls")) and "content" in turn
-    return isinstance(role, str) and role != "" and (says_nothing or isinstance(content, str) and content != "")
+    return (
+        isinstance(role, str)
+        and role != ""
+        and (says_nothing or isinstance(content, str) and content != "")
+    )
 
 
 def check_text(row: dict[str, Any], column: str) -> None:
     """ValueError unless `row[column]` is a text that a file can hold and that is not blank."""
     if column not in row:
-        raise ValueError(f"column {column!r} is missing; the row has {', '.join(map(str, row)) or 'no columns'}")
+        raise ValueError(
+            f"column {column!r} is missing; the row has {', '.join(map(str, row)) or 'no columns'}"
+        )
     if not isinstance(row[column], str) or not row[column].strip():
         kind = type(row[column]).__name__
-        raise ValueError(f"column {column!r}: expected a non-empty string, got {str(row[column])[:80]!r} ({kind})")
+        raise ValueError(
+            f"column {column!r}: expected a non-empty string, got {str(row[column])[:80]!r} "
+            f"({kind})"
+        )
     try:
         row[column].encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no file can hold it
+    except (
+        UnicodeEncodeError
+    ) as error:  # JSON can spell half of a surrogate pair, no file can hold it
         raise ValueError(f"column {column!r}: not valid Unicode text ({error.reason})") from None
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, its columns) for each row of a .jsonl or .parquet file; ConfigError if it cannot be read."""
+    """(where it stands, its columns) for each row of a .jsonl or .parquet file; ConfigError if it
+    cannot be read.
+    """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: expected a .jsonl or .parquet file")
     return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)

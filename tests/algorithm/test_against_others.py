@@ -1,5 +1,6 @@
-"""Every option of the loss, the advantages and the corrections against verl's and TRL's own code: values and gradients
-on random batches with padding, whole and cut into micro-batches of any size."""
+"""Every option of the loss, the advantages and the corrections against verl's and TRL's own code:
+values and gradients on random batches with padding, whole and cut into micro-batches of any size.
+"""
 
 from types import SimpleNamespace
 
@@ -14,17 +15,26 @@ from mindspeed_qerl.algorithm.metrics import kl_estimate
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 from tests.algorithm import verl
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 CLIP = {"clip_higher_enable": True, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3}
 LONGEST = 11
 NONE = Correction()
 
 
 def batch(seed=0, rows=8, dtype=torch.float64):
-    """Policies far enough apart for every bound to act; answers of 1 to LONGEST tokens, one of them not trained."""
+    """Policies far enough apart for every bound to act; answers of 1 to LONGEST tokens, one of them
+    not trained.
+    """
     torch.manual_seed(seed)
     logprobs = -2 * torch.rand(rows, LONGEST, dtype=dtype)
-    old, rollout, reference = (logprobs + 0.4 * torch.randn(rows, LONGEST, dtype=dtype) for _ in range(3))
+    old, rollout, reference = (
+        logprobs + 0.4 * torch.randn(rows, LONGEST, dtype=dtype) for _ in range(3)
+    )
     lengths = torch.randint(1, LONGEST + 1, (rows,))
     lengths[rows // 2] = 0
     mask = torch.arange(LONGEST) < lengths[:, None]
@@ -34,7 +44,9 @@ def batch(seed=0, rows=8, dtype=torch.float64):
 
 
 def ours(inputs, algorithm, correction=NONE, parts=None):
-    """The loss of the mini-batch, cut into `parts`, and its gradients in the log probabilities and the entropy."""
+    """The loss of the mini-batch, cut into `parts`, and its gradients in the log probabilities and
+    the entropy.
+    """
     whole = denominator(inputs.mask, algorithm)
     total = 0.0
     for rows in parts or [slice(None)]:
@@ -42,27 +54,51 @@ def ours(inputs, algorithm, correction=NONE, parts=None):
         summed, _ = loss(part, algorithm, correction)
         total = total + summed / whole
     gradients = torch.autograd.grad(total, [inputs.logprobs, inputs.entropy], allow_unused=True)
-    return total.detach(), [torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients]
+    return total.detach(), [
+        torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients
+    ]
 
 
 def verls(inputs, algorithm, weights=None):
     """verl's policy loss + KL - entropy, aggregated by its agg_loss, and the gradients."""
     info = {"dp_size": 1, "loss_scale_factor": algorithm.loss_scale_factor}
-    settings = {"clip_ratio": 0.2, "clip_ratio_low": algorithm.clip_low, "clip_ratio_high": algorithm.clip_high,
-                "clip_ratio_c": algorithm.clip_ratio_c or 1e9, "global_batch_info": info}
-    config = type("ActorConfig", (SimpleNamespace,), {"get": lambda self, name, default: getattr(self, name, default)})
+    settings = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": algorithm.clip_low,
+        "clip_ratio_high": algorithm.clip_high,
+        "clip_ratio_c": algorithm.clip_ratio_c or 1e9,
+        "global_batch_info": info,
+    }
+    config = type(
+        "ActorConfig",
+        (SimpleNamespace,),
+        {"get": lambda self, name, default: getattr(self, name, default)},
+    )
     compute = getattr(verl.core, f"compute_policy_loss_{algorithm.loss_mode}")
     mask = inputs.mask.double()
-    total, _ = compute(inputs.old_logprobs, inputs.logprobs, inputs.advantages[:, None].expand(mask.shape), mask,
-                       algorithm.loss_agg_mode, config(**settings), weights)
+    total, _ = compute(
+        inputs.old_logprobs,
+        inputs.logprobs,
+        inputs.advantages[:, None].expand(mask.shape),
+        mask,
+        algorithm.loss_agg_mode,
+        config(**settings),
+        weights,
+    )
     if algorithm.kl_coefficient:
-        kl = verl.core.kl_penalty_forward(inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty)
-        total = total + algorithm.kl_coefficient * verl.core.agg_loss(kl, mask, algorithm.loss_agg_mode, **info)
+        kl = verl.core.kl_penalty_forward(
+            inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty
+        )
+        total = total + algorithm.kl_coefficient * verl.core.agg_loss(
+            kl, mask, algorithm.loss_agg_mode, **info
+        )
     if algorithm.entropy_coefficient:
         bonus = verl.core.agg_loss(inputs.entropy, mask, algorithm.loss_agg_mode, **info)
         total = total - algorithm.entropy_coefficient * bonus
     gradients = torch.autograd.grad(total, [inputs.logprobs, inputs.entropy], allow_unused=True)
-    return total.detach(), [torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients]
+    return total.detach(), [
+        torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -73,36 +109,62 @@ def _verls_gspo_asks_for_its_own_config(monkeypatch):
         monkeypatch.setitem(function.__globals__, "ActorConfig", SimpleNamespace)
 
 
-PARTS = ([slice(None)], [slice(0, 1), slice(1, 4), slice(4, 8)], [slice(row, row + 1) for row in range(8)])
+PARTS = (
+    [slice(None)],
+    [slice(0, 1), slice(1, 4), slice(4, 8)],
+    [slice(row, row + 1) for row in range(8)],
+)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo"])
-@pytest.mark.parametrize("more", [
-    {"kl_coefficient": 0.0}, {"kl_coefficient": 0.3}, {"kl_coefficient": 0.3, "kl_penalty": "kl"},
-    {"kl_coefficient": 0.3, "kl_penalty": "mse"}, {"kl_coefficient": 0.0, "entropy_coefficient": 0.2},
-    {"kl_coefficient": 0.0, "clip_ratio_c": 1.4}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kl_coefficient": 0.0},
+        {"kl_coefficient": 0.3},
+        {"kl_coefficient": 0.3, "kl_penalty": "kl"},
+        {"kl_coefficient": 0.3, "kl_penalty": "mse"},
+        {"kl_coefficient": 0.0, "entropy_coefficient": 0.2},
+        {"kl_coefficient": 0.0, "clip_ratio_c": 1.4},
+    ],
+    ids=str,
+)
 def test_the_loss_is_verls_whatever_the_micro_batches(mode, aggregation, more):
     if mode != "vanilla" and "clip_ratio_c" in more:
         pytest.skip("verl has the dual clip for vanilla only")
     inputs = batch()
-    algorithm = Algorithm(loss_mode=mode, loss_agg_mode=aggregation, loss_scale_factor=20.0, **CLIP, **more)
+    algorithm = Algorithm(
+        loss_mode=mode, loss_agg_mode=aggregation, loss_scale_factor=20.0, **CLIP, **more
+    )
     expected, expected_gradients = verls(inputs, algorithm)
     for parts in PARTS:
         value, gradients = ours(inputs, algorithm, parts=parts)
-        torch.testing.assert_close(value, expected, rtol=1e-7, atol=1e-7)  # verl divides by a length + 1e-8
+        torch.testing.assert_close(
+            value, expected, rtol=1e-7, atol=1e-7
+        )  # verl divides by a length + 1e-8
         for gradient, wanted in zip(gradients, expected_gradients):
             torch.testing.assert_close(gradient, wanted, rtol=1e-7, atol=1e-7)
     assert expected_gradients[0].norm() > 0.01
 
 
-@pytest.mark.parametrize("method, is_level, threshold", [
-    ("token_tis", "token", 1.3), ("sequence_tis", "sequence", 1.3), ("icepop", "token", "0.8_1.3")])
+@pytest.mark.parametrize(
+    "method, is_level, threshold",
+    [
+        ("token_tis", "token", 1.3),
+        ("sequence_tis", "sequence", 1.3),
+        ("icepop", "token", "0.8_1.3"),
+    ],
+)
 def test_the_weights_of_a_correction_are_verls(method, is_level, threshold):
     inputs, correction = batch(), Correction(method, cap=1.3, floor=0.8)
     log_ratio, mask = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.mask.double()
-    expected, _ = verl.correction.compute_rollout_correction_weights(log_ratio, mask, is_level, threshold)
-    weights, metrics = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
+    expected, _ = verl.correction.compute_rollout_correction_weights(
+        log_ratio, mask, is_level, threshold
+    )
+    weights, metrics = correction_weights(
+        inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction
+    )
     torch.testing.assert_close(weights * inputs.mask, expected, rtol=1e-12, atol=0)
     algorithm = Algorithm(kl_coefficient=0.0, **CLIP)
     value, gradients = ours(inputs, algorithm, correction, PARTS[1])
@@ -117,24 +179,33 @@ def test_the_geometric_mask_is_verls():
     inputs, correction = batch(), Correction("geometric_mask", cap=1.1, floor=0.95)
     log_ratio, mask = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.mask.double()
     bounds = f"{1 / 1.1}_{1 / 0.95}"
-    expected, _ = verl.correction.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", bounds)
-    weights, metrics = correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
+    expected, _ = verl.correction.compute_rollout_rejection_mask(
+        log_ratio, mask, "seq_mean_k1", bounds
+    )
+    weights, metrics = correction_weights(
+        inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction
+    )
     assert torch.equal(weights * inputs.mask, expected)
     kept = expected.any(1).sum() / inputs.mask.any(1).sum()
     masked = metrics["rollout_correction/masked_fraction"].value()
     assert 0 < masked < 1 and masked == pytest.approx(1 - kept.item())
 
 
-@pytest.mark.parametrize("estimator, by_std", [("group_norm", True), ("group_norm", False), ("rloo", True)])
+@pytest.mark.parametrize(
+    "estimator, by_std", [("group_norm", True), ("group_norm", False), ("rloo", True)]
+)
 def test_advantages_are_verls(estimator, by_std):
     torch.manual_seed(2)
     rewards, index = torch.rand(12).double().round(decimals=1), np.arange(12) // 4
     mask = torch.ones(12, 1).double()
     if estimator == "rloo":
-        expected, _ = verl.core.compute_rloo_outcome_advantage(rewards[:, None].clone(), mask, index)
+        expected, _ = verl.core.compute_rloo_outcome_advantage(
+            rewards[:, None].clone(), mask, index
+        )
     else:
-        expected, _ = verl.core.compute_grpo_outcome_advantage(rewards[:, None].clone(), mask, index,
-                                                               norm_adv_by_std_in_grpo=by_std)
+        expected, _ = verl.core.compute_grpo_outcome_advantage(
+            rewards[:, None].clone(), mask, index, norm_adv_by_std_in_grpo=by_std
+        )
     advantages = group_advantages(rewards, 4, estimator, by_std).double()
     torch.testing.assert_close(advantages, expected[:, 0], rtol=1e-6, atol=1e-6)
 
@@ -143,13 +214,17 @@ def test_advantages_are_verls(estimator, by_std):
 def test_kl_estimates_are_verls(kind):
     inputs = batch()
     expected = verl.core.kl_penalty_forward(inputs.logprobs, inputs.reference_logprobs, kind)
-    torch.testing.assert_close(kl_estimate(inputs.logprobs, inputs.reference_logprobs, kind), expected)
+    torch.testing.assert_close(
+        kl_estimate(inputs.logprobs, inputs.reference_logprobs, kind), expected
+    )
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "kl", "abs", "mse"])
 @pytest.mark.parametrize("by_std", [True, False])
 def test_kl_in_the_reward_is_verls(kind, by_std):
-    """Scores on the last token, KL off each, GRPO over the sum; ours with anything outside the mask."""
+    """Scores on the last token, KL off each, GRPO over the sum; ours with anything outside the
+    mask.
+    """
     inputs, scores, index = batch(), torch.rand(8).double(), np.arange(8) // 4
     inputs.mask[4, :3] = True  # verl's mean over a row without tokens is NaN
     mask, old = inputs.mask.double(), inputs.old_logprobs.detach()
@@ -157,12 +232,19 @@ def test_kl_in_the_reward_is_verls(kind, by_std):
     at_the_end[torch.arange(8), inputs.mask.sum(1) - 1] = scores
     controller = SimpleNamespace(value=0.3, update=lambda **_: None)
     tensors = type("Tensors", (dict,), {"batch_size": [8]})(
-        response_mask=mask, token_level_scores=at_the_end, old_log_probs=old, ref_log_prob=inputs.reference_logprobs)
+        response_mask=mask,
+        token_level_scores=at_the_end,
+        old_log_probs=old,
+        ref_log_prob=inputs.reference_logprobs,
+    )
     verl.ray_trainer.apply_kl_penalty(SimpleNamespace(batch=tensors), controller, kind)
     token_rewards = tensors["token_level_rewards"]
-    expected = verl.core.compute_grpo_outcome_advantage(token_rewards.clone(), mask, index,
-                                                        norm_adv_by_std_in_grpo=by_std)[0]
-    old, reference = (torch.where(inputs.mask, each, float("nan")) for each in (old, inputs.reference_logprobs))
+    expected = verl.core.compute_grpo_outcome_advantage(
+        token_rewards.clone(), mask, index, norm_adv_by_std_in_grpo=by_std
+    )[0]
+    old, reference = (
+        torch.where(inputs.mask, each, float("nan")) for each in (old, inputs.reference_logprobs)
+    )
     algorithm = Algorithm(kl_coefficient=0.3, kl_penalty=kind, use_kl_in_reward=True)
     rewards, metrics = rewards_less_kl(scores, old, reference, inputs.mask, algorithm)
     torch.testing.assert_close(rewards, token_rewards.sum(1), rtol=1e-12, atol=1e-12)
@@ -182,10 +264,16 @@ def test_kl_in_the_reward_is_not_in_the_loss():
 
 # ---- TRL ----
 
+
 def trained_answers(inputs):
     """Without the answer that is not trained: TRL counts it among the answers."""
     rows = inputs.mask.any(1)
-    return LossInputs(*(value[rows].detach().requires_grad_(value.requires_grad) for value in vars(inputs).values()))
+    return LossInputs(
+        *(
+            value[rows].detach().requires_grad_(value.requires_grad)
+            for value in vars(inputs).values()
+        )
+    )
 
 
 def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", delta=None):
@@ -195,35 +283,82 @@ def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", 
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     mask = inputs.mask.double()
-    accelerator = SimpleNamespace(num_processes=1, gather=lambda value: value, sync_gradients=True,
-                                  reduce=lambda value, reduction: value)
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        gather=lambda value: value,
+        sync_gradients=True,
+        reduce=lambda value, reduction: value,
+    )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (inputs.logprobs, inputs.entropy, None),
-        accelerator=accelerator, aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
-        importance_sampling_level=level, beta=beta, loss_type=loss_type, epsilon_low=CLIP["clip_ratio_low"],
-        epsilon_high=CLIP["clip_ratio_high"] + (loss_type == "cispo"), use_vllm=weights is not None,
-        vllm_importance_sampling_correction=True, max_completion_length=20, model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1, _metrics={"train": defaultdict(list)}, entropy_coef=entropy,
-        _entropy_bonus_enabled=bool(entropy), use_adaptive_entropy=False,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1))
-    total = GRPOTrainer._compute_loss(trainer, None, {
-        "prompt_ids": torch.zeros(len(mask), 1), "prompt_mask": torch.ones(len(mask), 1),
-        "completion_ids": torch.zeros_like(mask), "completion_mask": mask, "advantages": inputs.advantages,
-        "old_per_token_logps": inputs.old_logprobs, "ref_per_token_logps": inputs.reference_logprobs,
-        "num_items_in_batch": mask.sum(), "importance_sampling_ratio": weights})
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=beta,
+        loss_type=loss_type,
+        epsilon_low=CLIP["clip_ratio_low"],
+        epsilon_high=CLIP["clip_ratio_high"] + (loss_type == "cispo"),
+        use_vllm=weights is not None,
+        vllm_importance_sampling_correction=True,
+        max_completion_length=20,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        _metrics={"train": defaultdict(list)},
+        entropy_coef=entropy,
+        _entropy_bonus_enabled=bool(entropy),
+        use_adaptive_entropy=False,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1),
+    )
+    total = GRPOTrainer._compute_loss(
+        trainer,
+        None,
+        {
+            "prompt_ids": torch.zeros(len(mask), 1),
+            "prompt_mask": torch.ones(len(mask), 1),
+            "completion_ids": torch.zeros_like(mask),
+            "completion_mask": mask,
+            "advantages": inputs.advantages,
+            "old_per_token_logps": inputs.old_logprobs,
+            "ref_per_token_logps": inputs.reference_logprobs,
+            "num_items_in_batch": mask.sum(),
+            "importance_sampling_ratio": weights,
+        },
+    )
     return total.detach(), torch.autograd.grad(total, [inputs.logprobs])[0]
 
 
-@pytest.mark.parametrize("more, trl", [
-    ({"loss_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
-    ({"loss_agg_mode": "token-mean", "kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
-    ({"loss_agg_mode": "token-mean", "entropy_coefficient": 0.2}, {"loss_type": "dapo", "entropy": 0.2}),
-    ({"loss_agg_mode": "token-mean", "clip_ratio_c": 1.4}, {"loss_type": "dapo", "delta": 1.4}),
-    ({"loss_agg_mode": "token-mean", "loss_mode": "cispo", "clip_ratio_low": 1.0}, {"loss_type": "cispo"}),
-    ({"loss_agg_mode": "seq-mean-token-mean"}, {"loss_type": "grpo"}),
-    ({"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"}, {"loss_type": "grpo", "level": "sequence"}),
-    ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
-    ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0}, {"loss_type": "dr_grpo"})], ids=str)
+@pytest.mark.parametrize(
+    "more, trl",
+    [
+        ({"loss_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
+        (
+            {"loss_agg_mode": "token-mean", "kl_coefficient": 0.3},
+            {"loss_type": "dapo", "beta": 0.3},
+        ),
+        (
+            {"loss_agg_mode": "token-mean", "entropy_coefficient": 0.2},
+            {"loss_type": "dapo", "entropy": 0.2},
+        ),
+        ({"loss_agg_mode": "token-mean", "clip_ratio_c": 1.4}, {"loss_type": "dapo", "delta": 1.4}),
+        (
+            {"loss_agg_mode": "token-mean", "loss_mode": "cispo", "clip_ratio_low": 1.0},
+            {"loss_type": "cispo"},
+        ),
+        ({"loss_agg_mode": "seq-mean-token-mean"}, {"loss_type": "grpo"}),
+        (
+            {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
+            {"loss_type": "grpo", "level": "sequence"},
+        ),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
+        (
+            {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0},
+            {"loss_type": "dr_grpo"},
+        ),
+    ],
+    ids=str,
+)
 def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
     inputs = trained_answers(batch())
     algorithm = Algorithm(**{"kl_coefficient": 0.0, **CLIP, **more})
@@ -235,10 +370,14 @@ def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
 
 
 def test_token_tis_is_trls():
-    """TRL hands its clamped ratio over as importance_sampling_ratio (vllm_importance_sampling_mode token_truncate)."""
+    """TRL hands its clamped ratio over as importance_sampling_ratio (vllm_importance_sampling_mode
+    token_truncate).
+    """
     inputs = trained_answers(batch())
     ratio = (inputs.old_logprobs - inputs.rollout_logprobs).exp().clamp(max=1.3)
-    value, gradients = ours(inputs, Algorithm(kl_coefficient=0.0, **CLIP), Correction("token_tis", cap=1.3))
+    value, gradients = ours(
+        inputs, Algorithm(kl_coefficient=0.0, **CLIP), Correction("token_tis", cap=1.3)
+    )
     expected, expected_gradient = trls(inputs, "dapo", ratio)
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(gradients[0], expected_gradient)
@@ -248,8 +387,14 @@ def test_token_tis_is_trls():
 def test_in_float32_the_loss_is_that_of_float64_to_1e_6(mode):
     algorithm = Algorithm(loss_mode=mode, kl_coefficient=0.3, entropy_coefficient=0.1, **CLIP)
     exact, exact_gradients = ours(batch(), algorithm, Correction("token_tis", 1.3))
-    single = LossInputs(*(value.detach().float().requires_grad_(value.requires_grad) if value.is_floating_point()
-                          else value for value in vars(batch()).values()))
+    single = LossInputs(
+        *(
+            value.detach().float().requires_grad_(value.requires_grad)
+            if value.is_floating_point()
+            else value
+            for value in vars(batch()).values()
+        )
+    )
     value, gradients = ours(single, algorithm, Correction("token_tis", 1.3), PARTS[1])
     assert abs(value.double() - exact) < 1e-6
     for gradient, wanted in zip(gradients, exact_gradients):

@@ -1,4 +1,6 @@
-"""What the checks of a run's own numbers say, and what they let pass; docs/faults.md has the faults behind them."""
+"""What the checks of a run's own numbers say, and what they let pass; docs/faults.md has the faults
+behind them.
+"""
 
 import math
 from dataclasses import replace
@@ -14,38 +16,71 @@ from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.recipe.types import Algorithm, Batch, Correction, HardwareError, Noise, Quantization, Run
+from mindspeed_qerl.recipe.types import (
+    Algorithm,
+    Batch,
+    Correction,
+    HardwareError,
+    Noise,
+    Quantization,
+    Run,
+)
 
 NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
 
 
-@pytest.mark.parametrize("k3, given, said", [
-    (2e-13, {}, None), (9e-7, {}, None), (1.1e-6, {}, "stale sync"), (math.nan, {}, "nan nats"),
-    (7.7e-3, {"other_arithmetic": True}, None), (7.7e-3, {"noise": 0.05}, None),
-    (1.9e-3, {"dtype": "bfloat16"}, None), (0.116, {"dtype": "bfloat16"}, "in bfloat16 at most 0.05"),
-    (0.116, {"dtype": "bfloat16", "routed": True}, None), (1.1, {"dtype": "bfloat16", "routed": True}, "at most 0.5"),
-    (0.0, {}, None), (0.0, {"noise": 0.05}, "impossible"), (2e-13, {"noise": 5e-4}, "come from the sampler"),
-    (0.0, {"noise": 0.05, "other_arithmetic": True, "dtype": "bfloat16"}, "impossible"),
-    (3e-9, {"noise": 5e-4}, None), (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
-    (0.0, {"noise": 0.05, "sensitivity": 1e-7}, None),  # a policy that has no choice left
-    (1.64e-13, {"noise": 5e-4, "sensitivity": 1.9e-6}, None)])  # as step 1,812 of benchmarks/long_run.py had
+@pytest.mark.parametrize(
+    "k3, given, said",
+    [
+        (2e-13, {}, None),
+        (9e-7, {}, None),
+        (1.1e-6, {}, "stale sync"),
+        (math.nan, {}, "nan nats"),
+        (7.7e-3, {"other_arithmetic": True}, None),
+        (7.7e-3, {"noise": 0.05}, None),
+        (1.9e-3, {"dtype": "bfloat16"}, None),
+        (0.116, {"dtype": "bfloat16"}, "in bfloat16 at most 0.05"),
+        (0.116, {"dtype": "bfloat16", "routed": True}, None),
+        (1.1, {"dtype": "bfloat16", "routed": True}, "at most 0.5"),
+        (0.0, {}, None),
+        (0.0, {"noise": 0.05}, "impossible"),
+        (2e-13, {"noise": 5e-4}, "come from the sampler"),
+        (0.0, {"noise": 0.05, "other_arithmetic": True, "dtype": "bfloat16"}, "impossible"),
+        (3e-9, {"noise": 5e-4}, None),
+        (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
+        (0.0, {"noise": 0.05, "sensitivity": 1e-7}, None),  # a policy that has no choice left
+        (1.64e-13, {"noise": 5e-4, "sensitivity": 1.9e-6}, None),
+    ],
+)  # as step 1,812 of benchmarks/long_run.py had
 def test_k3_is_judged_by_noise_and_dtype(k3, given, said):
     fault = checks.mismatch_fault(k3, **{**NORMAL, **given})
     assert said in fault if said else fault is None
 
 
-@pytest.mark.parametrize("k3, given, is_warned", [
-    (6e-3, {"dtype": "bfloat16"}, True), (2e-3, {"dtype": "bfloat16"}, False), (6e-3, {}, False),
-    (6e-3, {"dtype": "bfloat16", "noise": 0.01}, False),
-    (6e-3, {"dtype": "bfloat16", "other_arithmetic": True}, False)])
+@pytest.mark.parametrize(
+    "k3, given, is_warned",
+    [
+        (6e-3, {"dtype": "bfloat16"}, True),
+        (2e-3, {"dtype": "bfloat16"}, False),
+        (6e-3, {}, False),
+        (6e-3, {"dtype": "bfloat16", "noise": 0.01}, False),
+        (6e-3, {"dtype": "bfloat16", "other_arithmetic": True}, False),
+    ],
+)
 def test_what_bfloat16_may_be_is_warned_of(k3, given, is_warned):
-    arguments = {name: value for name, value in {**NORMAL, **given}.items() if name != "sensitivity"}
+    arguments = {
+        name: value for name, value in {**NORMAL, **given}.items() if name != "sensitivity"
+    }
     assert (checks.mismatch_warning(k3, **arguments) is not None) == is_warned
 
 
 def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
     torch.manual_seed(0)
-    logits, tokens, mask = 3 * torch.randn(64, 9, 40), torch.randint(0, 40, (64, 9)), torch.ones(64, 9).bool()
+    logits, tokens, mask = (
+        3 * torch.randn(64, 9, 40),
+        torch.randint(0, 40, (64, 9)),
+        torch.ones(64, 9).bool(),
+    )
     sampled = token_logprobs(logits, tokens, 0.7)
     for temperature, is_fault in ((0.7, False), (1.0, True)):
         trained = token_logprobs(logits + 1e-6 * torch.randn_like(logits), tokens, temperature)
@@ -55,24 +90,47 @@ def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
 
 @pytest.mark.parametrize("certainty", [0, 4, 8])
 def test_k3_of_noisy_logits_is_foretold_by_the_sensitivity(certainty):
-    """E k3 = sigma^2 / 2 (1 - p)^2, and at most as much from the other tokens; the sure see nothing."""
+    """E k3 = sigma^2 / 2 (1 - p)^2, and at most as much from the other tokens; the sure see
+    nothing.
+    """
     torch.manual_seed(0)
-    logits, tokens, mask = torch.randn(400, 50, 40), torch.randint(0, 40, (400, 50)), torch.ones(400, 50).bool()
+    logits, tokens, mask = (
+        torch.randn(400, 50, 40),
+        torch.randint(0, 40, (400, 50)),
+        torch.ones(400, 50).bool(),
+    )
     logits.scatter_add_(2, tokens[..., None], torch.full((400, 50, 1), float(certainty)))
     noisy = token_logprobs(logits + 0.01 * torch.randn_like(logits), tokens, 1.0)
     found = mismatch(noisy, token_logprobs(logits, tokens, 1.0), mask)
-    assert 0.5 < found["mismatch/k3"].value() / (0.01**2 * found["mismatch/sensitivity"].value()) < 1
+    assert (
+        0.5 < found["mismatch/k3"].value() / (0.01**2 * found["mismatch/sensitivity"].value()) < 1
+    )
 
 
-@pytest.mark.parametrize("changed", [{"loss/kl": -1}, {"loss/policy": -1}, {"loss/entropy": -1}, {"loss/total": -1},
-                                     {"loss/total": 1.01}, {}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss/kl": -1},
+        {"loss/policy": -1},
+        {"loss/entropy": -1},
+        {"loss/total": -1},
+        {"loss/total": 1.01},
+        {},
+    ],
+)
 def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
     torch.manual_seed(0)
     logprobs, old, reference, entropy = (-torch.rand(4, 6) for _ in range(4))
     algorithm = Algorithm(kl_coefficient=0.1, entropy_coefficient=0.01)
-    inputs = LossInputs(logprobs, old, old, torch.randn(4), torch.rand(4, 6) < 0.7, reference, -entropy)
-    values = {name: metric.value() for name, metric in loss(inputs, algorithm, Correction())[1].items()}
-    fault = checks.loss_fault(values | {name: factor * values[name] for name, factor in changed.items()}, algorithm)
+    inputs = LossInputs(
+        logprobs, old, old, torch.randn(4), torch.rand(4, 6) < 0.7, reference, -entropy
+    )
+    values = {
+        name: metric.value() for name, metric in loss(inputs, algorithm, Correction())[1].items()
+    }
+    fault = checks.loss_fault(
+        values | {name: factor * values[name] for name, factor in changed.items()}, algorithm
+    )
     assert ("the loss that was backpropagated is" in fault) if changed else fault is None
     if not changed:
         assert checks.loss_fault(values, replace(algorithm, kl_coefficient=0.2))
@@ -81,7 +139,11 @@ def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
 @pytest.mark.parametrize("trained, is_fault", [(20, False), (18, True), (10, True), (22, True)])
 def test_trained_tokens_are_those_that_were_sampled(trained, is_fault):
     fault = checks.tokens_fault(trained, sampled=10, epochs=2)
-    assert (f"{trained} tokens were trained" in fault and "10 were sampled" in fault) if is_fault else fault is None
+    assert (
+        (f"{trained} tokens were trained" in fault and "10 were sampled" in fault)
+        if is_fault
+        else fault is None
+    )
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
@@ -96,7 +158,9 @@ def test_advantages_add_up_to_0_in_each_group(estimator):
 
 def test_the_last_trained_token_of_a_finished_answer_is_an_end_token():
     tokens = np.array([[5, 7, 2, 0], [5, 5, 7, 8], [5, 7, 9, 3], [5, 1, 2, 0]])
-    mask = np.array([[1, 1, 0], [0, 1, 1], [1, 1, 1], [0, 0, 0]], dtype=bool)  # the last one trains nothing
+    mask = np.array(
+        [[1, 1, 0], [0, 1, 1], [1, 1, 1], [0, 0, 0]], dtype=bool
+    )  # the last one trains nothing
     finished = np.array([True, False, True, True])
     assert checks.ends_fault(tokens, mask, finished, {2, 3}) is None
     assert "of 1 of 3 answers" in checks.ends_fault(tokens, mask, finished, {2})
@@ -108,14 +172,22 @@ def test_the_last_trained_token_of_a_finished_answer_is_an_end_token():
 STEADY = [(0.05, 0.052), (0.05, 0.048), (0.03, 0.03), (0.03, 0.031)]
 
 
-@pytest.mark.parametrize("sigma, seen, said", [
-    (0.03, STEADY, None), (0.03, [], None), (0.0, STEADY, "sigma 0, its schedule says 0.03"),
-    (0.017, STEADY, "its schedule says 0.03"), (0.03, [(0.03, 0.06)], "twice"), (0.03, [(0.03, math.nan)], "twice"),
-    (0.03, [(0.03, 0.044)], None),  # chance, in a single step
-    (0.03, [(e, 1.3 * m) for e, m in STEADY], "has 1.31 of the std"),
-    (0.03, [(e, 0.6 * m) for e, m in STEADY], "aqn.sigma_start"),
-    (0.03, [(e, 0.6 * m) for e, m in STEADY[:3]], None),  # too few to judge
-    (0.03, [*STEADY, (5e-4, 2e-5)], None)])  # swallowed by bfloat16, at the end of a schedule
+@pytest.mark.parametrize(
+    "sigma, seen, said",
+    [
+        (0.03, STEADY, None),
+        (0.03, [], None),
+        (0.0, STEADY, "sigma 0, its schedule says 0.03"),
+        (0.017, STEADY, "its schedule says 0.03"),
+        (0.03, [(0.03, 0.06)], "twice"),
+        (0.03, [(0.03, math.nan)], "twice"),
+        (0.03, [(0.03, 0.044)], None),  # chance, in a single step
+        (0.03, [(e, 1.3 * m) for e, m in STEADY], "has 1.31 of the std"),
+        (0.03, [(e, 0.6 * m) for e, m in STEADY], "aqn.sigma_start"),
+        (0.03, [(e, 0.6 * m) for e, m in STEADY[:3]], None),  # too few to judge
+        (0.03, [*STEADY, (5e-4, 2e-5)], None),
+    ],
+)  # swallowed by bfloat16, at the end of a schedule
 def test_noise_is_judged_in_each_step_and_over_the_run(sigma, seen, said):
     fault = checks.noise_fault(sigma, 0.03, seen)
     assert said in fault if said else fault is None
@@ -128,7 +200,11 @@ def test_rounding_to_bfloat16_is_within_the_bound_of_a_step():
     for weight in (0.3, 1.0, 1.5, 6.0):
         for sigma in np.geomspace(2e-4, 0.1, 30):
             clean = torch.full((20_000,), weight).bfloat16()
-            measured = ((clean + sigma * torch.randn(len(clean))).bfloat16().double() - clean.double()).std().item()
+            measured = (
+                ((clean + sigma * torch.randn(len(clean))).bfloat16().double() - clean.double())
+                .std()
+                .item()
+            )
             shares.append(measured / sigma)
     assert min(shares) < 0.01 and 1.1 < max(shares) < 1.2 < checks.MOST_NOISE_OF_A_STEP
 
@@ -136,10 +212,18 @@ def test_rounding_to_bfloat16_is_within_the_bound_of_a_step():
 ARRIVED = dict(tensors=2, moved=1.0, expected=1.0, max_error=1e-8, resolution=1e-7, lost=1e-4)
 
 
-@pytest.mark.parametrize("changed, is_fault, is_shown", [
-    ({}, False, True), ({"max_error": 3e-7}, True, True), ({"lost": 0.2}, True, True),
-    ({"max_error": math.inf}, True, True), ({"lost": math.nan}, True, True), ({"moved": 0.4}, False, False),
-    ({"moved": 0.0, "expected": 0.0}, False, False)])
+@pytest.mark.parametrize(
+    "changed, is_fault, is_shown",
+    [
+        ({}, False, True),
+        ({"max_error": 3e-7}, True, True),
+        ({"lost": 0.2}, True, True),
+        ({"max_error": math.inf}, True, True),
+        ({"lost": math.nan}, True, True),
+        ({"moved": 0.4}, False, False),
+        ({"moved": 0.0, "expected": 0.0}, False, False),
+    ],
+)
 def test_a_sync_is_judged_by_target(changed, is_fault, is_shown):
     movement = {"linear_qkv": ARRIVED, "linear_fc1": {**ARRIVED, **changed}}
     faults = checks.sync_faults(movement)
@@ -147,26 +231,55 @@ def test_a_sync_is_judged_by_target(changed, is_fault, is_shown):
     assert not faults or faults[0].startswith("linear_fc1: the rollout engine's weights differ")
 
 
-VALUES = {"mismatch/k3": 2e-13, "mismatch/sensitivity": 0.02, "loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.52,
-          "selection/trained_tokens": 40}
-NOISY = VALUES | {"mismatch/k3": 1e-4, "aqn/sigma": 0.05, "aqn/expected_std": 0.05, "aqn/measured_std": 0.049}
+VALUES = {
+    "mismatch/k3": 2e-13,
+    "mismatch/sensitivity": 0.02,
+    "loss/policy": 0.5,
+    "loss/kl": 0.2,
+    "loss/total": 0.52,
+    "selection/trained_tokens": 40,
+}
+NOISY = VALUES | {
+    "mismatch/k3": 1e-4,
+    "aqn/sigma": 0.05,
+    "aqn/expected_std": 0.05,
+    "aqn/measured_std": 0.049,
+}
 
 
 def checks_of(noise=True, dtype="float32", correction="none", format="none", **hardware_error):
     """Of a run whose steps 11..20 of 20 have noise, 2 epochs."""
-    return StepChecks(SimpleNamespace(
-        run=Run(train_iters=20), batch=Batch(epochs=2), algorithm=Algorithm(kl_coefficient=0.1),
-        model=SimpleNamespace(dtype=dtype), noise=Noise(enabled=noise, num_stages=2),
-        correction=Correction(correction), quantization=Quantization(format),
-        hardware_error=HardwareError(**hardware_error)), epoch=5, routed=False)
+    return StepChecks(
+        SimpleNamespace(
+            run=Run(train_iters=20),
+            batch=Batch(epochs=2),
+            algorithm=Algorithm(kl_coefficient=0.1),
+            model=SimpleNamespace(dtype=dtype),
+            noise=Noise(enabled=noise, num_stages=2),
+            correction=Correction(correction),
+            quantization=Quantization(format),
+            hardware_error=HardwareError(**hardware_error),
+        ),
+        epoch=5,
+        routed=False,
+    )
 
 
-@pytest.mark.parametrize("step, values, said", [
-    (10, VALUES, None), (11, NOISY, None), (10, {"reward/mean": 0.0}, None),  # a step that trained nothing
-    (11, VALUES, "sigma 0, its schedule says 0.05"), (10, NOISY, "its schedule says 0"),
-    (11, NOISY | {"aqn/measured_std": 0.1}, "put on twice"), (11, NOISY | {"mismatch/k3": 0.0}, "impossible"),
-    (10, VALUES | {"mismatch/k3": 7.7e-3}, "temperature"), (10, VALUES | {"loss/total": 0.48}, "backpropagated"),
-    (10, VALUES | {"selection/trained_tokens": 36}, "36 tokens were trained, and 20")])
+@pytest.mark.parametrize(
+    "step, values, said",
+    [
+        (10, VALUES, None),
+        (11, NOISY, None),
+        (10, {"reward/mean": 0.0}, None),  # a step that trained nothing
+        (11, VALUES, "sigma 0, its schedule says 0.05"),
+        (10, NOISY, "its schedule says 0"),
+        (11, NOISY | {"aqn/measured_std": 0.1}, "put on twice"),
+        (11, NOISY | {"mismatch/k3": 0.0}, "impossible"),
+        (10, VALUES | {"mismatch/k3": 7.7e-3}, "temperature"),
+        (10, VALUES | {"loss/total": 0.48}, "backpropagated"),
+        (10, VALUES | {"selection/trained_tokens": 36}, "36 tokens were trained, and 20"),
+    ],
+)
 def test_a_step_that_cannot_be_right_stops_the_run(step, values, said):
     tokens = 20 if "loss/total" in values else 0
     if said is None:
@@ -187,16 +300,26 @@ def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned
 
 def test_the_warning_of_uneven_weights_comes_once():
     of_run, corrected = checks_of(), checks_of(correction="token_tis")
-    said = [of_run.check(step, values | {"mismatch/effective_sample_size": size}, 20)
-            for step, values, size in ((1, VALUES, 0.1), (11, NOISY, 0.9), (12, NOISY, 0.4), (13, NOISY, 0.3))]
+    said = [
+        of_run.check(step, values | {"mismatch/effective_sample_size": size}, 20)
+        for step, values, size in (
+            (1, VALUES, 0.1),
+            (11, NOISY, 0.9),
+            (12, NOISY, 0.4),
+            (13, NOISY, 0.3),
+        )
+    ]
     assert said[:2] == [[], []] and said[3] == []
     assert "effective sample size is 40% of the tokens" in said[2][0]
     assert corrected.check(11, NOISY | {"mismatch/effective_sample_size": 0.1}, 20) == []
 
 
 def test_the_noise_before_a_resume_is_judged_with_what_follows():
-    rows = [{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0},
-            {"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}, {"step": 6}]
+    rows = [
+        {"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0},
+        {"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04},
+        {"step": 6},
+    ]
     of_run = StepChecks(None, 5, routed=True)
     of_run.resume(rows)
     assert of_run.noise == [(0.05, 0.04)]

@@ -1,4 +1,6 @@
-"""The formulas against float64 written out by hand, and against enumeration where an expectation is the point."""
+"""The formulas against float64 written out by hand, and against enumeration where an expectation is
+the point.
+"""
 
 import math
 
@@ -42,7 +44,9 @@ def test_token_logprobs_match_log_softmax_at_a_temperature():
     torch.manual_seed(0)
     logits, tokens = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
     expected = (logits.double() / 0.7).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(token_logprobs(logits, tokens, 0.7).double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        token_logprobs(logits, tokens, 0.7).double(), expected, atol=1e-6, rtol=0
+    )
 
 
 def test_token_entropy_is_that_of_the_distribution_at_a_temperature():
@@ -54,14 +58,20 @@ def test_token_entropy_is_that_of_the_distribution_at_a_temperature():
 
 def test_kl_estimate_is_unbiased():
     """E_policy[k3] = KL(policy || reference), summed over every outcome."""
-    policy, reference = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
+    policy, reference = (
+        torch.randn(7).double().log_softmax(0),
+        torch.randn(7).double().log_softmax(0),
+    )
     exact = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference)).sum(), exact)
 
 
 def test_metrics_of_rewards():
     assert reward_metrics(np.array([1.0, 0.0, 2.0, 2.0]), 2) == {
-        "reward/mean": 1.25, "reward/std": pytest.approx(np.std([1, 0, 2, 2])), "reward/groups_with_signal": 0.5}
+        "reward/mean": 1.25,
+        "reward/std": pytest.approx(np.std([1, 0, 2, 2])),
+        "reward/groups_with_signal": 0.5,
+    }
 
 
 def test_entropy_of_first_tokens_is_that_of_each_answers_first_eight():
@@ -74,12 +84,20 @@ def test_entropy_of_first_tokens_is_that_of_each_answers_first_eight():
 
 def options(low, high, kl_coefficient=0.0, cap=None):
     """The arguments of `loss` besides its inputs."""
-    algorithm = Algorithm(clip_higher_enable=True, clip_ratio_low=low, clip_ratio_high=high,
-                          kl_coefficient=kl_coefficient)
+    algorithm = Algorithm(
+        clip_higher_enable=True,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        kl_coefficient=kl_coefficient,
+    )
     return algorithm, Correction("token_tis", cap) if cap else Correction()
 
 
-OPTIONS = [options(0.1, 0.6), options(0.1, 0.6, kl_coefficient=0.3), options(0.1, 0.6, kl_coefficient=0.3, cap=1.3)]
+OPTIONS = [
+    options(0.1, 0.6),
+    options(0.1, 0.6, kl_coefficient=0.3),
+    options(0.1, 0.6, kl_coefficient=0.3, cap=1.3),
+]
 
 
 def micro_batch(seed=1, rows=6, columns=8):
@@ -87,7 +105,14 @@ def micro_batch(seed=1, rows=6, columns=8):
     torch.manual_seed(seed)
     logprobs, advantages = -torch.rand(rows, columns).double(), torch.randn(rows).double()
     old, rollout, reference = (logprobs + 0.5 * torch.randn(rows, columns) for _ in range(3))
-    return LossInputs(logprobs.requires_grad_(), old, rollout, advantages, torch.rand(rows, columns) < 0.7, reference)
+    return LossInputs(
+        logprobs.requires_grad_(),
+        old,
+        rollout,
+        advantages,
+        torch.rand(rows, columns) < 0.7,
+        reference,
+    )
 
 
 def rows_of(inputs, rows):
@@ -95,13 +120,21 @@ def rows_of(inputs, rows):
 
 
 def by_hand(inputs, algorithm, correction):
-    """Loss, KL, clipped tokens, tokens above the cap, and the derivative of policy + c KL in each log probability:
-    token by token, in Python."""
+    """Loss, KL, clipped tokens, tokens above the cap, and the derivative of policy + c KL in each
+    log probability: token by token, in Python.
+    """
     policy = kl = clipped = above = 0.0
     gradient = torch.zeros(inputs.mask.shape).double()
     for row, column in inputs.mask.nonzero().tolist():
-        new, old, rollout, reference = (values[row, column].item() for values in (
-            inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.reference_logprobs))
+        new, old, rollout, reference = (
+            values[row, column].item()
+            for values in (
+                inputs.logprobs,
+                inputs.old_logprobs,
+                inputs.rollout_logprobs,
+                inputs.reference_logprobs,
+            )
+        )
         advantage, ratio = inputs.advantages[row].item(), math.exp(new - old)
         weight = math.exp(old - rollout) if correction.method != "none" else 1.0
         if correction.method != "none" and weight > correction.cap:
@@ -137,14 +170,25 @@ def test_the_joined_loss_and_its_gradient_are_the_formula_token_by_token(options
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("outside", [
-    {"logprobs": -100.0, "reference_logprobs": 0.0}, {"old_logprobs": -200.0}, {"rollout_logprobs": math.nan},
-    {"old_logprobs": math.nan, "reference_logprobs": math.inf}])
+@pytest.mark.parametrize(
+    "outside",
+    [
+        {"logprobs": -100.0, "reference_logprobs": 0.0},
+        {"old_logprobs": -200.0},
+        {"rollout_logprobs": math.nan},
+        {"old_logprobs": math.nan, "reference_logprobs": math.inf},
+    ],
+)
 def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(options, outside):
     """exp(100) is infinite in float32, and 0 times it NaN."""
     values = {name: value for name, value in vars(micro_batch()).items() if value is not None}
-    inputs = LossInputs(**{name: value if name == "mask" else value.float() for name, value in values.items()})
-    changed = {name: torch.where(inputs.mask, values[name].float().detach(), value) for name, value in outside.items()}
+    inputs = LossInputs(
+        **{name: value if name == "mask" else value.float() for name, value in values.items()}
+    )
+    changed = {
+        name: torch.where(inputs.mask, values[name].float().detach(), value)
+        for name, value in outside.items()
+    }
     results = []
     for different in ({}, changed):
         both = vars(inputs) | different
@@ -154,7 +198,9 @@ def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(options, outs
         numbers = {name: metric.value() for name, metric in metrics.items()}
         results.append((total.item(), numbers, both["logprobs"].grad))
     (total, metrics, gradient), (other_total, other_metrics, other_gradient) = results
-    assert (total, metrics) == (other_total, other_metrics) and torch.equal(gradient, other_gradient)
+    assert (total, metrics) == (other_total, other_metrics) and torch.equal(
+        gradient, other_gradient
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -162,7 +208,10 @@ def test_metrics_of_parts_are_joined_to_those_of_the_whole(options):
     """Parts with unequal numbers of tokens, one of them without any."""
     inputs = micro_batch(rows=9)
     inputs.mask[8] = False
-    parts = [loss(rows_of(inputs, rows), *options)[1] for rows in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 9))]
+    parts = [
+        loss(rows_of(inputs, rows), *options)[1]
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 9))
+    ]
     whole, joined = loss(inputs, *options)[1], merge(parts)
     assert joined.keys() == whole.keys()
     for name, metric in whole.items():
@@ -172,7 +221,9 @@ def test_metrics_of_parts_are_joined_to_those_of_the_whole(options):
     assert isinstance(effective, EffectiveSampleSize)
     assert effective.value() == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
     assert joined["mismatch/ratio_mean"].value() == pytest.approx(ratio.mean().item())
-    probabilities = [values[inputs.mask].exp() for values in (inputs.rollout_logprobs, inputs.old_logprobs)]
+    probabilities = [
+        values[inputs.mask].exp() for values in (inputs.rollout_logprobs, inputs.old_logprobs)
+    ]
     difference = (probabilities[0] - probabilities[1]).abs()
     assert joined["mismatch/mean_abs_prob_diff"].value() == pytest.approx(difference.mean().item())
     assert joined["mismatch/max_abs_prob_diff"].value() == difference.max().item()
@@ -180,16 +231,24 @@ def test_metrics_of_parts_are_joined_to_those_of_the_whole(options):
 
 def test_k1_and_k3_estimate_the_same_divergence():
     """KL(sampler || trained), by their expectation over every outcome."""
-    sampled, trained = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
+    sampled, trained = (
+        torch.randn(7).double().log_softmax(0),
+        torch.randn(7).double().log_softmax(0),
+    )
     exact = (sampled.exp() * (sampled - trained)).sum().item()
     one = torch.ones(1, 1).bool()
     for name in ("mismatch/k1", "mismatch/k3"):
-        each = [mismatch(sampled[i : i + 1, None], trained[i : i + 1, None], one)[name].value() for i in range(7)]
+        each = [
+            mismatch(sampled[i : i + 1, None], trained[i : i + 1, None], one)[name].value()
+            for i in range(7)
+        ]
         assert sum(p * k for p, k in zip(sampled.exp().tolist(), each)) == pytest.approx(exact)
 
 
 def test_on_policy_gradient_is_advantage_times_score():
-    """At ratio 1 the gradient of the loss in logprobs is -advantage on completion tokens, 0 elsewhere."""
+    """At ratio 1 the gradient of the loss in logprobs is -advantage on completion tokens, 0
+    elsewhere.
+    """
     logprobs = (-torch.rand(3, 4)).requires_grad_()
     old, advantages = logprobs.detach(), torch.tensor([1.5, -0.5, 0.0])
     mask = torch.tensor([[0, 1, 1, 0]] * 3).bool()
@@ -197,8 +256,10 @@ def test_on_policy_gradient_is_advantage_times_score():
     torch.testing.assert_close(logprobs.grad, -advantages.unsqueeze(1) * mask.float())
 
 
-@pytest.mark.parametrize("advantage, ratio, moves",
-                         [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)])
+@pytest.mark.parametrize(
+    "advantage, ratio, moves",
+    [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)],
+)
 def test_clipping_stops_the_gradient_only_in_the_direction_of_gain(advantage, ratio, moves):
     logprobs, zeros = torch.tensor([[math.log(ratio)]], requires_grad=True), torch.zeros(1, 1)
     inputs = LossInputs(logprobs, zeros, zeros, torch.tensor([advantage]), torch.ones(1, 1).bool())
@@ -207,9 +268,10 @@ def test_clipping_stops_the_gradient_only_in_the_direction_of_gain(advantage, ra
 
 
 def expected_gradient(logits, sampler, reward, cap=None):
-    """Of the policy loss in `logits` [V, V + 1] (row 0: the first token's, row 1 + t: the second's after t), over
-    every answer of two tokens, each with the probability that `sampler`, logits of the same shape, gives it; rewards
-    [V, V] are the advantages."""
+    """Of the policy loss in `logits` [V, V + 1] (row 0: the first token's, row 1 + t: the second's
+    after t), over every answer of two tokens, each with the probability that `sampler`, logits of
+    the same shape, gives it; rewards [V, V] are the advantages.
+    """
     logits = logits.clone().requires_grad_()
     size, total = logits.shape[1], 0.0
 
@@ -231,8 +293,9 @@ def expected_gradient(logits, sampler, reward, cap=None):
 
 
 def answers_of_noisy_policy(seed, spread_of_second=1.0):
-    """A policy over answers of two tokens out of five, the same with noise on its logits, and rewards of the
-    answers."""
+    """A policy over answers of two tokens out of five, the same with noise on its logits, and
+    rewards of the answers.
+    """
     torch.manual_seed(seed)
     logits = torch.randn(6, 5).double()
     noise = 0.5 * torch.randn(6, 5).double()
@@ -241,12 +304,19 @@ def answers_of_noisy_policy(seed, spread_of_second=1.0):
 
 
 def test_truncated_importance_sampling_removes_the_bias_of_a_noisy_sampler():
-    """By enumeration, where the exact gradient is known: where a token's worth and probability do not depend on the
-    other token, nothing is left of the bias; with the cap below the largest ratio, a part."""
+    """By enumeration, where the exact gradient is known: where a token's worth and probability do
+    not depend on the other token, nothing is left of the bias; with the cap below the largest
+    ratio, a part.
+    """
     logits, sampler, _ = answers_of_noisy_policy(3)
     logits[1:], sampler[1:] = logits[1], sampler[1]  # the second token does not depend on the first
-    reward = (torch.arange(5.0).double()[:, None] - 2) + torch.zeros(5)  # nor the first token's worth on the second
-    exact, biased = expected_gradient(logits, logits, reward), expected_gradient(logits, sampler, reward)
+    reward = (torch.arange(5.0).double()[:, None] - 2) + torch.zeros(
+        5
+    )  # nor the first token's worth on the second
+    exact, biased = (
+        expected_gradient(logits, logits, reward),
+        expected_gradient(logits, sampler, reward),
+    )
     first = lambda gradient: gradient[0]
     bias = (first(biased) - first(exact)).norm()
     assert bias > 0.1 * first(exact).norm()
@@ -262,13 +332,16 @@ def test_truncated_importance_sampling_removes_the_bias_of_a_noisy_sampler():
 def test_weights_of_a_correction_have_no_gradient(method):
     """Not even where the policy before the update is the one that is trained, with its gradient."""
     inputs = micro_batch()
-    weights, _ = correction_weights(inputs.logprobs, inputs.rollout_logprobs, inputs.mask, Correction(method))
+    weights, _ = correction_weights(
+        inputs.logprobs, inputs.rollout_logprobs, inputs.mask, Correction(method)
+    )
     assert inputs.logprobs.requires_grad and not weights.requires_grad
 
 
 def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():
-    """Whole answers: the weights of the two tokens multiplied would be exact; each by itself leaves what the other
-    token's sampler brings."""
+    """Whole answers: the weights of the two tokens multiplied would be exact; each by itself leaves
+    what the other token's sampler brings.
+    """
     bias = left = 0.0
     for seed in range(20):
         logits, sampler, reward = answers_of_noisy_policy(seed)
@@ -276,6 +349,11 @@ def test_what_token_level_weights_leave_is_the_bias_of_other_tokens():
         bias += (expected_gradient(logits, sampler, reward) - exact).norm()
         left += (expected_gradient(logits, sampler, reward, cap=1e9) - exact).norm()
     assert 0.5 * bias < left < 0.75 * bias
-    logits, sampler, reward = answers_of_noisy_policy(0, spread_of_second=0.0)  # the first token's is exact then
-    exact, corrected = expected_gradient(logits, logits, reward), expected_gradient(logits, sampler, reward, cap=1e9)
+    logits, sampler, reward = answers_of_noisy_policy(
+        0, spread_of_second=0.0
+    )  # the first token's is exact then
+    exact, corrected = (
+        expected_gradient(logits, logits, reward),
+        expected_gradient(logits, sampler, reward, cap=1e9),
+    )
     assert (corrected - exact)[0].norm() < 1e-12 < (corrected - exact)[1:].norm()

@@ -14,14 +14,21 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize(
     ("name", "enabled", "start", "end"),
-    [("off", False, 0.05, 5e-4), ("qerl", True, 0.05, 5e-4), ("strong", True, 0.1, 1e-3), ("mild", True, 0.01, 1e-3)],
+    [
+        ("off", False, 0.05, 5e-4),
+        ("qerl", True, 0.05, 5e-4),
+        ("strong", True, 0.1, 1e-3),
+        ("mild", True, 0.01, 1e-3),
+    ],
 )
 def test_group(name, enabled, start, end):
     with initialize_config_dir(str(CONFIGS), version_base=None):
         aqn = OmegaConf.to_container(compose(overrides=[f"+aqn={name}"]))["aqn"]
     assert aqn.pop("enabled") is enabled
     assert check_targets(aqn.pop("targets")) == ["auto"] and check_targets(aqn.pop("exclude")) == []
-    assert [aqn.pop(key) for key in ("seed", "restart_every", "multipliers", "multipliers_file")] == [None] * 4
+    assert [
+        aqn.pop(key) for key in ("seed", "restart_every", "multipliers", "multipliers_file")
+    ] == [None] * 4
     schedule = NoiseSchedule(kind=aqn.pop("schedule"), total_steps=100, **aqn)
     assert [schedule.sigma(step) for step in (0, 10, 99)] == pytest.approx([0, start, end])
     assert schedule.num_stages == 10

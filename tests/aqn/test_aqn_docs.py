@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", (ROOT / "docs/aqn.md").read_text(), re.DOTALL)
+EXAMPLES = re.findall(
+    r"```python\n(.*?)```\n```text\n(.*?)```", (ROOT / "docs/aqn.md").read_text(), re.DOTALL
+)
 
 
 def run(code):
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 
 

@@ -1,4 +1,6 @@
-"""The noise itself: its statistics, what bf16 leaves of it, that it comes off bit for bit, and who draws the same."""
+"""The noise itself: its statistics, what bf16 leaves of it, that it comes off bit for bit, and who
+draws the same.
+"""
 
 import logging
 import math
@@ -25,7 +27,9 @@ def norms(count=4, size=4096, dtype=torch.float32, value=None):
     with torch.no_grad():
         for index, module in enumerate(model):
             if value is None:
-                module.weight.copy_(torch.randn(size, generator=torch.Generator().manual_seed(index)))
+                module.weight.copy_(
+                    torch.randn(size, generator=torch.Generator().manual_seed(index))
+                )
             else:
                 module.weight.fill_(value)
     return model
@@ -46,33 +50,49 @@ def test_noise_is_gaussian_with_the_nominal_sigma():
     difference = weights(model).double() - before
     assert report.measured_std == pytest.approx(difference.std(correction=0).item(), rel=1e-12)
     assert report.changed_fraction == (difference != 0).double().mean().item() > 0.999
-    n = difference.numel()  # 65536: the standard error of the std is sigma / sqrt(2n), of the mean sigma / sqrt(n)
+    n = (
+        difference.numel()
+    )  # 65536: the standard error of the std is sigma / sqrt(2n), of the mean sigma / sqrt(n)
     assert abs(report.measured_std - 0.05) < 4 * 0.05 / math.sqrt(2 * n)
     assert abs(difference.mean()) < 4 * 0.05 / math.sqrt(n)
     assert stats.kstest(difference.numpy() / 0.05, "norm").pvalue > 1e-3
 
 
 def bf16_change_probability(weight, sigma):
-    """P(round_bf16(weight + sigma z) != weight) in float64, for a power of two: bf16 has 8 bits of significand, so the
-    neighbours are weight * (1 + 2**-7) and weight * (1 - 2**-8), and the sum must pass half-way to one of them."""
+    """P(round_bf16(weight + sigma z) != weight) in float64, for a power of two: bf16 has 8 bits of
+    significand, so the neighbours are weight * (1 + 2**-7) and weight * (1 - 2**-8), and the sum
+    must pass half-way to one of them.
+    """
     up, down = weight * 2**-8, weight * 2**-9
     return stats.norm.sf(up / sigma) + stats.norm.cdf(-down / sigma)
 
 
 @pytest.mark.parametrize(
     ("weight", "sigma", "fact"),
-    [(1.0, 1e-2, 0.77), (1.0, 1e-3, 0.025), (1.0, 5e-4, 5e-5), (1.0, 1e-4, 0.0),
-     (0.25, 1e-2, 0.94), (0.25, 1e-3, 0.48), (0.25, 5e-4, 0.19), (0.25, 1e-4, 0.0)],
+    [
+        (1.0, 1e-2, 0.77),
+        (1.0, 1e-3, 0.025),
+        (1.0, 5e-4, 5e-5),
+        (1.0, 1e-4, 0.0),
+        (0.25, 1e-2, 0.94),
+        (0.25, 1e-3, 0.48),
+        (0.25, 5e-4, 0.19),
+        (0.25, 1e-4, 0.0),
+    ],
 )
 def test_bf16_swallows_small_noise_as_computed(weight, sigma, fact, caplog):
-    report = NoiseInjector(norms(64, dtype=torch.bfloat16, value=weight), always(sigma), "*", seed=0).apply(ON)
+    report = NoiseInjector(
+        norms(64, dtype=torch.bfloat16, value=weight), always(sigma), "*", seed=0
+    ).apply(ON)
     expected = bf16_change_probability(weight, sigma)
     assert expected == pytest.approx(fact, rel=0.1, abs=1e-6)
     n = 64 * 4096
     assert abs(report.changed_fraction - expected) <= 4 * math.sqrt(expected / n) + 1e-12
     assert report.sigma == sigma
     swallowed = report.measured_std < sigma / 2
-    assert swallowed == (caplog.text.count("WARNING") == 1), "noise that is mostly swallowed is a warning"
+    assert swallowed == (caplog.text.count("WARNING") == 1), (
+        "noise that is mostly swallowed is a warning"
+    )
     assert swallowed == (expected < 0.02)
 
 
@@ -91,7 +111,9 @@ def test_noise_is_added_in_float32_and_rounded_once():
 def test_remove_restores_every_bit_in_the_same_storage(dtype):
     model = norms(dtype=dtype)
     with torch.no_grad():
-        model[0].weight[:3] = torch.tensor([-0.0, math.nan, math.inf])  # a broken model must not confuse the check
+        model[0].weight[:3] = torch.tensor(
+            [-0.0, math.nan, math.inf]
+        )  # a broken model must not confuse the check
     clean, pointers = bits(weights(model)), [module.weight.data_ptr() for module in model]
     injector = NoiseInjector(model, always(0.1), "*", seed=0)
     for step in (1, 2, 3, 0, 4):
@@ -107,7 +129,10 @@ def test_noise_does_not_accumulate():
     model, fresh = norms(), norms()
     injector = NoiseInjector(model, always(0.05), "*", seed=0)
     reports = [injector.apply(step) for step in (1, 2, 3)]
-    assert torch.equal(weights(model), (NoiseInjector(fresh, always(0.05), "*", seed=0).apply(3), weights(fresh))[1])
+    assert torch.equal(
+        weights(model),
+        (NoiseInjector(fresh, always(0.05), "*", seed=0).apply(3), weights(fresh))[1],
+    )
     assert max(report.measured_std for report in reports) < 0.052
 
 
@@ -119,19 +144,26 @@ def test_same_noise_on_every_holder_and_another_for_another_key():
     reference = noisy(norms())
     torch.rand(7)  # whatever else the process drew
     assert torch.equal(weights(noisy(norms())), weights(reference))
-    # A rank that holds other layers as well, or noises only one, draws the same for the layer both have.
+    # A rank that holds other layers as well, or noises only one, draws the same for the layer both
+    # have.
     assert torch.equal(noisy(norms(count=9))[3].weight, reference[3].weight)
     assert torch.equal(noisy(norms(), targets="[3]")[3].weight, reference[3].weight)
-    draws = [standard_normal(*key, [64]) for key in ((0, 1, "a"), (0, 2, "a"), (1, 1, "a"), (0, 1, "b"), (0, 11, "a"))]
+    draws = [
+        standard_normal(*key, [64])
+        for key in ((0, 1, "a"), (0, 2, "a"), (1, 1, "a"), (0, 1, "b"), (0, 11, "a"))
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
     assert not torch.equal(weights(noisy(norms(), step=2)), weights(reference))
 
 
 def test_key_is_stable_across_processes_and_versions():
-    """`printf 0/1/model.norm.weight | sha256sum` starts with e49c4449; Python's hash() would be salted by each
-    process."""
+    """`printf 0/1/model.norm.weight | sha256sum` starts with e49c4449; Python's hash() would be
+    salted by each process.
+    """
     generator = torch.Generator().manual_seed(0xE49C4449)
-    assert torch.equal(standard_normal(0, 1, "model.norm.weight", [32]), torch.randn(32, generator=generator))
+    assert torch.equal(
+        standard_normal(0, 1, "model.norm.weight", [32]), torch.randn(32, generator=generator)
+    )
 
 
 def test_global_generator_is_untouched():
@@ -150,8 +182,12 @@ def test_stage_zero_leaves_weights_alone_and_says_so():
     report = injector.apply(0)
     assert torch.equal(bits(weights(model)), clean)
     assert report.to_metrics() == {
-        "aqn/sigma": 0.0, "aqn/stage": 0, "aqn/layers": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0,
-        "aqn/changed_fraction": 0.0
+        "aqn/sigma": 0.0,
+        "aqn/stage": 0,
+        "aqn/layers": 4,
+        "aqn/expected_std": 0.0,
+        "aqn/measured_std": 0.0,
+        "aqn/changed_fraction": 0.0,
     }
 
 
@@ -159,12 +195,20 @@ def test_multipliers_scale_the_noise_of_their_norms():
     model, plain = norms(), norms()
     before = [module.weight.detach().clone() for module in model]
     NoiseInjector(plain, always(0.05), "*", seed=3).apply(ON)
-    injector = NoiseInjector(model, always(0.05), "*", multipliers=[("0-1", 2.0), ("1@1-2", 3.0), ("3", 0.0)], seed=3)
+    injector = NoiseInjector(
+        model, always(0.05), "*", multipliers=[("0-1", 2.0), ("1@1-2", 3.0), ("3", 0.0)], seed=3
+    )
     report = injector.apply(ON)
     for module, unscaled, clean, factor in zip(model, plain, before, (2, 6, 1, 0)):
-        torch.testing.assert_close(module.weight - clean, factor * (unscaled.weight - clean), rtol=0, atol=1e-6)
-    assert report.names == ("0", "1", "2") and report.layers == 3  # the one that is multiplied with 0 gets none
-    difference = torch.cat([module.weight.double() - clean.double() for module, clean in zip(model, before)][:3])
+        torch.testing.assert_close(
+            module.weight - clean, factor * (unscaled.weight - clean), rtol=0, atol=1e-6
+        )
+    assert (
+        report.names == ("0", "1", "2") and report.layers == 3
+    )  # the one that is multiplied with 0 gets none
+    difference = torch.cat(
+        [module.weight.double() - clean.double() for module, clean in zip(model, before)][:3]
+    )
     assert report.measured_std == pytest.approx(difference.std(correction=0).item())
     assert report.expected_std == pytest.approx(0.05 * math.sqrt((4 + 36 + 1) / 3))
     assert abs(report.measured_std / report.expected_std - 1) < 0.03
@@ -176,22 +220,30 @@ def test_norms_that_are_excluded_stay_as_they_are():
     model, plain = norms(), norms()
     report = NoiseInjector(model, always(0.05), "*", exclude="[13]", seed=3).apply(ON)
     assert report.names == ("0", "2")
-    assert [torch.equal(module.weight, clean.weight) for module, clean in zip(model, plain)] == [False, True] * 2
+    assert [torch.equal(module.weight, clean.weight) for module, clean in zip(model, plain)] == [
+        False,
+        True,
+    ] * 2
 
 
 def test_multipliers_of_nothing_are_refused():
-    with pytest.raises(ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"):
+    with pytest.raises(
+        ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"
+    ):
         NoiseInjector(norms(), always(0.05), "*", multipliers=[("7", 2.0)], seed=0)
     with pytest.raises(ValueError, match="0 for all 4 norms; to run without noise, use aqn=off"):
         NoiseInjector(norms(), always(0.05), "*", multipliers=[("0-3", 0.0)], seed=0)
 
 
 def test_the_sigma_of_the_config_check_is_where_bf16_keeps_half():
-    """Measured on weights of 1: below config.BF16_LEAST_SIGMA less than half of the nominal std is left, 5% above it
-    more."""
+    """Measured on weights of 1: below config.BF16_LEAST_SIGMA less than half of the nominal std is
+    left, 5% above it more.
+    """
     for factor, kept in ((0.95, False), (1.05, True)):
         sigma = factor * BF16_LEAST_SIGMA
-        report = NoiseInjector(norms(256, dtype=torch.bfloat16, value=1.0), always(sigma), "*", seed=0).apply(ON)
+        report = NoiseInjector(
+            norms(256, dtype=torch.bfloat16, value=1.0), always(sigma), "*", seed=0
+        ).apply(ON)
         assert (report.measured_std > sigma / 2) is kept
 
 
@@ -203,11 +255,15 @@ def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
         model[2].weight[5] = 7.0
     synced = weights(model)
     for use in (injector.remove, lambda: injector.apply(2)):
-        with pytest.raises(RuntimeError,
-                           match=r"1 of 4 noisy weights were overwritten, first 2\.weight.*remove\(\) before"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"1 of 4 noisy weights were overwritten, first 2\.weight.*remove\(\) before",
+        ):
             use()
     assert torch.equal(weights(model), synced)
-    model[2].weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))  # replaced altogether, as a loader may do
+    model[2].weight = nn.Parameter(
+        torch.ones(4096, dtype=torch.bfloat16)
+    )  # replaced altogether, as a loader may do
     with pytest.raises(RuntimeError, match="overwritten"):
         injector.remove()
 
@@ -236,12 +292,16 @@ def test_a_schedule_that_is_never_on_is_a_warning(caplog):
     NoiseInjector(norms(), NoiseSchedule(num_stages=1, total_steps=10), "*", seed=0)
     assert "never adds noise: with num_stages=1 and total_steps=10" in caplog.text
     caplog.clear()
-    NoiseInjector(norms(), NoiseSchedule(total_steps=21, restart_every=10), "*", seed=0)  # off in its last step
+    NoiseInjector(
+        norms(), NoiseSchedule(total_steps=21, restart_every=10), "*", seed=0
+    )  # off in its last step
     assert "never" not in caplog.text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(),
-                    reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere",
+)
 def test_weights_on_another_device_get_the_cpus_noise():
     model, reference = norms(dtype=torch.bfloat16).cuda(), norms(dtype=torch.bfloat16)
     clean = weights(model)

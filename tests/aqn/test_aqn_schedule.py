@@ -1,4 +1,6 @@
-"""The noise schedule against the paper's formula, written out here in float64 and in exact fractions."""
+"""The noise schedule against the paper's formula, written out here in float64 and in exact
+fractions.
+"""
 
 import math
 from fractions import Fraction
@@ -15,14 +17,26 @@ def qerl_sigmas(num_stages, start, end):
 
 
 def qerl_stage(step, total_steps, num_stages):
-    """QeRL e8c6e79, noise_scheduler.py:5-20: the division is a float64 one. Stage num_stages is held to the last sigma
-    there."""
+    """QeRL e8c6e79, noise_scheduler.py:5-20: the division is a float64 one. Stage num_stages is
+    held to the last sigma there.
+    """
     return min(int(min(step, total_steps) // (total_steps / num_stages)), num_stages - 1)
 
 
 def test_qerl_run_of_ten_stages_by_hand():
     schedule = NoiseSchedule(sigma_start=0.05, sigma_end=0.0005, num_stages=10, total_steps=100)
-    expected = [0, 0.05, 0.028117, 0.015811, 0.0088914, 0.005, 0.0028117, 0.0015811, 0.00088914, 0.0005]
+    expected = [
+        0,
+        0.05,
+        0.028117,
+        0.015811,
+        0.0088914,
+        0.005,
+        0.0028117,
+        0.0015811,
+        0.00088914,
+        0.0005,
+    ]
     assert [schedule.sigma(step) for step in range(0, 100, 10)] == pytest.approx(expected, rel=1e-4)
     assert [schedule.sigma(step) for step in range(9, 100, 10)] == pytest.approx(expected, rel=1e-4)
 
@@ -32,7 +46,9 @@ def test_stages_and_sigmas_equal_qerls_but_where_its_float_division_rounds():
     for num_stages in range(3, 16):
         sigmas = [0.0, *qerl_sigmas(num_stages, 0.05, 5e-4)]
         for total_steps in range(1, 101):
-            schedule = NoiseSchedule(sigma_start=0.05, sigma_end=5e-4, num_stages=num_stages, total_steps=total_steps)
+            schedule = NoiseSchedule(
+                sigma_start=0.05, sigma_end=5e-4, num_stages=num_stages, total_steps=total_steps
+            )
             for step in range(total_steps + 3):
                 stage = min(math.floor(step / Fraction(total_steps, num_stages)), num_stages - 1)
                 assert schedule.stage(step) == stage
@@ -41,7 +57,10 @@ def test_stages_and_sigmas_equal_qerls_but_where_its_float_division_rounds():
                     assert math.isclose(schedule.sigma(step), sigmas[stage], rel_tol=1e-14)
                 else:
                     late += 1
-                    assert theirs == stage - 1 and Fraction(step * num_stages, total_steps).denominator == 1
+                    assert (
+                        theirs == stage - 1
+                        and Fraction(step * num_stages, total_steps).denominator == 1
+                    )
     assert late > 0  # the docstring's example is one of them:
     assert NoiseSchedule(total_steps=22).stage(11) == 5 and qerl_stage(11, 22, 10) == 4
 
@@ -49,9 +68,13 @@ def test_stages_and_sigmas_equal_qerls_but_where_its_float_division_rounds():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 10])
 def test_first_stage_is_off_and_ends_are_hit(kind, num_stages):
-    schedule = NoiseSchedule(kind=kind, sigma_start=0.1, sigma_end=0.001, num_stages=num_stages, total_steps=60)
+    schedule = NoiseSchedule(
+        kind=kind, sigma_start=0.1, sigma_end=0.001, num_stages=num_stages, total_steps=60
+    )
     first_stage = math.ceil(60 / num_stages)
-    assert all(schedule.sigma(step) == 0 and schedule.stage(step) == 0 for step in range(first_stage))
+    assert all(
+        schedule.sigma(step) == 0 and schedule.stage(step) == 0 for step in range(first_stage)
+    )
     if num_stages > 1:
         assert schedule.sigma(first_stage) == pytest.approx(0.1)
     if num_stages > 2:
@@ -111,12 +134,19 @@ def test_bad_step(step):
 def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, end, restart_every):
     for num_stages in range(1, 13):
         for total_steps in range(1, 27):
-            schedule = NoiseSchedule(kind=kind, sigma_start=start, sigma_end=end, num_stages=num_stages,
-                                     total_steps=total_steps, restart_every=restart_every)
+            schedule = NoiseSchedule(
+                kind=kind,
+                sigma_start=start,
+                sigma_end=end,
+                num_stages=num_stages,
+                total_steps=total_steps,
+                restart_every=restart_every,
+            )
             period = restart_every or total_steps
             hit = {step % period * num_stages // period for step in range(total_steps)} - {0}
             of_stages = {"constant": set(range(1, num_stages))}.get(
-                kind, {1 if start > end or num_stages == 2 else num_stages - 1})
+                kind, {1 if start > end or num_stages == 2 else num_stages - 1}
+            )
             warned = skipped_strongest_noise(schedule)
             assert (warned is None) == (num_stages == 1 or bool(hit & of_stages))
             if restart_every is None and kind != "constant" and num_stages > 2:

@@ -1,4 +1,6 @@
-"""Target selection on real transformers models, on vLLM's own class, and on classes named like vLLM's and Ascend's."""
+"""Target selection on real transformers models, on vLLM's own class, and on classes named like
+vLLM's and Ascend's.
+"""
 
 import subprocess
 import sys
@@ -17,16 +19,29 @@ from mindspeed_qerl.aqn.targets import (
 )
 
 SIZES = {
-    "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 16,
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
 }
-MOE_SIZES = {**SIZES, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+MOE_SIZES = {
+    **SIZES,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+}
 
 
 def hf_model(name, **config):
     import transformers
 
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+    return getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**config)
+    )
 
 
 def roles(selected):
@@ -58,12 +73,19 @@ class Block(nn.Module):
 def engine_model(norm, make_mlp, layers=2):
     """The names of vLLM's qwen3 and qwen3_moe."""
     blocks = nn.ModuleList(Block(norm, make_mlp()) for _ in range(layers))
-    return nn.ModuleDict({"model": nn.ModuleDict({"layers": blocks, "norm": norm()}), "lm_head": nn.Linear(8, 8)})
+    return nn.ModuleDict(
+        {"model": nn.ModuleDict({"layers": blocks, "norm": norm()}), "lm_head": nn.Linear(8, 8)}
+    )
 
 
 def dense_mlp():
-    return nn.ModuleDict({"gate_up_proj": nn.Linear(8, 16), "gate_proj": nn.Linear(8, 8),
-                          "down_proj": nn.Linear(8, 8)})
+    return nn.ModuleDict(
+        {
+            "gate_up_proj": nn.Linear(8, 16),
+            "gate_proj": nn.Linear(8, 8),
+            "down_proj": nn.Linear(8, 8),
+        }
+    )
 
 
 class AscendFusedMoE(nn.Module):
@@ -101,15 +123,21 @@ def test_dense_models_with_gate_proj_are_no_mixture_of_experts(name):
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("Qwen3Moe", {}), ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2})]
+    [
+        ("Qwen3Moe", {}),
+        ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}),
+    ],
 )
 def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
     model = hf_model(name, **MOE_SIZES, **extra)
     assert is_mixture_of_experts(model)
     assert [target.name for target in select_targets(model)] == [
-        f"model.layers.{i}.post_attention_layernorm" for i in range(3)]
+        f"model.layers.{i}.post_attention_layernorm" for i in range(3)
+    ]
     assert len(select_targets(model, "all")) == 7
-    assert not is_mixture_of_experts(hf_model(name, **{**MOE_SIZES, **extra, "mlp_only_layers": [0, 1, 2]}))
+    assert not is_mixture_of_experts(
+        hf_model(name, **{**MOE_SIZES, **extra, "mlp_only_layers": [0, 1, 2]})
+    )
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, AscendRMSNorm, lambda: nn.RMSNorm(8)])
@@ -117,11 +145,19 @@ def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
     ("make_mlp", "names_in_a_block"),
     [
         (dense_mlp, ["input_layernorm", "post_attention_layernorm"]),
-        (lambda: nn.ModuleDict({"shared": SharedExperts()}), ["input_layernorm", "post_attention_layernorm"]),
-        (lambda: nn.ModuleDict({"experts": nn.ModuleList([dense_mlp(), dense_mlp()])}), ["post_attention_layernorm"]),
+        (
+            lambda: nn.ModuleDict({"shared": SharedExperts()}),
+            ["input_layernorm", "post_attention_layernorm"],
+        ),
+        (
+            lambda: nn.ModuleDict({"experts": nn.ModuleList([dense_mlp(), dense_mlp()])}),
+            ["post_attention_layernorm"],
+        ),
         (lambda: nn.ModuleDict({"experts": AscendFusedMoE()}), ["post_attention_layernorm"]),
-        (lambda: nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": RoutedExperts()})}),
-         ["post_attention_layernorm"]),
+        (
+            lambda: nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": RoutedExperts()})}),
+            ["post_attention_layernorm"],
+        ),
     ],
 )
 def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
@@ -146,7 +182,11 @@ def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
         (["*.q_norm", "final"], (), 3),
         ("all", "final", 4),
         ("all", ["model.layers.0.*", "final"], 2),
-        ("auto", "qk", 5),  # excluding what is not selected is no error, only what does not exist is
+        (
+            "auto",
+            "qk",
+            5,
+        ),  # excluding what is not selected is no error, only what does not exist is
     ],
 )
 def test_names_patterns_and_excludes(targets, exclude, count):
@@ -155,17 +195,26 @@ def test_names_patterns_and_excludes(targets, exclude, count):
 
 def test_other_block_norms_count_as_block_but_norms_inside_attention_do_not():
     model = hf_model("Gemma2", num_hidden_layers=2, **SIZES)  # four norms in a block
-    assert len(select_targets(model, "block")) == 8 and len(select_targets(model, "post_attention")) == 2
-    block = nn.ModuleDict({"self_attn": nn.ModuleDict({"kv_a_layernorm": RMSNorm()}),
-                           "post_attention_layernorm": RMSNorm()})
+    assert (
+        len(select_targets(model, "block")) == 8
+        and len(select_targets(model, "post_attention")) == 2
+    )
+    block = nn.ModuleDict(
+        {
+            "self_attn": nn.ModuleDict({"kv_a_layernorm": RMSNorm()}),
+            "post_attention_layernorm": RMSNorm(),
+        }
+    )
     selected = select_targets(nn.ModuleDict({"layers": nn.ModuleList([block])}))
     assert [target.name for target in selected] == ["layers.0.post_attention_layernorm"]
 
 
 @pytest.mark.parametrize("bad", ["blok", ["all", "q_norm"], None, False])
 def test_unknown_target_lists_the_known_ones(bad):
-    with pytest.raises(ValueError,
-                       match="unknown AQN target .*known: auto, block, input, post_attention, final, all, qk"):
+    with pytest.raises(
+        ValueError,
+        match="unknown AQN target .*known: auto, block, input, post_attention, final, all, qk",
+    ):
         check_targets(bad)
     with pytest.raises(ValueError, match="unknown AQN target"):
         select_targets(engine_model(RMSNorm, dense_mlp), "all", exclude=bad)
@@ -173,12 +222,16 @@ def test_unknown_target_lists_the_known_ones(bad):
 
 def test_nothing_matches_lists_the_norm_classes_seen():
     neox = hf_model("GPTNeoX", num_hidden_layers=2, **SIZES)  # the right names, but not RMSNorms
-    with pytest.raises(ValueError,
-                       match=r"'auto' matches no norm .*5 x LayerNorm \(not an RMSNorm, e.g. gpt_neox.layers.0.inp"):
+    with pytest.raises(
+        ValueError,
+        match=r"'auto' matches no norm .*5 x LayerNorm \(not an RMSNorm, e.g. gpt_neox.layers.0.inp",
+    ):
         select_targets(neox)
     dense = hf_model("Qwen2", num_hidden_layers=2, **SIZES)
-    with pytest.raises(ValueError,
-                       match=r"'qk' matches no norm .*2 x Qwen2RMSNorm \(input, e.g. model.layers.0.input_"):
+    with pytest.raises(
+        ValueError,
+        match=r"'qk' matches no norm .*2 x Qwen2RMSNorm \(input, e.g. model.layers.0.input_",
+    ):
         select_targets(dense, "qk")
     with pytest.raises(ValueError, match=r"AQN exclude '\*.layers.7.\*' matches no norm"):
         select_targets(dense, "all", ["*.layers.7.*"])
@@ -199,18 +252,23 @@ def test_nothing_matches_lists_the_norm_classes_seen():
 def test_a_selected_norm_without_a_usable_weight_is_an_error(norm, problem):
     model = engine_model(RMSNorm, dense_mlp)
     model["model"]["layers"][1].input_layernorm = norm
-    with pytest.raises(ValueError, match=f"model.layers.1.input_layernorm .*{problem}.*aqn.exclude"):
+    with pytest.raises(
+        ValueError, match=f"model.layers.1.input_layernorm .*{problem}.*aqn.exclude"
+    ):
         select_targets(model)
     assert len(select_targets(model, exclude="model.layers.1.input_layernorm")) == 4
 
 
 def test_target_names_are_checked_without_torch():
     code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from mindspeed_qerl.aqn.targets import check_targets; from mindspeed_qerl.aqn.schedule import NoiseSchedule\n"
-        "print(check_targets(['auto', '*.q_norm']), NoiseSchedule(total_steps=10).sigma(1))"
+        "import sys; sys.modules['torch'] = None\nfrom mindspeed_qerl.aqn.targets import "
+        "check_targets; from mindspeed_qerl.aqn.schedule import "
+        "NoiseSchedule\nprint(check_targets(['auto', '*.q_norm']), "
+        "NoiseSchedule(total_steps=10).sigma(1))"
     )
-    output = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     assert output.strip() == "['auto', '*.q_norm'] 0.05"
 
 
@@ -218,20 +276,33 @@ def test_multipliers_by_layer_target_and_both():
     """Each norm's factor worked out by hand, for a dense model of 3 layers with vLLM's names."""
     norms = select_targets(engine_model(RMSNorm, dense_mlp, layers=3))
     given = check_multipliers({"0-1": 2, 2: 0.5, "input": 3, "post_attention@1-2": 5, "*.norm": 0})
-    expected = {"model.layers.0.input_layernorm": 6, "model.layers.0.post_attention_layernorm": 2,
-                "model.layers.1.input_layernorm": 6, "model.layers.1.post_attention_layernorm": 10,
-                "model.layers.2.input_layernorm": 1.5, "model.layers.2.post_attention_layernorm": 2.5, "model.norm": 0}
+    expected = {
+        "model.layers.0.input_layernorm": 6,
+        "model.layers.0.post_attention_layernorm": 2,
+        "model.layers.1.input_layernorm": 6,
+        "model.layers.1.post_attention_layernorm": 10,
+        "model.layers.2.input_layernorm": 1.5,
+        "model.layers.2.post_attention_layernorm": 2.5,
+        "model.norm": 0,
+    }
     assert dict(zip((norm.name for norm in norms), multipliers_of(norms, given))) == expected
     assert multipliers_of(norms, []) == [1.0] * 7
     assert [layer_of(norm.name) for norm in norms] == [0, 0, 1, 1, 2, 2, None]
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"postattention": 2}, "unknown AQN target 'postattention'"), ({"inputs@0-3": 2}, "unknown AQN target 'inputs'"),
-    ({"auto": 2}, "scale aqn.sigma_start"), ({"3-1": 2}, "the range of layers is empty"),
-    ({"0": -1}, "'0' must be a finite number >= 0, not -1"),
-    ({"0": "2"}, "must be a finite number"), ({"0": True}, "must be a finite number"),
-    ({"0": float("nan")}, "must be a finite number")])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"postattention": 2}, "unknown AQN target 'postattention'"),
+        ({"inputs@0-3": 2}, "unknown AQN target 'inputs'"),
+        ({"auto": 2}, "scale aqn.sigma_start"),
+        ({"3-1": 2}, "the range of layers is empty"),
+        ({"0": -1}, "'0' must be a finite number >= 0, not -1"),
+        ({"0": "2"}, "must be a finite number"),
+        ({"0": True}, "must be a finite number"),
+        ({"0": float("nan")}, "must be a finite number"),
+    ],
+)
 def test_multipliers_that_cannot_be_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         check_multipliers(given)
@@ -240,15 +311,20 @@ def test_multipliers_that_cannot_be_are_refused(given, message):
 @pytest.mark.parametrize("selector", ["3", "3-9", "input@3", "qk", "*.q_norm", "final@0"])
 def test_a_multiplier_of_nothing_lists_what_there_is(selector):
     norms = select_targets(engine_model(RMSNorm, dense_mlp, layers=3))
-    with pytest.raises(ValueError,
-                       match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm"):
+    with pytest.raises(
+        ValueError,
+        match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm",
+    ):
         multipliers_of(norms, check_multipliers({selector: 2.0}))
 
 
 def test_vllms_own_rms_norm_is_found_and_noised(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    pytest.importorskip("vllm",
-                        reason="vLLM is not installed; its RMSNorm is only tested by the class of the same name above")
+    pytest.importorskip(
+        "vllm",
+        reason="vLLM is not installed; its RMSNorm is only tested by the class of the same name "
+        "above",
+    )
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm as VllmRMSNorm
 
@@ -261,6 +337,8 @@ def test_vllms_own_rms_norm_is_found_and_noised(monkeypatch):
         clean = model["model"]["norm"](x)
         injector = NoiseInjector(model, NoiseSchedule(total_steps=10), seed=0)
         assert injector.apply(1).layers == 5
-        assert not torch.equal(model["model"]["norm"](x), clean)  # the kernel reads the noisy storage
+        assert not torch.equal(
+            model["model"]["norm"](x), clean
+        )  # the kernel reads the noisy storage
         injector.remove()
         assert torch.equal(model["model"]["norm"](x), clean)

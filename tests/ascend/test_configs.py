@@ -1,5 +1,6 @@
-"""The configs for NPUs: accepted by our rules, their shapes those of the published models, their layouts legal by
-upstream's rules."""
+"""The configs for NPUs: accepted by our rules, their shapes those of the published models, their
+layouts legal by upstream's rules.
+"""
 
 import json
 import shutil
@@ -43,12 +44,25 @@ SHIPPED = {
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen25_7b", 8, (2, 1, 1), (1, 1), 16),
 }
 MAY_DIFFER = {  # of a variant from the config that it includes: its layout and what follows from it
-    "megatron_training": {"sequence_parallel", "recompute_num_layers", "train_iters", "global_batch_size"},
-    "actor_config": {"load", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                     "expert_model_parallel_size"},
+    "megatron_training": {
+        "sequence_parallel",
+        "recompute_num_layers",
+        "train_iters",
+        "global_batch_size",
+    },
+    "actor_config": {
+        "load",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    },
     "rl_config": {"actor_resource", "mini_batch_size", "hccl_buffersize"},
-    "generate_config": {"infer_tensor_parallel_size", "infer_expert_parallel_size", "max_num_seqs",
-                        "gpu_memory_utilization"},
+    "generate_config": {
+        "infer_tensor_parallel_size",
+        "infer_expert_parallel_size",
+        "max_num_seqs",
+        "gpu_memory_utilization",
+    },
 }
 
 
@@ -69,13 +83,21 @@ def raw(request, tmp_path, monkeypatch):
     config = compose(request.param)
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]][0]])))
+    (model / "config.json").write_text(
+        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]][0]]))
+    )
     train = Path(config["megatron_training"]["data_path"])
     assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
     train.parent.mkdir(parents=True)
-    for file in (config["task"]["train_file"], config["task"]["test_file"],
-                 *(f"{train}_packed_{column}_document.{end}" for column in ("input_ids", "labels")
-                   for end in ("bin", "idx"))):
+    for file in (
+        config["task"]["train_file"],
+        config["task"]["test_file"],
+        *(
+            f"{train}_packed_{column}_document.{end}"
+            for column in ("input_ids", "labels")
+            for end in ("bin", "idx")
+        ),
+    ):
         Path(file).touch()
     return request.param, config
 
@@ -84,7 +106,9 @@ def test_accepted_with_everything_on(raw):
     _, config = raw
     recipe, _ = checked(config)
     assert recipe.lora.targets == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    assert recipe.noise.noise_schedule(recipe.run.train_iters).sigma(recipe.run.train_iters - 1) == pytest.approx(5e-4)
+    assert recipe.noise.noise_schedule(recipe.run.train_iters).sigma(
+        recipe.run.train_iters - 1
+    ) == pytest.approx(5e-4)
     assert recipe.task.verifiers == (("gsm8k", 1.0),)
     assert vllm_dp_size(recipe) == config["generate_config"]["infer_expert_parallel_size"]
     assert recipe.evaluation.n_problems is None and not recipe.emulate_npu
@@ -106,7 +130,11 @@ def test_a_missing_model_and_missing_data_are_named(raw, tmp_path):
 def test_names_say_model_and_npus(name):
     config = composed(name)
     model, npus, *_ = SHIPPED[name]
-    assert set(config["model"]) == {model} == {config["megatron_training"]["model"], config["actor_config"]["model"]}
+    assert (
+        set(config["model"])
+        == {model}
+        == {config["megatron_training"]["model"], config["actor_config"]["model"]}
+    )
     assert config["rl_config"]["actor_resource"]["num_npus"] == npus
     assert name.startswith(f"grpo_{model}_gsm8k_{f'{npus // 8}x8' if '2x8' in name else npus}npu")
 
@@ -120,18 +148,29 @@ def test_layout_is_the_one_that_is_meant_and_legal(name):
     assert (it.world, (it.tp, it.pp, it.ep), (it.infer_tp, it.infer_ep)) == (npus, training, infer)
     assert broken(plan) == []
     load = Path(config["actor_config"]["load"]).name
-    assert load == Path(config["megatron_training"]["tokenizer_name_or_path"]).name + f"-tp{it.tp}-pp{it.pp}" + (
-        f"-ep{it.ep}" if plan.shape.moe else ""), "base weights of another layout"
-    assert config["megatron_training"].get("recompute_num_layers",
-                                           plan.layers[0]) == plan.layers[0], "all of a stage's layers"
+    assert load == Path(
+        config["megatron_training"]["tokenizer_name_or_path"]
+    ).name + f"-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if plan.shape.moe else ""), (
+        "base weights of another layout"
+    )
+    assert (
+        config["megatron_training"].get("recompute_num_layers", plan.layers[0]) == plan.layers[0]
+    ), "all of a stage's layers"
     assert config["megatron_training"]["train_iters"] * plan.batch.global_batch_size in range(
-        7400, 7473 + 1), "once through the training set"
-    assert (config["rl_config"]["max_prompt_length"] + config["generate_config"]["sampling_config"]["max_tokens"]
-            == config["megatron_training"]["seq_length"] == config["generate_config"]["max_model_len"])
+        7400, 7473 + 1
+    ), "once through the training set"
+    assert (
+        config["rl_config"]["max_prompt_length"]
+        + config["generate_config"]["sampling_config"]["max_tokens"]
+        == config["megatron_training"]["seq_length"]
+        == config["generate_config"]["max_model_len"]
+    )
 
 
 def test_two_nodes_are_not_one():
-    """The rules look at the node's width: ranks that fill two nodes of 8 leave a third of 12-rank nodes half empty."""
+    """The rules look at the node's width: ranks that fill two nodes of 8 leave a third of 12-rank
+    nodes half empty.
+    """
     config = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu")
     assert broken(plan_of(read_recipe(config), ranks_per_node=12))
     odd = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu", ["megatron_training.global_batch_size=63"])
@@ -140,9 +179,10 @@ def test_two_nodes_are_not_one():
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "qwen25" not in name])
 def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
-    """CANN's sum for the dispatch of tokens to experts, as its error prints it (vllm-ascend pull request 5287: 609 MiB
-    for 512 tokens, hidden 2048, 128 experts, top 8): 2 x tokens x ((2h + 512) x experts + 2h x (top k + shared)). A
-    token for each sequence at once, 512 at most."""
+    """CANN's sum for the dispatch of tokens to experts, as its error prints it (vllm-ascend pull
+    request 5287: 609 MiB for 512 tokens, hidden 2048, 128 experts, top 8): 2 x tokens x ((2h + 512)
+    x experts + 2h x (top k + shared)). A token for each sequence at once, 512 at most.
+    """
     config = composed(name)
     shape = shape_of_model(read_recipe(config))
 
@@ -151,14 +191,17 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
 
     assert 608 <= needed(512, 2048, 128, 8, 0) <= 609
     tokens = min(config["generate_config"]["max_num_seqs"], 512)
-    assert needed(tokens, shape.hidden_size, shape.num_experts, shape.num_experts_per_tok, 0) < config["rl_config"][
-        "hccl_buffersize"]
+    assert (
+        needed(tokens, shape.hidden_size, shape.num_experts, shape.num_experts_per_tok, 0)
+        < config["rl_config"]["hccl_buffersize"]
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_model_has_the_published_shape(model):
-    """configs/model/ against the shapes of the published config.json files, and their parameters, counted matrix by
-    matrix (norms and biases are too few to show), against the published number."""
+    """configs/model/ against the shapes of the published config.json files, and their parameters,
+    counted matrix by matrix (norms and biases are too few to show), against the published number.
+    """
     published, billions = MODELS[model]
     # to YAML 1.1 alone 1e-6 is text
     section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))
@@ -167,33 +210,58 @@ def test_model_has_the_published_shape(model):
     assert replace(shape, name=published) == NAMED_SHAPES[published]
 
     m = section[model]
-    h, heads, kv_heads = m["hidden_size"], m["num_attention_heads"] * m["kv_channels"], m["num_query_groups"] * m[
-        "kv_channels"]
+    h, heads, kv_heads = (
+        m["hidden_size"],
+        m["num_attention_heads"] * m["kv_channels"],
+        m["num_query_groups"] * m["kv_channels"],
+    )
     layer = h * (heads + 2 * kv_heads) + heads * h
     if "num_experts" in m:
         layer += m["num_experts"] * (3 * h * m["moe_ffn_hidden_size"] + h)
         layer += 3 * h * m.get("n_shared_experts", 0) * m["moe_ffn_hidden_size"]
     else:
         layer += 3 * h * m["ffn_hidden_size"]
-    total = (m["num_layers"] * layer
-             + (2 if m["untie_embeddings_and_output_weights"] else 1) * m["padded_vocab_size"] * h)
+    total = (
+        m["num_layers"] * layer
+        + (2 if m["untie_embeddings_and_output_weights"] else 1) * m["padded_vocab_size"] * h
+    )
     assert round(total / 1e9, 1) == billions
 
 
 def flat(section: dict, prefix: str = "") -> dict:
     """Dotted keys."""
-    return {key: value for name, inner in section.items()
-            for key, value in (flat(inner, f"{prefix}{name}.") if isinstance(inner, dict)
-                               else {f"{prefix}{name}": inner}).items()}
+    return {
+        key: value
+        for name, inner in section.items()
+        for key, value in (
+            flat(inner, f"{prefix}{name}.")
+            if isinstance(inner, dict)
+            else {f"{prefix}{name}": inner}
+        ).items()
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED
-                                  if name not in ("grpo_qwen3_30b_a3b_gsm8k_16npu", "grpo_qwen25_7b_gsm8k_8npu",
-                                                "grpo_qwen15_moe_a27b_gsm8k_16npu", "grpo_qwen25_1_5b_gsm8k_8npu")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in SHIPPED
+        if name
+        not in (
+            "grpo_qwen3_30b_a3b_gsm8k_16npu",
+            "grpo_qwen25_7b_gsm8k_8npu",
+            "grpo_qwen15_moe_a27b_gsm8k_16npu",
+            "grpo_qwen25_1_5b_gsm8k_8npu",
+        )
+    ],
+)
 def test_variant_differs_in_its_layout_only(name):
-    """So that two layouts can be compared: task, LoRA, noise, sampling and learning rate are those of the model's
-    first config."""
-    first, variant = (composed(config) for config in (name.split("gsm8k_")[0] + "gsm8k_16npu", name))
+    """So that two layouts can be compared: task, LoRA, noise, sampling and learning rate are those
+    of the model's first config.
+    """
+    first, variant = (
+        composed(config) for config in (name.split("gsm8k_")[0] + "gsm8k_16npu", name)
+    )
     one, other = flat(first), flat(variant)
     assert one.keys() == other.keys()
     for key in (key for key in one if one[key] != other[key]):
@@ -201,7 +269,9 @@ def test_variant_differs_in_its_layout_only(name):
         assert sub in MAY_DIFFER.get(section, ()), f"{key}: {one[key]} and {other[key]}"
 
 
-@pytest.mark.parametrize("file", sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")))
+@pytest.mark.parametrize(
+    "file", sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+)
 def test_first_line_says_the_purpose(file):
     first = (CONFIGS / file).read_text().splitlines()[0]
     assert first.startswith("# ") and len(first) > 40
@@ -209,24 +279,37 @@ def test_first_line_says_the_purpose(file):
 
 def test_noise_of_the_named_schedules():
     """QeRL's defaults, twice as strong, and mild, in 10 stages; and none."""
-    configs = {name: compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [f"aqn={name}"])["aqn"]
-               for name in ("qerl", "strong", "mild", "off")}
+    configs = {
+        name: compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [f"aqn={name}"])["aqn"]
+        for name in ("qerl", "strong", "mild", "off")
+    }
     assert {path.stem for path in (CONFIGS / "aqn").glob("*.yaml")} == set(configs)
-    assert {name: (aqn["sigma_start"], aqn["sigma_end"], aqn["num_stages"])
-            for name, aqn in configs.items() if aqn["enabled"]} == {
-        "qerl": (0.05, 0.0005, 10), "strong": (0.1, 0.001, 10), "mild": (0.01, 0.001, 10)}
+    assert {
+        name: (aqn["sigma_start"], aqn["sigma_end"], aqn["num_stages"])
+        for name, aqn in configs.items()
+        if aqn["enabled"]
+    } == {"qerl": (0.05, 0.0005, 10), "strong": (0.1, 0.001, 10), "mild": (0.01, 0.001, 10)}
 
 
 def test_environment_has_what_is_known_to_matter():
-    """What upstream's configs/envs/runtime_env.yaml and users of 910C boxes set; not what the engine takes from the
-    config."""
+    """What upstream's configs/envs/runtime_env.yaml and users of 910C boxes set; not what the
+    engine takes from the config.
+    """
     environment = npu_environment()
     assert all(isinstance(value, str) for value in environment.values()), "Ray refuses other values"
-    assert environment.items() >= {
-        "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE", "HCCL_WHITELIST_DISABLE": "1", "VLLM_ASCEND_ENABLE_NZ": "0",
-        "VLLM_USE_V1": "1",
-        "TASK_QUEUE_ENABLE": "2", "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "true",
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items()
+    assert (
+        environment.items()
+        >= {
+            "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE",
+            "HCCL_WHITELIST_DISABLE": "1",
+            "VLLM_ASCEND_ENABLE_NZ": "0",
+            "VLLM_USE_V1": "1",
+            "TASK_QUEUE_ENABLE": "2",
+            "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "true",
+            "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }.items()
+    )
     assert {"HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_IF_BASE_PORT"} <= environment.keys()
     assert not {"VLLM_DP_SIZE", "HCCL_BUFFSIZE"} & environment.keys()
 
@@ -236,7 +319,12 @@ def test_the_guide_shows_these_configs_and_this_contract():
     assert {path.stem for path in CONFIGS.glob("*npu*.yaml")} == set(SHIPPED)
     assert all(f"| `{name}` |" in guide for name in SHIPPED)
     for package, pin in PINS.items():
-        count = sum(len(entries) for file, entries in ENTRIES.items()
-                    if file.split("/")[0].replace("cli", "mindspeed_rl") == package)
-        assert (f"\n{pin.title} in ../{pin.title} is {pin}; {count} of {count} things that the engine relies on are "
-                "unchanged\n") in guide
+        count = sum(
+            len(entries)
+            for file, entries in ENTRIES.items()
+            if file.split("/")[0].replace("cli", "mindspeed_rl") == package
+        )
+        assert (
+            f"\n{pin.title} in ../{pin.title} is {pin}; {count} of {count} things that the engine "
+            "relies on are unchanged\n"
+        ) in guide

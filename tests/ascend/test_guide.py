@@ -1,6 +1,8 @@
-"""docs/ascend.md typed from its first command to its last, in one shell: every file and folder that a command names is
-in this repository or was made by a command before it. What would install, convert or train only looks at its paths.
-docs/hangs.md goes by what is really printed, and by the time-outs that are really set."""
+"""docs/ascend.md typed from its first command to its last, in one shell: every file and folder that
+a command names is in this repository or was made by a command before it. What would install,
+convert or train only looks at its paths. docs/hangs.md goes by what is really printed, and by the
+time-outs that are really set.
+"""
 
 import re
 import shlex
@@ -12,9 +14,15 @@ from mindspeed_qerl.recipe.types import Npu
 
 ROOT = Path(__file__).parents[2]
 # What the commands take from the checkouts that they clone (paths of upstream at the pins).
-UPSTREAM = ["vllm-ascend/requirements.txt", "vllm-ascend/setup.py", "MindSpeed/requirements.txt",
-            "MindSpeed-RL/requirements.txt", "MindSpeed-LLM/convert_ckpt.py", "MindSpeed-LLM/convert_ckpt_v2.py",
-            "Megatron-LM/megatron/core/datasets/Makefile"]
+UPSTREAM = [
+    "vllm-ascend/requirements.txt",
+    "vllm-ascend/setup.py",
+    "MindSpeed/requirements.txt",
+    "MindSpeed-RL/requirements.txt",
+    "MindSpeed-LLM/convert_ckpt.py",
+    "MindSpeed-LLM/convert_ckpt_v2.py",
+    "Megatron-LM/megatron/core/datasets/Makefile",
+]
 SHELL = """
 fault() { echo "in ${PWD##*/}: $*" >> "$faults"; }
 needs() { [[ -e $1 ]] || fault "no $1"; }
@@ -50,20 +58,31 @@ ulimit() { :; }
 def commands(page: str) -> str:
     """The blocks of commands, and the commands that stand before their output."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return "\n".join(text if kind == "bash" else "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, re.MULTILINE))
-                     for kind, text in blocks)
+    return "\n".join(
+        text
+        if kind == "bash"
+        else "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, re.MULTILINE))
+        for kind, text in blocks
+    )
 
 
 def walk(page: str, folder: Path) -> list[str]:
-    """Faults of the commands of `page`, typed in a folder that has this repository and nothing else."""
+    """Faults of the commands of `page`, typed in a folder that has this repository and nothing
+    else.
+    """
     (folder / "mindspeed_qerl").mkdir(parents=True)
     for entry in ROOT.iterdir():
         (folder / "mindspeed_qerl" / entry.name).symlink_to(entry)
     faults = folder / "faults"
     faults.touch()
     settings = f"faults={shlex.quote(str(faults))}\nupstream={shlex.quote(' '.join(UPSTREAM))}\n"
-    done = subprocess.run(["bash", "-c", settings + SHELL + commands(page)], cwd=folder, check=False, text=True,
-                          capture_output=True)
+    done = subprocess.run(
+        ["bash", "-c", settings + SHELL + commands(page)],
+        cwd=folder,
+        check=False,
+        text=True,
+        capture_output=True,
+    )
     assert not done.stderr, done.stderr
     return faults.read_text().splitlines()
 
@@ -74,20 +93,35 @@ def test_every_path_is_there_when_it_is_named(tmp_path):
     assert walk(page, tmp_path / "page") == []
     # a page that forgets where it is
     lost = walk(page.replace("cd ../MindSpeed-LLM", "cd MindSpeed-LLM"), tmp_path / "lost")
-    assert lost[0] == "in mindspeed_qerl: cd MindSpeed-LLM" and "in mindspeed_qerl: no convert_ckpt.py" in lost
+    assert (
+        lost[0] == "in mindspeed_qerl: cd MindSpeed-LLM"
+        and "in mindspeed_qerl: no convert_ckpt.py" in lost
+    )
 
 
 def test_the_page_on_hangs_has_our_lines_and_clocks():
     page = (ROOT / "docs" / "hangs.md").read_text()
-    sources = "\n".join((ROOT / name).read_text() for name in (
-        "mindspeed_qerl/ascend/engine.py", "mindspeed_qerl/preflight/__init__.py", "examples/grpo/launch.sh",
-        "examples/grpo/processes.sh"))
+    sources = "\n".join(
+        (ROOT / name).read_text()
+        for name in (
+            "mindspeed_qerl/ascend/engine.py",
+            "mindspeed_qerl/preflight/__init__.py",
+            "examples/grpo/launch.sh",
+            "examples/grpo/processes.sh",
+        )
+    )
     headings = "\n".join(re.findall("^## .*", page, re.MULTILINE))
     phases = re.findall(r"`([\w ]+) \.\.\.`", headings)
     assert len(phases) == 5 and all(f'phase("{phase}")' in sources for phase in phases)
-    for line in ("asking npu-smi, CANN and Ray at once, for at most", "the base weights are converted",
-                 "GSM8K is converted to text", "hangs in the driver and cannot be killed; it keeps the box",
-                 "waiting for it to end, at most", "this box is taken", "its launcher has gone"):
+    for line in (
+        "asking npu-smi, CANN and Ray at once, for at most",
+        "the base weights are converted",
+        "GSM8K is converted to text",
+        "hangs in the driver and cannot be killed; it keeps the box",
+        "waiting for it to end, at most",
+        "this box is taken",
+        "its launcher has gone",
+    ):
         assert line in page and line in sources, line
     clocks = dict(re.findall(r"^\| `([\w.]+)` \| (\d+) s", page, re.MULTILINE))
     ours = npu_environment() | {"npu.peer_timeout": str(Npu.peer_timeout)}

@@ -1,4 +1,6 @@
-"""An import that fails in a worker, or in the driver, is one line with what to do, whatever Ray makes of it."""
+"""An import that fails in a worker, or in the driver, is one line with what to do, whatever Ray
+makes of it.
+"""
 
 import importlib
 import os
@@ -44,8 +46,11 @@ class Else:
 class Stopped:
     def starts(self): os.kill(os.getpid(), signal.SIGSTOP)
 """
-WAYS = {"Constructor": "an import error in a worker's constructor", "Module": "an import error in a worker's module",
-        "Task": "an import error in a task of a worker"}
+WAYS = {
+    "Constructor": "an import error in a worker's constructor",
+    "Module": "an import error in a worker's module",
+    "Task": "an import error in a task of a worker",
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,9 @@ def workers(tmp_path_factory):
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private_ray, "STOPPED", 1)
-        private_ray.start(num_cpus=5, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}})
+        private_ray.start(
+            num_cpus=5, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}}
+        )
     found = importlib.import_module("workers_of_a_test")
     found.Module = importlib.import_module("module_of_a_test").Module
     yield found
@@ -69,8 +76,11 @@ def workers(tmp_path_factory):
 
 def failed(worker: type, tmp_path) -> str:
     """What the engine says of an upstream that starts such a worker."""
-    upstream = SimpleNamespace(train=SimpleNamespace(
-        _function=lambda _: ray.get(ray.remote(worker).remote().starts.remote())))
+    upstream = SimpleNamespace(
+        train=SimpleNamespace(
+            _function=lambda _: ray.get(ray.remote(worker).remote().starts.remote())
+        )
+    )
     recipe = read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu"))
     with pytest.raises(EngineError) as caught:
         engine._call(upstream, recipe, RunDirectory(tmp_path))
@@ -83,9 +93,10 @@ def test_an_import_that_fails_in_a_worker(way, workers, tmp_path):
     said = failed(getattr(workers, way), tmp_path)
     seen(WAYS[way], said.splitlines()[0], began)
     assert said == (
-        f"a worker failed: {ERROR}. In a new shell, where python3 has torch: {imports.SOURCE} # libatb is of NNAL: "
-        "another version's, or for torch's other C++ ABI; tools/preflight.py tries it too\n"
-        f"Each process's output is in {tmp_path}/logs")
+        f"a worker failed: {ERROR}. In a new shell, where python3 has torch: {imports.SOURCE} # "
+        "libatb is of NNAL: another version's, or for torch's other C++ ABI; tools/preflight.py "
+        f"tries it too\nEach process's output is in {tmp_path}/logs"
+    )
 
 
 def test_what_is_no_import_is_told_whole(workers, tmp_path):
@@ -95,29 +106,41 @@ def test_what_is_no_import_is_told_whole(workers, tmp_path):
 
 def test_a_worker_that_is_stopped_is_said_to_be(workers, tmp_path):
     said = failed(workers.Stopped, tmp_path)
-    assert re.match(r"a worker failed: Ray's ray::\S+ \(pid \d+\) was stopped 1 s ago \(SIGSTOP", said)
+    assert re.match(
+        r"a worker failed: Ray's ray::\S+ \(pid \d+\) was stopped 1 s ago \(SIGSTOP", said
+    )
 
 
 def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
     script = tmp_path / "checkout" / "cli" / "train_grpo.py"
     script.parent.mkdir(parents=True)
     script.write_text("import no_such_package.part\n")
-    package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "checkout" / "mindspeed_rl")])
+    package = SimpleNamespace(
+        submodule_search_locations=[str(tmp_path / "checkout" / "mindspeed_rl")]
+    )
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: package)
     began = time.monotonic()
     with pytest.raises(EngineError) as caught:
         engine.load_upstream(None, None)
     seen("an import error in the driver", str(caught.value), began)
     assert str(caught.value) == (
-        f"upstream cannot be imported by {sys.executable}: No module named 'no_such_package' (asked for by {script}). "
-        "pip install no_such_package # in the version of docs/ascend.md, Install; tools/preflight.py tries it too")
+        f"upstream cannot be imported by {sys.executable}: No module named 'no_such_package' "
+        f"(asked for by {script}). pip install no_such_package # in the version of docs/ascend.md, "
+        "Install; tools/preflight.py tries it too"
+    )
 
 
-@pytest.mark.parametrize(("error", "typed"), [
-    ("No module named 'vllm_ascend'", "setup.py install"), ("No module named 'numpy'", "pip install numpy "),
-    ("numpy.core.multiarray failed to import", "pip install numpy==1.26.4"),
-    ("libhccl.so: cannot open shared object file", "set_env.sh"),
-    ("/lib64/libstdc++.so.6: version `GLIBCXX_3.4.29' not found", "Build it on this image"),
-    ("anything else", "docs/ascend.md, Install"), ("No module named 'mindspeed'", "docs/ascend.md, Install")])
+@pytest.mark.parametrize(
+    ("error", "typed"),
+    [
+        ("No module named 'vllm_ascend'", "setup.py install"),
+        ("No module named 'numpy'", "pip install numpy "),
+        ("numpy.core.multiarray failed to import", "pip install numpy==1.26.4"),
+        ("libhccl.so: cannot open shared object file", "set_env.sh"),
+        ("/lib64/libstdc++.so.6: version `GLIBCXX_3.4.29' not found", "Build it on this image"),
+        ("anything else", "docs/ascend.md, Install"),
+        ("No module named 'mindspeed'", "docs/ascend.md, Install"),
+    ],
+)
 def test_ways_out(error, typed):
     assert typed in imports.way_out(error)

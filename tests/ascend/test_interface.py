@@ -23,16 +23,40 @@ print(total.item())
 WITH_HOSTS = 'mount --bind "$1" /etc/hosts; shift; exec "$@"'
 
 
-@pytest.mark.parametrize("address", [
-    "127.0.1.1", pytest.param(UNREACHABLE, marks=pytest.mark.full), pytest.param("10.9.9.9", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.1.1",
+        pytest.param(UNREACHABLE, marks=pytest.mark.full),
+        pytest.param("10.9.9.9", marks=pytest.mark.full),
+    ],
+)
 def test_gloo_takes_the_interface_of_the_nodes_address(address, tmp_path):
     """Debian's own line, a bridge that both nodes have, another machine's address."""
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
     with joined() as cables:
-        ranks = [subprocess.Popen([*cable, "unshare", "--mount", "bash", "-c", WITH_HOSTS, "bash", hosts,
-                                   sys.executable, "-c", RANK, str(rank)], stdout=subprocess.PIPE, text=True)
-                 for rank, cable in enumerate(cables)]
+        ranks = [
+            subprocess.Popen(
+                [
+                    *cable,
+                    "unshare",
+                    "--mount",
+                    "bash",
+                    "-c",
+                    WITH_HOSTS,
+                    "bash",
+                    hosts,
+                    sys.executable,
+                    "-c",
+                    RANK,
+                    str(rank),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, cable in enumerate(cables)
+        ]
         try:
             assert ranks[1].communicate(timeout=60)[0] == "3\n"
             assert ranks[0].communicate(timeout=60)[0] == "3\n"

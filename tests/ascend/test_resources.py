@@ -21,20 +21,36 @@ from mindspeed_qerl.recipe.types import Recipe
 @pytest.fixture(scope="module")
 def cluster():
     """A real Ray of 12 NPUs and 128 CPUs."""
-    ray.init(address="local", num_cpus=128, resources={"NPU": 12}, include_dashboard=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=128,
+        resources={"NPU": 12},
+        include_dashboard=False,
+        logging_level="ERROR",
+    )
     yield
     ray.shutdown()
 
 
 def asked(npus: int, cpus_per_npu: int) -> Recipe:
-    return read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [
-        f"rl_config.actor_resource.num_npus={npus}", f"rl_config.num_cpus_for_placement_group={cpus_per_npu}"]))
+    return read_recipe(
+        compose(
+            "grpo_qwen3_30b_a3b_gsm8k_16npu",
+            [
+                f"rl_config.actor_resource.num_npus={npus}",
+                f"rl_config.num_cpus_for_placement_group={cpus_per_npu}",
+            ],
+        )
+    )
 
 
 def test_twelve_npus_where_sixteen_are_asked(cluster, monkeypatch):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7,8,9,10,11")
-    with pytest.raises(EngineError, match=r"16 NPUs are asked for .* Ray sees 12\..*ASCEND_RT_VISIBLE_DEVICES names "
-                                          r"fewer \(it is '0,1,2"):
+    with pytest.raises(
+        EngineError,
+        match=r"16 NPUs are asked for .* Ray sees 12\..*ASCEND_RT_VISIBLE_DEVICES names "
+        r"fewer \(it is '0,1,2",
+    ):
         check_resources(asked(16, 4))
 
 
@@ -55,13 +71,22 @@ sys.stdin.read()
 
 
 def test_npus_that_another_job_holds(cluster, tmp_path):
-    """The count is right, and upstream would wait for ever; when the job has ended its NPUs are taken."""
+    """The count is right, and upstream would wait for ever; when the job has ended its NPUs are
+    taken.
+    """
     (tmp_path / "other_training.py").write_text(OTHER)
-    with subprocess.Popen([sys.executable, tmp_path / "other_training.py", ray.get_runtime_context().gcs_address],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "other_training.py", ray.get_runtime_context().gcs_address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
         assert other.stdout.readline() == "holds\n"
-        with pytest.raises(EngineError, match=rf"12 NPUs are asked for, Ray has 12, of which 4 are free; the others "
-                                              rf"are held by process {other.pid} on .* \({re.escape(sys.executable)}"):
+        with pytest.raises(
+            EngineError,
+            match=rf"12 NPUs are asked for, Ray has 12, of which 4 are free; the others "
+            rf"are held by process {other.pid} on .* \({re.escape(sys.executable)}",
+        ):
             check_resources(asked(12, 4), patience=0)
         other.stdin.close()
     check_resources(asked(12, 4))
@@ -69,8 +94,14 @@ def test_npus_that_another_job_holds(cluster, tmp_path):
 
 def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
     """Of the clusters that upstream's groups fit into, and those they do not (launcher.py:64-104)."""
-    found = dict(resources={"NPU": 16.0, "CPU": 200.0}, available={"NPU": 16.0, "CPU": 200.0}, nodes=2, jobs=[],
-                 npus=[8, 8], cpus=[100, 100])
+    found = dict(
+        resources={"NPU": 16.0, "CPU": 200.0},
+        available={"NPU": 16.0, "CPU": 200.0},
+        nodes=2,
+        jobs=[],
+        npus=[8, 8],
+        cpus=[100, 100],
+    )
     monkeypatch.setattr(of_ray, "look", lambda: found)
     for count, fits in ((8, True), (4, True), (16, False), (12, False)):
         acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda count=count: (count, 0)))
@@ -78,31 +109,49 @@ def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
         if fits:
             check_free(asked(16, 4), patience=0)
         else:
-            with pytest.raises(EngineError, match=f"this node shows {count} dies to CANN.* the nodes have 8, 8"):
+            with pytest.raises(
+                EngineError, match=f"this node shows {count} dies to CANN.* the nodes have 8, 8"
+            ):
                 check_free(asked(16, 4), patience=0)
 
 
-@pytest.mark.parametrize(("cpus", "fits"), [([43, 33], True), ([32, 44], True), ([42, 42], False), ([76, 31], False)])
+@pytest.mark.parametrize(
+    ("cpus", "fits"), [([43, 33], True), ([32, 44], True), ([42, 42], False), ([76, 31], False)]
+)
 def test_cpus_that_no_single_node_has(cpus, fits, monkeypatch):
-    """Eight ranks of 4 on each node, a reward process, and the transfer dock's 10 on one; the nodes together have the
-    76 that are counted for one machine."""
+    """Eight ranks of 4 on each node, a reward process, and the transfer dock's 10 on one; the nodes
+    together have the 76 that are counted for one machine.
+    """
     sums = {"NPU": 16.0, "CPU": float(sum(cpus))}
     found = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8], cpus=cpus)
     monkeypatch.setattr(of_ray, "look", lambda: found)
-    monkeypatch.setitem(sys.modules, "acl", SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (8, 0))))
+    monkeypatch.setitem(
+        sys.modules, "acl", SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (8, 0)))
+    )
     if fits:
         check_free(asked(16, 4), patience=0)
     else:
-        with pytest.raises(EngineError, match=rf"the nodes have {cpus[0]}, {cpus[1]} CPUs free; their ranks reserve "
-                                              r"32, 32, .* the transfer dock 10 on one .*--num-cpus=76"):
+        with pytest.raises(
+            EngineError,
+            match=rf"the nodes have {cpus[0]}, {cpus[1]} CPUs free; their ranks reserve "
+            r"32, 32, .* the transfer dock 10 on one .*--num-cpus=76",
+        ):
             check_free(asked(16, 4), patience=0)
 
 
 def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
     """Wherever Ray puts upstream's groups: their order is that of the ranks."""
-    tables = {"a": {0: "other", 1: "other"}, "b": {0: "driver's", 1: "driver's"}, "c": {0: "third", 1: "third"}}
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "driver's"))
-    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
+    tables = {
+        "a": {0: "other", 1: "other"},
+        "b": {0: "driver's", 1: "driver's"},
+        "c": {0: "third", 1: "third"},
+    }
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "driver's")
+    )
+    monkeypatch.setattr(
+        ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]}
+    )
     asked = []
     ordered = of_ray.this_node_first(lambda *args: asked.append(args) or ["a", "b", "c"])
     assert ordered(6, 4, 2, 3) == ["b", "a", "c"] and asked == [(6, 4, 2, 3)]
@@ -116,8 +165,11 @@ def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):
     (tmp_path / "cli" / "train_grpo.py").write_text("import no_such_tensordict\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mindspeed_rl", raising=False)
-    with pytest.raises(EngineError, match=r"No module named 'no_such_tensordict' \(asked for by .*/train_grpo.py\). "
-                                          r"pip install no_such_tensordict # in the version") as error:
+    with pytest.raises(
+        EngineError,
+        match=r"No module named 'no_such_tensordict' \(asked for by .*/train_grpo.py\). "
+        r"pip install no_such_tensordict # in the version",
+    ) as error:
         engine.load_upstream(asked(16, 4), None)
     assert "\n" not in str(error.value)
 
@@ -125,7 +177,10 @@ def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):
 def test_too_few_cpus_for_the_placement(cluster):
     """Of 128, 12 x 10 are taken by upstream's bundles, and its transfer dock waits for 10 more."""
     assert needed_cpus(asked(12, 10)) == 120 + 2 + 10
-    with pytest.raises(EngineError, match=r"need 132 CPUs; Ray has 128\. .*num_cpus_for_placement_group=9, or start "
-                                          r"Ray with --num-cpus=132"):
+    with pytest.raises(
+        EngineError,
+        match=r"need 132 CPUs; Ray has 128\. .*num_cpus_for_placement_group=9, or start "
+        r"Ray with --num-cpus=132",
+    ):
         check_resources(asked(12, 10))
     check_resources(asked(12, 9))

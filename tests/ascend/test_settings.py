@@ -1,4 +1,6 @@
-"""Configs of the MindSpeed-RL engine that cannot work are refused in words before anything is started."""
+"""Configs of the MindSpeed-RL engine that cannot work are refused in words before anything is
+started.
+"""
 
 import copy
 import json
@@ -20,7 +22,10 @@ def raw(tmp_path):
     """raw(family, **layout): the rehearsal's config, with files that exist."""
     for folder in ("packed", "chat"):
         (tmp_path / folder).mkdir()
-    for name in ("packed/gsm8k_train_packed_input_ids_document", "packed/gsm8k_train_packed_labels_document"):
+    for name in (
+        "packed/gsm8k_train_packed_input_ids_document",
+        "packed/gsm8k_train_packed_labels_document",
+    ):
         for ending in (".bin", ".idx"):
             (tmp_path / f"{name}{ending}").touch()
     (tmp_path / "chat" / "test_chat.parquet").touch()
@@ -28,10 +33,24 @@ def raw(tmp_path):
     def make(family="qwen3_moe", **layout):
         model = tmp_path / family
         model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps({**FAMILIES[family][1], "model_type": family}))
-        return copy.deepcopy(make_config(family, model, tmp_path, tmp_path,
-                                         **{"npus": 2, "ep": 2 if "moe" in family else 1,
-                                            "infer_ep": 2 if "moe" in family else 1, **layout}))
+        (model / "config.json").write_text(
+            json.dumps({**FAMILIES[family][1], "model_type": family})
+        )
+        return copy.deepcopy(
+            make_config(
+                family,
+                model,
+                tmp_path,
+                tmp_path,
+                **{
+                    "npus": 2,
+                    "ep": 2 if "moe" in family else 1,
+                    "infer_ep": 2 if "moe" in family else 1,
+                    **layout,
+                },
+            )
+        )
+
     return make
 
 
@@ -47,64 +66,195 @@ def test_each_family_is_accepted(raw, family):
     recipe, _ = checked(raw(family))
     assert len(recipe.lora.targets) == 4
     assert settings.vllm_dp_size(recipe) == (2 if "moe" in family else 1)
-    assert set(settings.upstream_sections(recipe)) == {"model", "megatron_training", "actor_config", "rl_config",
-                                                       "generate_config"}
+    assert set(settings.upstream_sections(recipe)) == {
+        "model",
+        "megatron_training",
+        "actor_config",
+        "rl_config",
+        "generate_config",
+    }
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
-    ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
-    ("rl_config.verifier_function", ["gsm8k_strct"], ("rl_config.verifier_function: unknown verifier 'gsm8k_strct', "
-                                                     "did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo")),
-    ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
-    ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'"),
-    ("megatron_training.lora_target_modules", ["q_proj"],
-     "megatron_training.lora_target_modules: unknown targets 'q_proj'. Known: linear_fc1, linear_fc2"),
-    ("megatron_training.stage", "ray_dapo", "megatron_training.stage = 'ray_dapo' must be 'ray_grpo'"),
-    ("generate_config.enforce_eager", False,
-     "must be True: a captured graph replays addresses of weights that move at every sync"),
-    ("rl_config.use_wandb", True, "rl_config.use_wandb = True must be False: set run.wandb_project instead"),
-    ("rl_config.async_engine", True, "the synchronous rollout"),
-    ("actor_config.moe_tp_extend_ep", False, "moe_tp_extend_ep = False must be True for a mixture of experts"),
-    ("model.tiny.moe_token_dispatcher_type", "alltoall", "the only dispatcher that MindSpeed-LLM has LoRA for"),
-    ("megatron_training.moe_alltoall_overlap_comm", True, "its fused backward"),
-    ("megatron_training.lora_alpha", 16.0, "lora_alpha = 16.0 must be a whole number, written without a point"),
-    ("megatron_training.lora_fusion", True, "it uses MC2 kernels"),
-    ("megatron_training.lora_ckpt_filter", False, "checkpoints hold the adapters only"),
-    ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "only the first chunk's adapters would be off"),
-    ("actor_config.save", "somewhere", "checkpoints are kept in the run directory"),
-    ("actor_config.tensor_model_parallel_size", 3, "2 ranks cannot be divided by TP 3 x PP 1 x CP 1 = 3"),
-    ("generate_config.infer_expert_parallel_size", 4, "2 ranks cannot be divided by infer TP 1 x EP 4 = 4"),
-    ("generate_config.enable_expert_parallel", False, "enable_expert_parallel must be true for a mixture of experts"),
-    ("rl_config.actor_resource.num_npus", 1, "1 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2"),
-    ("megatron_training.dataset_additional_keys", [],
-     "dataset_additional_keys = [] must be ['labels']: the verifier reads the gold answers from there"),
-    ("megatron_training.data_path", "nowhere",
-     "no file nowhere_packed_input_ids_document.bin. Make it with `python tools/convert_gsm8k.py"),
-    ("model.tiny.moe_router_topk", 4, "moe_router_topk = 4 in the config, but num_experts_per_tok = 2 in"),
-    ("model.tiny.rotary_base", None,
-     "rotary_base is left out of the config, which is 10000 to Megatron, but rope_theta = 1000000.0 in"),
-    ("model.tiny.norm_topk_prob", None,
-     "norm_topk_prob is left out of the config, which is False to Megatron, but norm_topk_prob = True in"),
-    ("model.tiny.qk_layernorm", False, "qk_layernorm = False in the config, but model_type = 'qwen3_moe' in"),
-    ("model.tiny.norm_epsilon", ["1e-6"], "norm_epsilon = ['1e-6'] in the config, but rms_norm_eps = 1e-06 in"),
-    ("task.prompt", "plain", "task.prompt = 'plain' must be 'chat': the packed training rows hold chat prompts"),
-    ("generate_config.sampling_config.max_tokens", None, "max_tokens is missing"),
-    ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
-    ("run.resume", "somewhere", "run.resume needs actor_config.load"),
-    ("eval.every", 0, "eval.every = 0 must be at least 1"),
-    ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
-    ("rollout_quantization", {"format": "fp8"}, "rollout_quantization.format = 'fp8' must be none, int8_w8a8, mxfp4"),
-    ("rollout_quantization", {"format": "int8_w8a8"},
-     "rollout_quantization.format = 'int8_w8a8' with a mixture of experts"),
-    ("rollout_quantization", {"format": "nvfp4", "lora": "beside"}, "rollout_quantization.lora = 'beside' must be"),
-    ("rollout_quantization", {"format": "nvfp4", "probe_answers": 2}, "probe_answers = 2 must be 0: no answer is"),
-    ("rollout_quantization", {"format": "mxfp4"}, ("the model's moe_intermediate_size = 48 is no multiple of its "
-                                                   "blocks of 32 inputs")),
-    ("rl_config.overlong_buffer_enable", True,
-     "overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens"),
-    ("model.tiny.moe_aux_loss_coeff", None, "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
+        ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank'"),
+        (
+            "rl_config.verifier_function",
+            ["gsm8k_strct"],
+            (
+                "rl_config.verifier_function: unknown verifier 'gsm8k_strct', "
+                "did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo"
+            ),
+        ),
+        ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
+        ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'"),
+        (
+            "megatron_training.lora_target_modules",
+            ["q_proj"],
+            (
+                "megatron_training.lora_target_modules: unknown targets 'q_proj'. Known: linear_fc1, "
+                "linear_fc2"
+            ),
+        ),
+        (
+            "megatron_training.stage",
+            "ray_dapo",
+            "megatron_training.stage = 'ray_dapo' must be 'ray_grpo'",
+        ),
+        (
+            "generate_config.enforce_eager",
+            False,
+            "must be True: a captured graph replays addresses of weights that move at every sync",
+        ),
+        (
+            "rl_config.use_wandb",
+            True,
+            "rl_config.use_wandb = True must be False: set run.wandb_project instead",
+        ),
+        ("rl_config.async_engine", True, "the synchronous rollout"),
+        (
+            "actor_config.moe_tp_extend_ep",
+            False,
+            "moe_tp_extend_ep = False must be True for a mixture of experts",
+        ),
+        (
+            "model.tiny.moe_token_dispatcher_type",
+            "alltoall",
+            "the only dispatcher that MindSpeed-LLM has LoRA for",
+        ),
+        ("megatron_training.moe_alltoall_overlap_comm", True, "its fused backward"),
+        (
+            "megatron_training.lora_alpha",
+            16.0,
+            "lora_alpha = 16.0 must be a whole number, written without a point",
+        ),
+        ("megatron_training.lora_fusion", True, "it uses MC2 kernels"),
+        ("megatron_training.lora_ckpt_filter", False, "checkpoints hold the adapters only"),
+        (
+            "actor_config.num_layers_per_virtual_pipeline_stage",
+            1,
+            "only the first chunk's adapters would be off",
+        ),
+        ("actor_config.save", "somewhere", "checkpoints are kept in the run directory"),
+        (
+            "actor_config.tensor_model_parallel_size",
+            3,
+            "2 ranks cannot be divided by TP 3 x PP 1 x CP 1 = 3",
+        ),
+        (
+            "generate_config.infer_expert_parallel_size",
+            4,
+            "2 ranks cannot be divided by infer TP 1 x EP 4 = 4",
+        ),
+        (
+            "generate_config.enable_expert_parallel",
+            False,
+            "enable_expert_parallel must be true for a mixture of experts",
+        ),
+        (
+            "rl_config.actor_resource.num_npus",
+            1,
+            "1 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2",
+        ),
+        (
+            "megatron_training.dataset_additional_keys",
+            [],
+            (
+                "dataset_additional_keys = [] must be ['labels']: the verifier reads the gold "
+                "answers from there"
+            ),
+        ),
+        (
+            "megatron_training.data_path",
+            "nowhere",
+            (
+                "no file nowhere_packed_input_ids_document.bin. Make it with `python "
+                "tools/convert_gsm8k.py"
+            ),
+        ),
+        (
+            "model.tiny.moe_router_topk",
+            4,
+            "moe_router_topk = 4 in the config, but num_experts_per_tok = 2 in",
+        ),
+        (
+            "model.tiny.rotary_base",
+            None,
+            (
+                "rotary_base is left out of the config, which is 10000 to Megatron, but rope_theta = "
+                "1000000.0 in"
+            ),
+        ),
+        (
+            "model.tiny.norm_topk_prob",
+            None,
+            (
+                "norm_topk_prob is left out of the config, which is False to Megatron, but "
+                "norm_topk_prob = True in"
+            ),
+        ),
+        (
+            "model.tiny.qk_layernorm",
+            False,
+            "qk_layernorm = False in the config, but model_type = 'qwen3_moe' in",
+        ),
+        (
+            "model.tiny.norm_epsilon",
+            ["1e-6"],
+            "norm_epsilon = ['1e-6'] in the config, but rms_norm_eps = 1e-06 in",
+        ),
+        (
+            "task.prompt",
+            "plain",
+            "task.prompt = 'plain' must be 'chat': the packed training rows hold chat prompts",
+        ),
+        ("generate_config.sampling_config.max_tokens", None, "max_tokens is missing"),
+        ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
+        ("run.resume", "somewhere", "run.resume needs actor_config.load"),
+        ("eval.every", 0, "eval.every = 0 must be at least 1"),
+        ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
+        (
+            "rollout_quantization",
+            {"format": "fp8"},
+            "rollout_quantization.format = 'fp8' must be none, int8_w8a8, mxfp4",
+        ),
+        (
+            "rollout_quantization",
+            {"format": "int8_w8a8"},
+            "rollout_quantization.format = 'int8_w8a8' with a mixture of experts",
+        ),
+        (
+            "rollout_quantization",
+            {"format": "nvfp4", "lora": "beside"},
+            "rollout_quantization.lora = 'beside' must be",
+        ),
+        (
+            "rollout_quantization",
+            {"format": "nvfp4", "probe_answers": 2},
+            "probe_answers = 2 must be 0: no answer is",
+        ),
+        (
+            "rollout_quantization",
+            {"format": "mxfp4"},
+            ("the model's moe_intermediate_size = 48 is no multiple of its blocks of 32 inputs"),
+        ),
+        (
+            "rl_config.overlong_buffer_enable",
+            True,
+            (
+                "overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling "
+                "max_tokens"
+            ),
+        ),
+        (
+            "model.tiny.moe_aux_loss_coeff",
+            None,
+            "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant",
+        ),
+    ],
+)
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     config = raw()
     put(config, key, value)
@@ -113,36 +263,85 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("family, format, infer_tp, fault", [
-    ("qwen3_moe", "nvfp4", 1, None), ("qwen3", "mxfp4", 2, None), ("qwen3", "nvfp4", 2, None),
-    ("qwen2", "int8_w8a8", 4, None), ("qwen3_moe", "none", 1, None), ("qwen3", "nvfp4", 4, None),
-    ("qwen3", "mxfp4", 4, "intermediate_size = 192 is no multiple of its blocks of 32 inputs; set a smaller size")])
+@pytest.mark.parametrize(
+    "family, format, infer_tp, fault",
+    [
+        ("qwen3_moe", "nvfp4", 1, None),
+        ("qwen3", "mxfp4", 2, None),
+        ("qwen3", "nvfp4", 2, None),
+        ("qwen2", "int8_w8a8", 4, None),
+        ("qwen3_moe", "none", 1, None),
+        ("qwen3", "nvfp4", 4, None),
+        (
+            "qwen3",
+            "mxfp4",
+            4,
+            "intermediate_size = 192 is no multiple of its blocks of 32 inputs; set a smaller size",
+        ),
+    ],
+)
 def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, family, format, infer_tp, fault):
     """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192 or experts of 48."""
     moe = "moe" in family
-    config = raw(family, npus=4, tp=infer_tp, infer_tp=infer_tp, ep=4 if moe else 1, infer_ep=4 if moe else 1)
+    config = raw(
+        family, npus=4, tp=infer_tp, infer_tp=infer_tp, ep=4 if moe else 1, infer_ep=4 if moe else 1
+    )
     if infer_tp == 4:
-        heads = json.loads((Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").read_text())
-        (Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").write_text(json.dumps(
-            {**heads, "num_key_value_heads": 4}))
+        heads = json.loads(
+            (
+                Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
+            ).read_text()
+        )
+        (Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").write_text(
+            json.dumps({**heads, "num_key_value_heads": 4})
+        )
         config["model"]["tiny"]["num_query_groups"] = 4
-    put(config, "rollout_quantization", {"format": format, "ignore": ["*.o_proj.weight"], "evaluation": True})
+    put(
+        config,
+        "rollout_quantization",
+        {"format": format, "ignore": ["*.o_proj.weight"], "evaluation": True},
+    )
     if fault is None:
         assert checked(config)[0].quantization.format == format
         return
     with pytest.raises(ConfigError) as refused:
         checked(config)
-    assert fault in str(refused.value) and f"infer_tensor_parallel_size = {infer_tp}" in str(refused.value)
+    assert fault in str(refused.value) and f"infer_tensor_parallel_size = {infer_tp}" in str(
+        refused.value
+    )
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("generate_config.enable_prefix_caching", True, "no routes for tokens that it finds in its cache"),
-    ("rl_config.use_remove_padding", True, "rl_config.use_remove_padding = True: tokens of several answers"),
-    ("rl_config.use_dynamic_bsz", True, "rl_config.use_dynamic_bsz = True: tokens of several answers"),
-    ("actor_config.context_parallel_size", 2, "with context_parallel_size = 2: a rank has parts of a sequence"),
-    ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "with num_layers_per_virtual_pipeline_stage = 1"),
-    ("model.tiny.num_experts", None, "with a model that has no experts"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        (
+            "generate_config.enable_prefix_caching",
+            True,
+            "no routes for tokens that it finds in its cache",
+        ),
+        (
+            "rl_config.use_remove_padding",
+            True,
+            "rl_config.use_remove_padding = True: tokens of several answers",
+        ),
+        (
+            "rl_config.use_dynamic_bsz",
+            True,
+            "rl_config.use_dynamic_bsz = True: tokens of several answers",
+        ),
+        (
+            "actor_config.context_parallel_size",
+            2,
+            "with context_parallel_size = 2: a rank has parts of a sequence",
+        ),
+        (
+            "actor_config.num_layers_per_virtual_pipeline_stage",
+            1,
+            "with num_layers_per_virtual_pipeline_stage = 1",
+        ),
+        ("model.tiny.num_experts", None, "with a model that has no experts"),
+    ],
+)
 def test_routes_that_cannot_be_replayed(raw, key, value, message):
     """Named with routing replay, and with routing replay alone."""
     found = []
@@ -167,11 +366,23 @@ def test_recorded_routes_need_no_cache_to_be_off(raw):
     checked(config)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"filter_groups_train_batch_size": 2, "mini_batch_size": 2},
-     r"filter_groups_train_batch_size = 2 must be megatron_training\.global_batch_size = 4, or left out"),
-    ({"filter_groups_metric": "gsm8k", "verifier_function": ["gsm8k", "format"], "verifier_weight": [1.0, 1.0]},
-     r"filter_groups_metric = 'gsm8k' with several verifiers must be left out")])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"filter_groups_train_batch_size": 2, "mini_batch_size": 2},
+            r"filter_groups_train_batch_size = 2 must be megatron_training\.global_batch_size = 4, or left out",
+        ),
+        (
+            {
+                "filter_groups_metric": "gsm8k",
+                "verifier_function": ["gsm8k", "format"],
+                "verifier_weight": [1.0, 1.0],
+            },
+            r"filter_groups_metric = 'gsm8k' with several verifiers must be left out",
+        ),
+    ],
+)
 def test_dynamic_sampling_that_the_transfer_dock_has_no_room_for(raw, changes, message):
     config = raw()
     config["rl_config"] |= {"filter_groups_enable": True}
@@ -184,7 +395,11 @@ def test_dynamic_sampling_that_the_transfer_dock_has_no_room_for(raw, changes, m
 def test_upstream_filters_and_costs_nothing_itself(raw):
     """The selection is ours: upstream's own keys for it have their defaults in what it is given."""
     config = raw()
-    config["rl_config"] |= {"filter_groups_enable": True, "overlong_buffer_enable": True, "overlong_buffer": 4}
+    config["rl_config"] |= {
+        "filter_groups_enable": True,
+        "overlong_buffer_enable": True,
+        "overlong_buffer": 4,
+    }
     recipe, *_ = checked(config)
     given = settings.upstream_sections(recipe)["rl_config"]
     assert not given["filter_groups_enable"] and not given["overlong_buffer_enable"]
@@ -193,8 +408,11 @@ def test_upstream_filters_and_costs_nothing_itself(raw):
 def test_tensor_parallel_experts_need_sequence_parallelism(raw):
     config = raw(npus=4, tp=2)
     config["megatron_training"]["sequence_parallel"] = False
-    with pytest.raises(ConfigError, match="sequence_parallel must be true for a mixture of experts with "
-                                          "tensor_model_parallel_size = 2"):
+    with pytest.raises(
+        ConfigError,
+        match="sequence_parallel must be true for a mixture of experts with "
+        "tensor_model_parallel_size = 2",
+    ):
         checked(config)
 
 
@@ -207,17 +425,26 @@ def test_every_fault_is_named_at_once(raw):
     assert len(str(refused.value).splitlines()) == 2
 
 
-@pytest.mark.parametrize("changes",
-                         [{"lr_decay_style": "cosine"}, {"lr_decay_style": "linear", "lr_warmup_fraction": 0.1},
-                          {"lr_warmup_fraction": 0.1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr_decay_style": "cosine"},
+        {"lr_decay_style": "linear", "lr_warmup_fraction": 0.1},
+        {"lr_warmup_fraction": 0.1},
+    ],
+)
 def test_a_schedule_that_every_epoch_would_advance(raw, changes):
-    """Upstream counts the answers of each epoch (base_training_engine.py:531) and plans for those of one."""
+    """Upstream counts the answers of each epoch (base_training_engine.py:531) and plans for those
+    of one.
+    """
     config = raw()
     config["actor_config"] |= {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0} | changes
     checked(config)
     config["rl_config"]["epochs"] = 3
-    message = (r"^rl_config.epochs = 3 with actor_config.lr_decay_style = .* 3 times too fast. Set rl_config.epochs=1"
-               ", or actor_config.lr_decay_style=constant")
+    message = (
+        r"^rl_config.epochs = 3 with actor_config.lr_decay_style = .* 3 times too fast. Set rl_config.epochs=1"
+        ", or actor_config.lr_decay_style=constant"
+    )
     with pytest.raises(ConfigError, match=message) as refused:
         checked(config)
     assert len(str(refused.value).splitlines()) == 1
@@ -249,10 +476,15 @@ def test_upstream_gets_a_save_interval(raw):
 
 
 def test_what_is_left_out_pads_as_upstream_does(raw):
-    """True would switch variable_seq_lengths on, too (MindSpeed-LLM features_manager/finetune/finetune.py:45)."""
+    """True would switch variable_seq_lengths on, too (MindSpeed-LLM
+    features_manager/finetune/finetune.py:45).
+    """
     config = raw("qwen3")
     del config["megatron_training"]["no_pad_to_seq_lengths"]
-    assert settings.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"] is False
+    assert (
+        settings.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"]
+        is False
+    )
 
 
 def test_dense_models_have_no_load_balancing_loss(raw):

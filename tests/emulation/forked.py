@@ -1,4 +1,6 @@
-"""Code in a process of its own, forked from one that has imported what it needs: quicker than an interpreter each."""
+"""Code in a process of its own, forked from one that has imported what it needs: quicker than an
+interpreter each.
+"""
 
 import json
 import subprocess
@@ -29,12 +31,21 @@ for line in sys.stdin:
 
 @contextmanager
 def forking(prelude: str, env: Mapping[str, str] | None = None) -> Iterator[Callable[[str], None]]:
-    """A function that runs code after `prelude`, which runs once; it fails with the code's traceback."""
-    with subprocess.Popen([sys.executable, "-c", SERVER, prelude], text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, env=env) as process:
+    """A function that runs code after `prelude`, which runs once; it fails with the code's
+    traceback.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, prelude],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+    ) as process:
+
         def run(code: str) -> None:
             print(json.dumps(textwrap.dedent(code)), file=process.stdin, flush=True)
             said = json.loads(process.stdout.readline())
             assert said == "done", said
+
         yield run
         process.stdin.close()

@@ -1,5 +1,6 @@
-"""One rank of test_mc2.py: mc2_ranks.py FOLDER RANK WORLD_SIZE. Saves what it gave to the MC2 operators and what they
-returned, in FOLDER/RANK."""
+"""One rank of test_mc2.py: mc2_ranks.py FOLDER RANK WORLD_SIZE. Saves what it gave to the MC2
+operators and what they returned, in FOLDER/RANK.
+"""
 
 import sys
 from datetime import timedelta
@@ -24,8 +25,14 @@ def inputs(case: str, rank: int, world: int) -> dict:
     generator = torch.Generator().manual_seed(100 * world + rank)
     among = {"few experts": 3}.get(case, EXPERTS)
     chosen = [torch.randperm(among, generator=generator)[:K] for _ in range(bs)]
-    given = dict(x=normal(bs, H, seed=rank), expert_ids=torch.stack(chosen).int(), moe_expert_num=EXPERTS,
-                 ep_world_size=world, ep_rank_id=rank, group_ep="process group" if case == "equal" else "backend")
+    given = dict(
+        x=normal(bs, H, seed=rank),
+        expert_ids=torch.stack(chosen).int(),
+        moe_expert_num=EXPERTS,
+        ep_world_size=world,
+        ep_rank_id=rank,
+        group_ep="process group" if case == "equal" else "backend",
+    )
     if "unequal" in case:
         given["global_bs"] = max(UNEQUAL[:world]) * world
     if case == "bfloat16":
@@ -35,14 +42,25 @@ def inputs(case: str, rank: int, world: int) -> dict:
     if case == "choices masked":
         given["x_active_mask"] = torch.rand(bs, K, generator=generator) < 0.5
     if case == "an expert twice":
-        given["expert_ids"] = torch.randint(0, EXPERTS, (bs, K), generator=generator, dtype=torch.int32)
+        given["expert_ids"] = torch.randint(
+            0, EXPERTS, (bs, K), generator=generator, dtype=torch.int32
+        )
         given["expert_ids"][1] = given["expert_ids"][1, 0]
     if case in ("sums", "tokens masked"):
         given["expert_token_nums_type"] = 0
     if case == "as vllm-ascend":  # ops/moe/token_dispatcher.py:117-158 on A3
-        given |= dict(expert_shard_type=0, shared_expert_rank_num=0, global_bs=0, expert_token_nums_type=0,
-                      scales=None, quant_mode=0, group_tp="backend", tp_world_size=1, tp_rank_id=0,
-                      x_active_mask=torch.arange(bs) < 3)
+        given |= dict(
+            expert_shard_type=0,
+            shared_expert_rank_num=0,
+            global_bs=0,
+            expert_token_nums_type=0,
+            scales=None,
+            quant_mode=0,
+            group_tp="backend",
+            tp_world_size=1,
+            tp_rank_id=0,
+            x_active_mask=torch.arange(bs) < 3,
+        )
     return given
 
 
@@ -52,33 +70,75 @@ CASES = ["equal", "unequal", "tokens masked", "choices masked", "few experts", "
 
 def experts(x, nums, kind, w13, w2):
     groups = dict(group_list=nums, group_list_type=kind, group_type=0, split_item=2)
-    return npu_grouped_matmul([npu_swiglu(npu_grouped_matmul([x], [w13], **groups)[0])], [w2], **groups)[0]
+    return npu_grouped_matmul(
+        [npu_swiglu(npu_grouped_matmul([x], [w13], **groups)[0])], [w2], **groups
+    )[0]
 
 
 def run(given: dict) -> dict:
-    mine = slice(given["ep_rank_id"] * EXPERTS // given["ep_world_size"],
-                 (given["ep_rank_id"] + 1) * EXPERTS // given["ep_world_size"])
+    mine = slice(
+        given["ep_rank_id"] * EXPERTS // given["ep_world_size"],
+        (given["ep_rank_id"] + 1) * EXPERTS // given["ep_world_size"],
+    )
     dtype, bs = given["x"].dtype, len(given["x"])
-    w13, w2 = normal(EXPERTS, H, 2 * FFN, seed=-1).to(dtype), normal(EXPERTS, FFN, H, seed=-2).to(dtype)
+    w13, w2 = (
+        normal(EXPERTS, H, 2 * FFN, seed=-1).to(dtype),
+        normal(EXPERTS, FFN, H, seed=-2).to(dtype),
+    )
     weights = normal(bs, K, seed=given["ep_rank_id"] + 50).float()
     dispatched = mc2.npu_moe_distribute_dispatch_v2(**given)
     rows, _, assist_info, nums, recv_counts, tp_recv_counts, expand_scales = dispatched
     results = experts(rows, nums, given.get("expert_token_nums_type", 1), w13[mine], w2[mine])
-    common = {name: given[name] for name in given if name in (
-        "expert_ids", "moe_expert_num", "ep_world_size", "ep_rank_id", "group_ep", "global_bs", "x_active_mask",
-        "expert_shard_type", "shared_expert_rank_num", "group_tp", "tp_world_size", "tp_rank_id")}  # fmt: skip
+    common = {
+        name: given[name]
+        for name in given
+        if name
+        in (
+            "expert_ids",
+            "moe_expert_num",
+            "ep_world_size",
+            "ep_rank_id",
+            "group_ep",
+            "global_bs",
+            "x_active_mask",
+            "expert_shard_type",
+            "shared_expert_rank_num",
+            "group_tp",
+            "tp_world_size",
+            "tp_rank_id",
+        )
+    }
     combined = mc2.npu_moe_distribute_combine_v2(
-        expand_x=results, assist_info_for_combine=assist_info, ep_send_counts=recv_counts, expert_scales=weights,
-        tp_send_counts=tp_recv_counts, expand_scales=expand_scales, **common)
-    return dict(dispatched=dispatched, results=results, combined=combined, w13=w13, w2=w2, weights=weights)
+        expand_x=results,
+        assist_info_for_combine=assist_info,
+        ep_send_counts=recv_counts,
+        expert_scales=weights,
+        tp_send_counts=tp_recv_counts,
+        expand_scales=expand_scales,
+        **common,
+    )
+    return dict(
+        dispatched=dispatched, results=results, combined=combined, w13=w13, w2=w2, weights=weights
+    )
 
 
 def product(rank: int, world: int) -> dict:
-    """What a rank gives to the product of FlashComm1, and what comes back; in float64 and in bfloat16."""
-    given = {dtype: dict(input=normal(2 * world, 7, seed=rank).to(dtype), x2=normal(7, 5, seed=9 + rank).to(dtype))
-             for dtype in (torch.float64, torch.bfloat16)}
-    back = {dtype: mc2.npu_mm_reduce_scatter_base(**one, hcom="backend", world_size=world, comm_mode="aiv")
-            for dtype, one in given.items()}
+    """What a rank gives to the product of FlashComm1, and what comes back; in float64 and in
+    bfloat16.
+    """
+    given = {
+        dtype: dict(
+            input=normal(2 * world, 7, seed=rank).to(dtype),
+            x2=normal(7, 5, seed=9 + rank).to(dtype),
+        )
+        for dtype in (torch.float64, torch.bfloat16)
+    }
+    back = {
+        dtype: mc2.npu_mm_reduce_scatter_base(
+            **one, hcom="backend", world_size=world, comm_mode="aiv"
+        )
+        for dtype, one in given.items()
+    }
     return {"given": given, "back": back}
 
 
@@ -87,10 +147,14 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     known = inputs("equal", rank, world)
     swapped = known["expert_ids"].flip(0) if rank else known["expert_ids"]
     wrong = {
-        "unknown expert": dict(expert_ids=torch.full_like(known["expert_ids"], EXPERTS * (rank == world - 1))),
+        "unknown expert": dict(
+            expert_ids=torch.full_like(known["expert_ids"], EXPERTS * (rank == world - 1))
+        ),
         "experts": dict(moe_expert_num=7 * world + 1),
         "global_bs": dict(global_bs=3 * world),
-        "too many tokens": dict(x=torch.ones(513, H), expert_ids=torch.ones(513, K, dtype=torch.int32)),
+        "too many tokens": dict(
+            x=torch.ones(513, H), expert_ids=torch.ones(513, K, dtype=torch.int32)
+        ),
         "no tokens": dict(x=torch.ones(0, H), expert_ids=torch.ones(0, K, dtype=torch.int32)),
         "int64": dict(expert_ids=known["expert_ids"].long()),
         "hole": dict(x_active_mask=torch.tensor([True, False, True, True])),
@@ -103,18 +167,31 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "tp": dict(tp_world_size=2),
         "algorithm": dict(comm_alg="hierarchy"),
         "nums": dict(expert_token_nums_type=2),
-        "no room": dict(x=torch.ones(4, H), expert_ids=torch.zeros(4, K, dtype=torch.int32), moe_expert_num=world),
+        "no room": dict(
+            x=torch.ones(4, H),
+            expert_ids=torch.zeros(4, K, dtype=torch.int32),
+            moe_expert_num=world,
+        ),
     }
-    calls = {name: lambda change=change: mc2.npu_moe_distribute_dispatch_v2(**known | change)
-             for name, change in wrong.items()}
+    calls = {
+        name: lambda change=change: mc2.npu_moe_distribute_dispatch_v2(**known | change)
+        for name, change in wrong.items()
+    }
     unequal = inputs("unequal", rank, world)
-    calls["unequal without global_bs"] = lambda: mc2.npu_moe_distribute_dispatch_v2(**unequal | dict(global_bs=0))
+    calls["unequal without global_bs"] = lambda: mc2.npu_moe_distribute_dispatch_v2(
+        **unequal | dict(global_bs=0)
+    )
     masked = dict(x_active_mask=torch.arange(len(unequal["x"])) < 1)
     calls["unequal with a mask"] = lambda: mc2.npu_moe_distribute_dispatch_v2(**unequal | masked)
 
     rows, _, assist_info, _, recv_counts, *_ = mc2.npu_moe_distribute_dispatch_v2(**known)
-    back = dict(expand_x=rows, assist_info_for_combine=assist_info, ep_send_counts=recv_counts,
-                expert_scales=torch.ones(4, K), **{name: known[name] for name in known if name != "x"})
+    back = dict(
+        expand_x=rows,
+        assist_info_for_combine=assist_info,
+        ep_send_counts=recv_counts,
+        expert_scales=torch.ones(4, K),
+        **{name: known[name] for name in known if name != "x"},
+    )
     for name, change in {
         "combine: rows": dict(expand_x=rows[1:]),
         "combine: weights": dict(expert_scales=torch.ones(4, K + 1)),
@@ -125,12 +202,16 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     }.items():
         calls[name] = lambda change=change: mc2.npu_moe_distribute_combine_v2(**back | change)
 
-    plain = dict(input=torch.ones(2 * world, 3), x2=torch.ones(3, 2), hcom="backend", world_size=world)
+    plain = dict(
+        input=torch.ones(2 * world, 3), x2=torch.ones(3, 2), hcom="backend", world_size=world
+    )
     for name, change in {
         "product: rows": dict(input=torch.ones(2 * world + 1, 3)),
         "product: width": dict(input=torch.ones(2 * world, 4)),
         "product: bias": dict(bias=torch.ones(2)),
-        "product: int8": dict(input=torch.ones(2 * world, 3).to(torch.int8), x2=torch.ones(3, 2).to(torch.int8)),
+        "product: int8": dict(
+            input=torch.ones(2 * world, 3).to(torch.int8), x2=torch.ones(3, 2).to(torch.int8)
+        ),
         "product: dtypes": dict(x2=torch.ones(3, 2).half()),
         "product: ranks": dict(world_size=world + 1),
         "product: mode": dict(comm_mode="ccu"),
@@ -149,8 +230,13 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     folder, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
     group = dist.new_group()
     mc2.register_group("process group", dist.group.WORLD)
     mc2.register_group("backend", group._get_backend(torch.device("cpu")))

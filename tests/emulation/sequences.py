@@ -1,9 +1,11 @@
-"""Random sequences in a paged cache, and their attention as a dense masked softmax over each sequence as it was before
-paging, in numpy float64. Slots of the cache that belong to no token hold NaN, so that reading one is seen.
+"""Random sequences in a paged cache, and their attention as a dense masked softmax over each
+sequence as it was before paging, in numpy float64. Slots of the cache that belong to no token hold
+NaN, so that reading one is seen.
 
-Tolerances: float64 results agree to 1e-10. Anything else is computed in float32 and rounded once, in bfloat16 by at
-most 2^-8 of a number, in float16 2^-11 (and 1%). float32 itself: scale * |q| |k| sums to at most 50 here, so a score
-is off by some 2^-24 * 50, a weight by as much of itself and a sum of values by a few times that: 2e-5.
+Tolerances: float64 results agree to 1e-10. Anything else is computed in float32 and rounded once,
+in bfloat16 by at most 2^-8 of a number, in float16 2^-11 (and 1%). float32 itself: scale * |q| |k|
+sums to at most 50 here, so a score is off by some 2^-24 * 50, a weight by as much of itself and a
+sum of values by a few times that: 2e-5.
 """
 
 import numpy as np
@@ -21,7 +23,9 @@ HEADS, KV_HEADS, SCALE = 4, 2, 0.3
 
 
 def attention(q, k, v, added=0.0):
-    """(S, N, D) float64 arrays; added (S1, S2) to the scores; equal groups of query heads share a key head."""
+    """(S, N, D) float64 arrays; added (S1, S2) to the scores; equal groups of query heads share a
+    key head.
+    """
     out = np.empty((*q.shape[:2], v.shape[2]))
     for head in range(q.shape[1]):
         shared = head // (q.shape[1] // k.shape[1])
@@ -41,7 +45,9 @@ def int32(numbers):
 
 
 class Paged:
-    """Sequences of random queries, keys and values, and their cache: blocks in random order, table rows too wide."""
+    """Sequences of random queries, keys and values, and their cache: blocks in random order, table
+    rows too wide.
+    """
 
     def __init__(self, queries, keys, block_size, dtype=torch.float64, sizes=(16, 16), padding=2):
         random = np.random.default_rng(0)
@@ -51,10 +57,15 @@ class Paged:
         free = iter(random.permutation(sum(needed) + 3).tolist())
         table = np.full((len(keys), max(needed) + 2), -1)
         shapes = [(sum(needed) + 3, block_size, KV_HEADS, size) for size in sizes]
-        self.key_cache, self.value_cache = (torch.full(shape, torch.nan, dtype=dtype) for shape in shapes)
+        self.key_cache, self.value_cache = (
+            torch.full(shape, torch.nan, dtype=dtype) for shape in shapes
+        )
         self.sequences = []
         for s, length in enumerate(keys):
-            k, v = (normal(length, KV_HEADS, size, dtype=dtype, seed=7 * s + i) for i, size in enumerate(sizes))
+            k, v = (
+                normal(length, KV_HEADS, size, dtype=dtype, seed=7 * s + i)
+                for i, size in enumerate(sizes)
+            )
             for token in range(length):
                 if token % block_size == 0:
                     table[s, token // block_size] = next(free)
@@ -66,14 +77,20 @@ class Paged:
         self.out = torch.full((*self.query.shape[:2], sizes[1]), 5.0, dtype=dtype)
 
     def expected(self, added=causal):
-        """Rows that no sequence has keep what out held; added(queries, keys) or one array for each sequence."""
+        """Rows that no sequence has keep what out held; added(queries, keys) or one array for each
+        sequence.
+        """
         rows, start = np.full(self.out.shape, 5.0), 0
         for s, (count, (k, v)) in enumerate(zip(self.queries, self.sequences, strict=True)):
             if count:
                 one = added(count, len(k)) if callable(added) else added[s]
-                rows[start:start + count] = attention(wide(self.query[start:start + count]), k, v, one)
+                rows[start : start + count] = attention(
+                    wide(self.query[start : start + count]), k, v, one
+                )
             start += count
         return rows
 
     def check(self, added=causal):
-        np.testing.assert_allclose(wide(self.out), self.expected(added), **TOLERANCES[self.out.dtype])
+        np.testing.assert_allclose(
+            wide(self.out), self.expected(added), **TOLERANCES[self.out.dtype]
+        )

@@ -1,5 +1,6 @@
-"""Rows sorted by expert and brought back, one token and one expert at a time, and the mixtures that vllm-ascend makes
-of them (ops/moe/token_dispatcher.py, moe_mlp.py) against the same mixture computed densely, in float64.
+"""Rows sorted by expert and brought back, one token and one expert at a time, and the mixtures that
+vllm-ascend makes of them (ops/moe/token_dispatcher.py, moe_mlp.py) against the same mixture
+computed densely, in float64.
 
 bfloat16 is rounded once: 2^-8 of the result at most, 1% added for float32's own error.
 """
@@ -19,15 +20,24 @@ ALL = [0, EXPERTS]
 def routing(seed, without=()):
     """int32 (TOKENS, K), every token's experts different, none of `without` chosen."""
     rng = np.random.default_rng(seed)
-    chosen = [rng.permutation([e for e in range(EXPERTS) if e not in without])[:K] for _ in range(TOKENS)]
+    chosen = [
+        rng.permutation([e for e in range(EXPERTS) if e not in without])[:K] for _ in range(TOKENS)
+    ]
     return torch.tensor(np.array(chosen), dtype=torch.int32)
 
 
 def rows_by_expert(expert_idx, first, last):
-    """(token, place in K) of every row that goes to an expert in the range, by expert, then by token."""
+    """(token, place in K) of every row that goes to an expert in the range, by expert, then by
+    token.
+    """
     ids = expert_idx.tolist()
-    return [(t, k) for e in range(first, last) for t, row in enumerate(ids) for k, chosen in enumerate(row)
-            if chosen == e]
+    return [
+        (t, k)
+        for e in range(first, last)
+        for t, row in enumerate(ids)
+        for k, chosen in enumerate(row)
+        if chosen == e
+    ]
 
 
 def mixture(x, w13, w2, expert_idx, weights):
@@ -41,7 +51,9 @@ def mixture(x, w13, w2, expert_idx, weights):
 
 def expert_rows(x, w13, w2, group_list, group_list_type):
     """VA ops/moe/moe_mlp.py:185-220."""
-    groups = dict(split_item=2, group_list_type=group_list_type, group_type=0, group_list=group_list)
+    groups = dict(
+        split_item=2, group_list_type=group_list_type, group_type=0, group_list=group_list
+    )
     hidden = operators.npu_swiglu(operators.npu_grouped_matmul(x=[x], weight=[w13], **groups)[0])
     return operators.npu_grouped_matmul(x=[hidden], weight=[w2], **groups)[0]
 
@@ -52,23 +64,42 @@ RANGES = [(ALL, ()), ([0, 4], ()), ([4, 8], (5,)), ([2, 5], (2, 4)), ([6, 8], (6
 
 
 def init_routing(x, expert_idx, active_expert_range, **arguments):
-    defaults = dict(active_num=expert_idx.numel(), expert_num=EXPERTS, expert_tokens_num_type=1,
-                    expert_tokens_num_flag=True, quant_mode=-1)
-    return experts.npu_moe_init_routing_v2(x, expert_idx, active_expert_range=active_expert_range,
-                                           **defaults | arguments)
+    defaults = dict(
+        active_num=expert_idx.numel(),
+        expert_num=EXPERTS,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+    )
+    return experts.npu_moe_init_routing_v2(
+        x, expert_idx, active_expert_range=active_expert_range, **defaults | arguments
+    )
 
 
 @pytest.mark.parametrize(("active", "without"), RANGES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_routing_copies_a_row_for_each_active_expert(active, without, dtype):
-    x, expert_idx, scale = normal(TOKENS, H, dtype=dtype), routing(1, without), normal(TOKENS, dtype=torch.float32)
+    x, expert_idx, scale = (
+        normal(TOKENS, H, dtype=dtype),
+        routing(1, without),
+        normal(TOKENS, dtype=torch.float32),
+    )
     order = rows_by_expert(expert_idx, *active)
     rows, row_idx, counts, scales = init_routing(x, expert_idx, active, scale=scale)
-    assert (rows.shape, row_idx.shape, scales.shape) == ((TOKENS * K, H), (TOKENS * K,), (TOKENS * K,))
-    assert (rows.dtype, row_idx.dtype, counts.dtype, scales.dtype) == (dtype, torch.int32, torch.int64, torch.float32)
+    assert (rows.shape, row_idx.shape, scales.shape) == (
+        (TOKENS * K, H),
+        (TOKENS * K,),
+        (TOKENS * K,),
+    )
+    assert (rows.dtype, row_idx.dtype, counts.dtype, scales.dtype) == (
+        dtype,
+        torch.int32,
+        torch.int64,
+        torch.float32,
+    )
     for i, (t, k) in enumerate(order):
         assert torch.equal(rows[i], x[t]) and scales[i] == scale[t] and row_idx[t * K + k] == i
-    assert rows[len(order):].isnan().all() and scales[len(order):].isnan().all()
+    assert rows[len(order) :].isnan().all() and scales[len(order) :].isnan().all()
     assert (row_idx == -1).sum() == TOKENS * K - len(order)
     assert counts.tolist() == [int((expert_idx == e).sum()) for e in range(*active)]
     assert init_routing(x, expert_idx, active, active_num=-1)[3].isnan().all()
@@ -78,12 +109,18 @@ def test_routing_copies_a_row_for_each_active_expert(active, without, dtype):
 def test_routing_with_places_instead_of_rows_and_pairs_instead_of_counts(active, without):
     x, expert_idx = normal(TOKENS, H), routing(2, without)
     order = rows_by_expert(expert_idx, *active)
-    _, places, pairs, _ = init_routing(x, expert_idx, active, row_idx_type=1, expert_tokens_num_type=2)
-    assert places[:len(order)].tolist() == [t * K + k for t, k in order]
+    _, places, pairs, _ = init_routing(
+        x, expert_idx, active, row_idx_type=1, expert_tokens_num_type=2
+    )
+    assert places[: len(order)].tolist() == [t * K + k for t, k in order]
     sizes = {e: int((expert_idx == e).sum()) for e in range(*active)}
     busy = [[e, size] for e, size in sizes.items() if size]
-    assert (pairs.shape, pairs.dtype, pairs[: len(busy)].tolist()) == ((EXPERTS, 2), torch.int64, busy)
-    for left_as_it_was in (places[len(order):], pairs[len(busy):]):
+    assert (pairs.shape, pairs.dtype, pairs[: len(busy)].tolist()) == (
+        (EXPERTS, 2),
+        torch.int64,
+        busy,
+    )
+    for left_as_it_was in (places[len(order) :], pairs[len(busy) :]):
         assert (left_as_it_was == torch.iinfo(left_as_it_was.dtype).min).all()
 
 
@@ -116,7 +153,9 @@ def test_routing_refuses(error, match, arguments):
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("num_out_tokens", "kept"), [(None, 27), (0, 27), (27, 27), (40, 27), (10, 10), (-3, 24)])
+@pytest.mark.parametrize(
+    ("num_out_tokens", "kept"), [(None, 27), (0, 27), (27, 27), (40, 27), (10, 10), (-3, 24)]
+)
 def test_permuting_sorts_by_expert(kind, num_out_tokens, kept):
     tokens, expert_idx = normal(TOKENS, H), routing(3, without=(0, 4))
     order = rows_by_expert(expert_idx, *ALL)
@@ -130,14 +169,21 @@ def test_permuting_sorts_by_expert(kind, num_out_tokens, kept):
     assert [part.shape for part in none] == [(0, H), (0,)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, ONE_ROUNDING)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, ONE_ROUNDING)]
+)
 @pytest.mark.parametrize("probs_dtype", [torch.float64, torch.bfloat16])
 def test_unpermuting_adds_up_the_rows_of_a_token(dtype, tolerance, probs_dtype):
     rows = normal(TOKENS * K, H, dtype=dtype)
-    probs = normal(TOKENS, K, seed=1, dtype=torch.bfloat16).to(probs_dtype)  # the same numbers in both
+    probs = normal(TOKENS, K, seed=1, dtype=torch.bfloat16).to(
+        probs_dtype
+    )  # the same numbers in both
     where = torch.from_numpy(np.random.default_rng(4).permutation(TOKENS * K)).int()
     out = experts.npu_moe_token_unpermute(rows, where, probs, restore_shape=torch.Size([1]))
-    expected = [sum(wide(probs)[t, k] * wide(rows)[where[t * K + k]] for k in range(K)) for t in range(TOKENS)]
+    expected = [
+        sum(wide(probs)[t, k] * wide(rows)[where[t * K + k]] for k in range(K))
+        for t in range(TOKENS)
+    ]
     assert out.dtype == dtype
     np.testing.assert_allclose(wide(out), expected, **tolerance)
     out = experts.npu_moe_token_unpermute(rows, where)
@@ -149,7 +195,9 @@ def test_unpermuting_reads_no_row_without_weight_and_none_that_is_not_there():
     rows[1] = float("nan")
     probs = torch.tensor([[2.0, 0.0], [3.0, 0.0], [5.0, 7.0]], dtype=torch.float64)
     out = experts.npu_moe_token_unpermute(rows, where, probs)
-    np.testing.assert_allclose(wide(out), [2 * wide(rows)[0], 3 * wide(rows)[3], 7 * wide(rows)[2]], **EXACT)
+    np.testing.assert_allclose(
+        wide(out), [2 * wide(rows)[0], 3 * wide(rows)[3], 7 * wide(rows)[2]], **EXACT
+    )
     probs[0, 1] = 1e-30
     assert experts.npu_moe_token_unpermute(rows, where, probs)[0].isnan().all()
     probs[1, 1] = 1.0
@@ -160,13 +208,29 @@ def test_unpermuting_reads_no_row_without_weight_and_none_that_is_not_there():
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
-        (NotImplementedError, "padded_mode", lambda x: experts.npu_moe_token_permute(x, routing(0), None, True)),
+        (
+            NotImplementedError,
+            "padded_mode",
+            lambda x: experts.npu_moe_token_permute(x, routing(0), None, True),
+        ),
         (ValueError, "int16", lambda x: experts.npu_moe_token_permute(x, routing(0).short())),
         (ValueError, "tokens", lambda x: experts.npu_moe_token_permute(x[1:], routing(0))),
-        (NotImplementedError, "padded_mode", lambda x: experts.npu_moe_token_unpermute(x, PLACES, None, True)),
+        (
+            NotImplementedError,
+            "padded_mode",
+            lambda x: experts.npu_moe_token_unpermute(x, PLACES, None, True),
+        ),
         (ValueError, "int64", lambda x: experts.npu_moe_token_unpermute(x, PLACES.long())),
-        (ValueError, ": probs", lambda x: experts.npu_moe_token_unpermute(x, PLACES, torch.ones(TOKENS, 2))),
-        (ValueError, ": sorted_indices", lambda x: experts.npu_moe_token_unpermute(x, PLACES[None])),
+        (
+            ValueError,
+            ": probs",
+            lambda x: experts.npu_moe_token_unpermute(x, PLACES, torch.ones(TOKENS, 2)),
+        ),
+        (
+            ValueError,
+            ": sorted_indices",
+            lambda x: experts.npu_moe_token_unpermute(x, PLACES[None]),
+        ),
     ],
 )
 def test_permuting_refuses(error, match, call):
@@ -180,9 +244,13 @@ PLACES = torch.arange(TOKENS, dtype=torch.int32)
 def test_gradients():
     expert_idx = routing(5)
     where = experts.npu_moe_token_permute(normal(TOKENS, H), expert_idx)[1]
-    assert gradcheck(lambda x: experts.npu_moe_token_permute(x, expert_idx)[0], [normal(TOKENS, H, grad=True)])
-    assert gradcheck(lambda x, p: experts.npu_moe_token_unpermute(x, where, p),
-                     [normal(TOKENS * K, H, grad=True), normal(TOKENS, K, grad=True)])
+    assert gradcheck(
+        lambda x: experts.npu_moe_token_permute(x, expert_idx)[0], [normal(TOKENS, H, grad=True)]
+    )
+    assert gradcheck(
+        lambda x, p: experts.npu_moe_token_unpermute(x, where, p),
+        [normal(TOKENS * K, H, grad=True), normal(TOKENS, K, grad=True)],
+    )
 
 
 # The mixtures of vllm-ascend
@@ -191,7 +259,14 @@ def test_gradients():
 def problem(seed, without):
     x, w13, w2 = normal(TOKENS, H), normal(EXPERTS, H, 2 * FFN), normal(EXPERTS, FFN, H)
     expert_idx, weights = routing(seed, without), normal(TOKENS, K, seed=seed).abs()
-    return x, w13, w2, expert_idx, weights, mixture(*map(wide, (x, w13, w2)), expert_idx.numpy(), wide(weights))
+    return (
+        x,
+        w13,
+        w2,
+        expert_idx,
+        weights,
+        mixture(*map(wide, (x, w13, w2)), expert_idx.numpy(), wide(weights)),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -205,34 +280,55 @@ def test_all_gather(ranks, seed, without):
         rows, row_idx, counts, _ = init_routing(x, expert_idx, [first, last])
         rows = expert_rows(rows, w13[first:last], w2[first:last], counts, 1)
         mine = (expert_idx >= first) & (expert_idx < last)
-        total += experts.npu_moe_token_unpermute(permuted_tokens=rows, sorted_indices=torch.abs(row_idx),
-                                                 probs=weights * mine)
+        total += experts.npu_moe_token_unpermute(
+            permuted_tokens=rows, sorted_indices=torch.abs(row_idx), probs=weights * mine
+        )
     np.testing.assert_allclose(wide(total), expected, **EXACT)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize(("seed", "without"), [(9, ()), (10, (0, 1, 2, 3, 5)), (11, (4, 6))])
 def test_all_to_all(ranks, seed, without):
-    """Every rank has some tokens, the last none, and sends them by expert: VA TokenDispatcherWithAll2AllV."""
+    """Every rank has some tokens, the last none, and sends them by expert: VA
+    TokenDispatcherWithAll2AllV.
+    """
     x, w13, w2, expert_idx, weights, expected = problem(seed, without)
     local = EXPERTS // ranks
     tokens = np.array_split(np.arange(TOKENS), ranks)
     if ranks > 1:
         tokens = [*tokens[:-2], np.concatenate(tokens[-2:]), tokens[-1][:0]]
-    permuted = [experts.npu_moe_token_permute(tokens=x[mine], indices=expert_idx[mine],
-                                              num_out_tokens=expert_idx[mine].numel()) for mine in tokens]
-    sizes = torch.stack([torch.bincount(expert_idx[mine].flatten(), minlength=EXPERTS) for mine in tokens])
-    sent = [rows.split(size.view(ranks, local).sum(1).tolist()) for (rows, _), size in zip(permuted, sizes)]
+    permuted = [
+        experts.npu_moe_token_permute(
+            tokens=x[mine], indices=expert_idx[mine], num_out_tokens=expert_idx[mine].numel()
+        )
+        for mine in tokens
+    ]
+    sizes = torch.stack(
+        [torch.bincount(expert_idx[mine].flatten(), minlength=EXPERTS) for mine in tokens]
+    )
+    sent = [
+        rows.split(size.view(ranks, local).sum(1).tolist())
+        for (rows, _), size in zip(permuted, sizes)
+    ]
     back = []
     for rank in range(ranks):
         mine = slice(rank * local, (rank + 1) * local)
         rows = torch.cat([parts[rank] for parts in sent])
-        number = torch.arange(local, dtype=torch.int32).repeat(ranks).repeat_interleave(sizes[:, mine].flatten())
+        number = (
+            torch.arange(local, dtype=torch.int32)
+            .repeat(ranks)
+            .repeat_interleave(sizes[:, mine].flatten())
+        )
         rows, where = experts.npu_moe_token_permute(rows, number)
-        rows = experts.npu_moe_token_unpermute(expert_rows(rows, w13[mine], w2[mine], sizes[:, mine].sum(0), 1), where)
+        rows = experts.npu_moe_token_unpermute(
+            expert_rows(rows, w13[mine], w2[mine], sizes[:, mine].sum(0), 1), where
+        )
         back.append(rows.split(sizes[:, mine].sum(1).tolist()))
     for rank, mine in enumerate(tokens):
-        out = experts.npu_moe_token_unpermute(permuted_tokens=torch.cat([parts[rank] for parts in back]),
-                                              sorted_indices=permuted[rank][1], probs=weights[mine],
-                                              restore_shape=x[mine].shape)
+        out = experts.npu_moe_token_unpermute(
+            permuted_tokens=torch.cat([parts[rank] for parts in back]),
+            sorted_indices=permuted[rank][1],
+            probs=weights[mine],
+            restore_shape=x[mine].shape,
+        )
         np.testing.assert_allclose(wide(out), expected[mine], **EXACT)

@@ -1,4 +1,6 @@
-"""torch as the stand-ins make it, each test in a process of its own: what was patched cannot be unpatched."""
+"""torch as the stand-ins make it, each test in a process of its own: what was patched cannot be
+unpatched.
+"""
 
 import os
 import subprocess
@@ -8,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.emulation import CANN_VARIABLE, NUM_NPUS_VARIABLE, SOC_VARIABLE, STAND_INS, environment
+from mindspeed_qerl.emulation import (
+    CANN_VARIABLE,
+    NUM_NPUS_VARIABLE,
+    SOC_VARIABLE,
+    STAND_INS,
+    environment,
+)
 from tests.emulation.forked import forking
 
 PRELUDE = "import torch, torch_npu, pytest\n"
@@ -17,7 +25,9 @@ PRELUDE = "import torch, torch_npu, pytest\n"
 def start(code: str, num_npus: int = 4, **variables: str) -> subprocess.Popen:
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
     env = {**os.environ, **environment(num_npus), **variables}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def check(*processes: subprocess.Popen) -> list[str]:
@@ -226,8 +236,13 @@ def test_hccl_and_nccl_are_gloo_and_a_rank_can_send_to_itself(tmp_path):
 def test_the_device_count_is_known_without_torch():
     code = "import sys, acl; print(acl.rt.get_device_count(), 'torch' in sys.modules)"
     for env, expected in ((environment(12), 12), ({**environment(1), NUM_NPUS_VARIABLE: "16"}, 16)):
-        run = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True,
-                             check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert run.stdout.split() == [f"({expected},", "0)", "False"]
 
 
@@ -245,7 +260,9 @@ def test_the_stand_ins_come_first_and_what_was_there_is_kept(monkeypatch):
 
 
 def test_what_vllm_ascend_asks_beyond_torch():
-    check(start("""
+    check(
+        start(
+            """
         import pickle, acl
         assert torch.version.cann == "8.3.RC1" and torch.npu.get_soc_version() == 220
         assert acl.get_soc_name() == "Ascend910B1"
@@ -259,7 +276,10 @@ def test_what_vllm_ascend_asks_beyond_torch():
         assert torch.equal(torch.tensor(blocks.cpu().numpy()), x)
         assert torch.equal(torch.tensor(blocks.to("cpu").numpy()), x)
         assert torch_npu.get_npu_format(blocks.to("npu")) == 29 and x.cpu() is x
-        """, **{SOC_VARIABLE: "910B", CANN_VARIABLE: "8.3.RC1"}))
+        """,
+            **{SOC_VARIABLE: "910B", CANN_VARIABLE: "8.3.RC1"},
+        )
+    )
 
 
 def test_ranks_gather_parts_of_different_lengths(tmp_path):

@@ -1,5 +1,6 @@
-"""FRACTAL_NZ as a layout of bytes. Tests that convert run in a process of their own, forked from one that has imported
-torch: conversions cannot be switched off again."""
+"""FRACTAL_NZ as a layout of bytes. Tests that convert run in a process of their own, forked from
+one that has imported torch: conversions cannot be switched off again.
+"""
 
 import itertools
 import textwrap
@@ -30,13 +31,20 @@ def in_nz(x):
 def check():
     """A function that runs code in a process of its own, in which x is a tensor of that dtype."""
     with forking(PRELUDE) as run:
+
         def check(code: str, dtype: str = "float32") -> None:
-            run(f"x = torch.randn(3, 20, 37, generator=torch.Generator().manual_seed(0)).to(torch.{dtype})\n"
-                + textwrap.dedent(code))
+            run(
+                "x = torch.randn(3, 20, 37, "
+                f"generator=torch.Generator().manual_seed(0)).to(torch.{dtype})\n"
+                + textwrap.dedent(code)
+            )
+
         yield check
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(torch.int8, 32), (torch.bfloat16, 16), (torch.float32, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [(torch.int8, 32), (torch.bfloat16, 16), (torch.float32, 16)]
+)
 def test_an_element_lies_where_the_format_says(dtype, columns):
     x = torch.arange(2 * 20 * 37).remainder(101).view(2, 20, 37).to(dtype)
     blocks = to_blocks(x)
@@ -49,7 +57,8 @@ def test_an_element_lies_where_the_format_says(dtype, columns):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_operators_read_and_write_values(check, dtype):
-    check("""
+    check(
+        """
         y = in_nz(x)
         assert torch.equal(y.clone(), x) and get_npu_format(y.clone()) == ND and y.shape == x.shape
         assert torch.equal(y[1].t().contiguous(), x[1].t().contiguous())
@@ -68,16 +77,21 @@ def test_operators_read_and_write_values(check, dtype):
             assert torch.equal(torch.cat([weight[0], weight[1]]), torch.cat([2 * x[0], 2 * x[1]]))
         npu_format_cast_(weight, ND)
         assert get_npu_format(weight) == ND and torch.equal(weight, 2 * x)
-        """, dtype)
+        """,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrix_products_are_those_of_the_values(check, dtype):
-    check("""
+    check(
+        """
         y, a = in_nz(x), torch.ones(5, 37, dtype=x.dtype)
         assert torch.equal(torch.nn.functional.linear(a, y[1]), torch.nn.functional.linear(a, x[1]))
         assert torch.equal(a @ y.transpose(1, 2), a @ x.transpose(1, 2))
-        """, dtype)
+        """,
+        dtype,
+    )
 
 
 def test_bytes_that_go_round_the_operators_are_seen(check):

@@ -1,4 +1,6 @@
-"""npu_fused_infer_attention_score against a dense masked softmax over each sequence, see sequences.py."""
+"""npu_fused_infer_attention_score against a dense masked softmax over each sequence, see
+sequences.py.
+"""
 
 import numpy as np
 import pytest
@@ -20,12 +22,26 @@ def chunks(dtype=torch.float64, block_size=128, size=64):
 
 def fused(batch, **change):
     blocks, block_size = batch.key_cache.shape[:2]
-    arguments = dict(key=batch.key_cache.view(blocks, block_size, -1),
-                     value=batch.value_cache.view(blocks, block_size, -1), atten_mask=MASK, block_table=batch.table,
-                     input_layout="TND", block_size=block_size, sparse_mode=3, num_heads=HEADS,
-                     actual_seq_lengths=np.cumsum(batch.queries).tolist(), actual_seq_lengths_kv=batch.keys,
-                     num_key_value_heads=KV_HEADS, scale=SCALE) | change
-    batch.out, lse = npu_fused_infer_attention_score(arguments.pop("query", batch.query), **arguments)
+    arguments = (
+        dict(
+            key=batch.key_cache.view(blocks, block_size, -1),
+            value=batch.value_cache.view(blocks, block_size, -1),
+            atten_mask=MASK,
+            block_table=batch.table,
+            input_layout="TND",
+            block_size=block_size,
+            sparse_mode=3,
+            num_heads=HEADS,
+            actual_seq_lengths=np.cumsum(batch.queries).tolist(),
+            actual_seq_lengths_kv=batch.keys,
+            num_key_value_heads=KV_HEADS,
+            scale=SCALE,
+        )
+        | change
+    )
+    batch.out, lse = npu_fused_infer_attention_score(
+        arguments.pop("query", batch.query), **arguments
+    )
     return lse
 
 
@@ -34,13 +50,15 @@ def fused(batch, **change):
 def test_the_last_queries_of_each_sequence_see_what_is_before_them(dtype, size, block_size):
     batch = chunks(dtype, block_size, size)
     lse = fused(batch)
-    assert batch.out.dtype == dtype and lse.shape == (0, )
+    assert batch.out.dtype == dtype and lse.shape == (0,)
     batch.check()
 
 
 def test_a_cache_with_the_heads_first():
     batch = chunks()
-    key, value = (cache.transpose(1, 2).contiguous() for cache in (batch.key_cache, batch.value_cache))
+    key, value = (
+        cache.transpose(1, 2).contiguous() for cache in (batch.key_cache, batch.value_cache)
+    )
     fused(batch, key=key, value=value)
     batch.check()
 
@@ -48,7 +66,9 @@ def test_a_cache_with_the_heads_first():
 @pytest.mark.parametrize("mask", [MASK.bool(), MASK.to(torch.uint8)[None], MASK[None, None]])
 def test_the_compressed_mask_in_every_form(mask):
     batch = chunks()
-    fused(batch, atten_mask=mask, pre_tokens=1, next_tokens=0, inner_precise=1)  # none of which means anything here
+    fused(
+        batch, atten_mask=mask, pre_tokens=1, next_tokens=0, inner_precise=1
+    )  # none of which means anything here
     batch.check()
 
 
@@ -67,7 +87,7 @@ def test_logarithm_of_the_sum():
     for count, (k, _) in zip(batch.queries, batch.sequences, strict=True):
         for i in range(count):
             for head in range(HEADS):
-                seen = k[:len(k) - count + i + 1, head // 2]
+                seen = k[: len(k) - count + i + 1, head // 2]
                 expected = np.log(np.exp(SCALE * seen @ wide(batch.query)[start + i, head]).sum())
                 np.testing.assert_allclose(lse[start + i, head, 0], expected, rtol=1e-5, atol=1e-5)
         start += count
@@ -92,11 +112,21 @@ WRONG[100, 101] = 0
         (NotImplementedError, "sparse_mode 4", dict(sparse_mode=4)),
         (NotImplementedError, "pse_shift", dict(pse_shift=torch.zeros(1))),
         (NotImplementedError, "query_rope", dict(query_rope=torch.zeros(1))),
-        (NotImplementedError, r"actual_shared_prefix_len is not emulated, it was \[3\]",
-         dict(actual_shared_prefix_len=[3])),
-        (NotImplementedError, "key_antiquant_mode is not emulated, it was 1", dict(key_antiquant_mode=1)),
-        (NotImplementedError, "without keys",
-         dict(sparse_mode=0, atten_mask=None, actual_seq_lengths_kv=[20, 17, 0, 4, 260])),
+        (
+            NotImplementedError,
+            r"actual_shared_prefix_len is not emulated, it was \[3\]",
+            dict(actual_shared_prefix_len=[3]),
+        ),
+        (
+            NotImplementedError,
+            "key_antiquant_mode is not emulated, it was 1",
+            dict(key_antiquant_mode=1),
+        ),
+        (
+            NotImplementedError,
+            "without keys",
+            dict(sparse_mode=0, atten_mask=None, actual_seq_lengths_kv=[20, 17, 0, 4, 260]),
+        ),
         (ValueError, "sparse_mode 0 takes no atten_mask", dict(sparse_mode=0)),
         (ValueError, r"\(2048, 2048\), not None", dict(atten_mask=None)),
         (ValueError, r"\(2048, 2048\), not \(260, 260\)", dict(atten_mask=MASK[:260, :260])),
@@ -114,7 +144,11 @@ WRONG[100, 101] = 0
         (ValueError, "must not fall", dict(actual_seq_lengths=[3, 4, 134, 133, 139])),
         (ValueError, "as many", dict(actual_seq_lengths_kv=[20, 17, 130, 4])),
         (ValueError, "must be given", dict(actual_seq_lengths_kv=None)),
-        (ValueError, "no more queries than keys", dict(actual_seq_lengths_kv=[20, 17, 129, 4, 260])),
+        (
+            ValueError,
+            "no more queries than keys",
+            dict(actual_seq_lengths_kv=[20, 17, 129, 4, 260]),
+        ),
         (ValueError, "5 rows", dict(block_table=int32([[0, 1, 2]] * 6))),
         (ValueError, "int32", dict(block_table=torch.zeros(5, 3, dtype=torch.int64))),
         (ValueError, "2 columns of block_table hold 256", dict(block_table=int32([[0, 1]] * 5))),
@@ -129,8 +163,15 @@ def test_it_refuses(error, match, change):
 def test_a_flat_cache_of_too_many_columns_is_refused():
     key = torch.zeros(1, 128, 65536, dtype=torch.bfloat16)
     query = torch.zeros(1, 1024, 64, dtype=torch.bfloat16)
-    change = dict(query=query, actual_seq_lengths=[1], actual_seq_lengths_kv=[1], block_table=int32([[0]]),
-                  num_heads=1024, num_key_value_heads=1024, block_size=128)
+    change = dict(
+        query=query,
+        actual_seq_lengths=[1],
+        actual_seq_lengths_kv=[1],
+        block_table=int32([[0]]),
+        num_heads=1024,
+        num_key_value_heads=1024,
+        block_size=128,
+    )
     with pytest.raises(ValueError, match="65535"):
         fused(chunks(), key=key, value=key, **change)
     heads_first = key.view(1, 1024, 128, 64)
@@ -143,5 +184,3 @@ def test_half_precision_in_this_layout_is_bfloat16(monkeypatch):
     monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
     with pytest.raises(ValueError, match="must be bfloat16, not float32"):
         fused(chunks(torch.float32))
-
-

@@ -1,5 +1,6 @@
-"""Grouped matrix products, routing and permutation of operators.py against numpy in float64, gradients against
-torch.autograd; tolerances as in test_operators.py."""
+"""Grouped matrix products, routing and permutation of operators.py against numpy in float64,
+gradients against torch.autograd; tolerances as in test_operators.py.
+"""
 
 import numpy as np
 import pytest
@@ -32,10 +33,14 @@ def test_grouped_matmul(counts):
         for weights in ([weight], list(weight)):  # one tensor for each group
             arguments = dict(group_list=group_list, group_type=0, group_list_type=kind)
             for split_item in (2, 3):
-                (y,) = operators.npu_grouped_matmul([x], weights, split_item=split_item, **arguments)
+                (y,) = operators.npu_grouped_matmul(
+                    [x], weights, split_item=split_item, **arguments
+                )
                 np.testing.assert_allclose(wide(y), expected, **EXACT)
             for split_item in (0, 1):
-                parts = operators.npu_grouped_matmul([x], weights, split_item=split_item, **arguments)
+                parts = operators.npu_grouped_matmul(
+                    [x], weights, split_item=split_item, **arguments
+                )
                 assert [len(y) for y in parts] == counts
                 np.testing.assert_allclose(wide(torch.cat(parts)), expected, **EXACT)
 
@@ -49,8 +54,9 @@ def test_grouped_matmul_over_the_summed_dimension(counts):
         (y,) = operators.npu_gmm([x], [weight], [], group_list, 2, kind)
         np.testing.assert_allclose(wide(y), expected, **EXACT)
     for group_list, kind in group_lists(counts)[1:]:
-        (y,) = operators.npu_grouped_matmul([x], [weight], group_list=group_list, split_item=3, group_type=2,
-                                            group_list_type=kind)
+        (y,) = operators.npu_grouped_matmul(
+            [x], [weight], group_list=group_list, split_item=3, group_type=2, group_list_type=kind
+        )
         np.testing.assert_allclose(wide(y), expected, **EXACT)
 
 
@@ -61,9 +67,15 @@ def test_gradient_of_grouped_matmul_is_that_of_a_dense_formulation(counts, trans
     one_hot = torch.eye(4, dtype=torch.float64)[torch.repeat_interleave(torch.tensor(counts))]
     dense = torch.einsum("te,tk,ekn->tn", one_hot, x, weight)
     expected = torch.autograd.grad(dense, [x, weight], direction)
-    stored = weight.detach().transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight.detach()
+    stored = (
+        weight.detach().transpose(1, 2).contiguous().transpose(1, 2)
+        if transposed
+        else weight.detach()
+    )
     for group_list, kind in group_lists(counts):
-        (dx,), (dweight,), dbias = operators.npu_gmm_backward([direction], [x.detach()], [stored], group_list, kind)
+        (dx,), (dweight,), dbias = operators.npu_gmm_backward(
+            [direction], [x.detach()], [stored], group_list, kind
+        )
         torch.testing.assert_close(dx, expected[0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(dweight, expected[1], rtol=1e-10, atol=1e-12)
         assert dbias == []
@@ -88,8 +100,12 @@ def test_gradients_are_added_in_float32():
 def test_rows_of_no_group_are_neither_read_nor_written():
     x, weight = normal(6, 3), normal(2, 3, 5)
     x[4:] = float("nan")
-    (y,) = operators.npu_grouped_matmul([x], [weight], group_list=torch.tensor([3, 4]), split_item=2, group_type=0)
-    np.testing.assert_allclose(wide(y[:4]), [wide(x)[i] @ wide(weight)[int(i > 2)] for i in range(4)], **EXACT)
+    (y,) = operators.npu_grouped_matmul(
+        [x], [weight], group_list=torch.tensor([3, 4]), split_item=2, group_type=0
+    )
+    np.testing.assert_allclose(
+        wide(y[:4]), [wide(x)[i] @ wide(weight)[int(i > 2)] for i in range(4)], **EXACT
+    )
     assert y.shape == (6, 5) and y[4:].isnan().all()
 
 
@@ -118,12 +134,15 @@ def test_grouped_matmul_refuses(error, match, arguments):
 
 def test_gradients_of_products_and_of_probabilities():
     def products(x, weight):
-        out = operators.npu_grouped_matmul([x], [weight], group_list=torch.tensor([2, 2, 5]), split_item=2,
-                                           group_type=0)
+        out = operators.npu_grouped_matmul(
+            [x], [weight], group_list=torch.tensor([2, 2, 5]), split_item=2, group_type=0
+        )
         return out[0][:5]  # the sixth row belongs to no group
 
     assert gradcheck(products, [normal(6, 3, grad=True), normal(3, 3, 4, seed=1, grad=True)])
-    assert gradcheck(lambda x: operators.npu_moe_gating_top_k_softmax(x, None, 2)[0], [normal(3, 5, grad=True)])
+    assert gradcheck(
+        lambda x: operators.npu_moe_gating_top_k_softmax(x, None, 2)[0], [normal(3, 5, grad=True)]
+    )
 
 
 # Mixture of experts
@@ -134,8 +153,9 @@ def test_gating_takes_the_largest_probabilities():
     weights, experts, rows = operators.npu_moe_gating_top_k_softmax(logits, None, 3)
     probabilities = np.exp(wide(logits)) / np.exp(wide(logits)).sum(-1, keepdims=True)
     np.testing.assert_allclose(wide(weights), np.sort(probabilities, -1)[:, :-4:-1], **ONE_ROUNDING)
-    np.testing.assert_allclose(np.take_along_axis(probabilities, experts.long().numpy(), -1), wide(weights),
-                               **ONE_ROUNDING)
+    np.testing.assert_allclose(
+        np.take_along_axis(probabilities, experts.long().numpy(), -1), wide(weights), **ONE_ROUNDING
+    )
     assert (weights.dtype, experts.dtype, rows.dtype) == (torch.bfloat16, torch.int32, torch.int32)
     assert rows[:2].tolist() == [[0, 50, 100], [1, 51, 101]]
 
@@ -144,11 +164,16 @@ def test_gating_takes_the_first_of_equal_probabilities_and_no_expert_for_a_finis
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 3.0]])
     _, experts, _ = operators.npu_moe_gating_top_k_softmax(logits, None, 3)
     assert experts.tolist() == [[1, 2, 0], [0, 1, 2], [3, 0, 1]]
-    weights, experts, _ = operators.npu_moe_gating_top_k_softmax(logits, torch.tensor([False, True, False]), 2)
+    weights, experts, _ = operators.npu_moe_gating_top_k_softmax(
+        logits, torch.tensor([False, True, False]), 2
+    )
     assert experts.tolist() == [[1, 2], [4, 4], [3, 0]] and experts.dtype == torch.int32
     assert weights[1].tolist() == [0.25, 0.25]
-    for arguments, match in [((None, 5), "k is 5"), ((torch.ones(3), 1), "finished"),
-                             ((torch.ones(2, dtype=torch.bool), 1), "finished")]:
+    for arguments, match in [
+        ((None, 5), "k is 5"),
+        ((torch.ones(3), 1), "finished"),
+        ((torch.ones(2, dtype=torch.bool), 1), "finished"),
+    ]:
         with pytest.raises(ValueError, match=match):
             operators.npu_moe_gating_top_k_softmax(logits, *arguments)
     with pytest.raises(NotImplementedError, match="\\(3, 1, 4\\)"):
@@ -162,13 +187,16 @@ def routing():
     routing_map = torch.zeros(5, 4, dtype=torch.bool)
     for token, experts in enumerate(ROUTES):
         routing_map[token, experts] = True
-    order = [(token, expert) for expert in range(4) for token in range(5) if routing_map[token, expert]]
+    order = [
+        (token, expert) for expert in range(4) for token in range(5) if routing_map[token, expert]
+    ]
     return routing_map, order
 
 
 def permute(tokens, routing_map, **arguments):
-    return operators.npu_moe_token_permute_with_routing_map(tokens, routing_map, **arguments,
-                                                            num_out_tokens=int(routing_map.sum()))
+    return operators.npu_moe_token_permute_with_routing_map(
+        tokens, routing_map, **arguments, num_out_tokens=int(routing_map.sum())
+    )
 
 
 def test_permuting_gives_each_expert_its_tokens():
@@ -176,9 +204,13 @@ def test_permuting_gives_each_expert_its_tokens():
     routing_map, order = routing()
     permuted, permuted_probs, rows = permute(tokens, routing_map, probs=probs)
     assert torch.equal(permuted, torch.stack([tokens[token] for token, _ in order]))
-    assert torch.equal(permuted_probs, torch.stack([probs[token, expert] for token, expert in order]))
+    assert torch.equal(
+        permuted_probs, torch.stack([probs[token, expert] for token, expert in order])
+    )
     assert rows.dtype == torch.int32
-    assert rows.tolist() == [order.index((token, expert)) for token in range(5) for expert in sorted(ROUTES[token])]
+    assert rows.tolist() == [
+        order.index((token, expert)) for token in range(5) for expert in sorted(ROUTES[token])
+    ]
     assert permute(tokens, routing_map)[1] is None
 
 
@@ -197,7 +229,8 @@ def test_unpermuting_sums_over_the_experts_of_a_token(with_probs):
     routing_map, order = routing()
     _, _, index = permute(normal(5, 3), routing_map)
     out, *_ = operators._npu_moe_token_unpermute_with_routing_map(
-        rows, index, (5, 3), probs=probs, routing_map=routing_map)
+        rows, index, (5, 3), probs=probs, routing_map=routing_map
+    )
     expected = np.zeros((5, 3))
     for row, (token, expert) in enumerate(order):
         expected[token] += wide(rows)[row] * (wide(probs)[token, expert] if with_probs else 1)
@@ -209,14 +242,20 @@ def test_gradients_of_permuting_are_those_of_autograd():
     permuted, permuted_probs, index = permute(tokens, routing_map, probs=probs)
     directions = normal(10, 3, seed=1), normal(10)
     expected = torch.autograd.grad([permuted, permuted_probs], [tokens, probs], directions)
-    got = operators.npu_moe_token_permute_with_routing_map_grad(*directions, index, routing_map, 4, 5)
+    got = operators.npu_moe_token_permute_with_routing_map_grad(
+        *directions, index, routing_map, 4, 5
+    )
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_gradients_of_unpermuting_are_those_of_autograd(with_probs):
-    rows, probs, routing_map = normal(10, 3, grad=True), normal(5, 4, grad=True) if with_probs else None, routing()[0]
+    rows, probs, routing_map = (
+        normal(10, 3, grad=True),
+        normal(5, 4, grad=True) if with_probs else None,
+        routing()[0],
+    )
     _, _, index = permute(normal(5, 3), routing_map)
     out, index, token_id, _ = operators._npu_moe_token_unpermute_with_routing_map(
         rows, index, (5, 3), probs=probs, routing_map=routing_map
@@ -238,4 +277,6 @@ def test_gradients_of_unpermuting_are_those_of_autograd(with_probs):
 
 def test_capacity_is_refused():
     with pytest.raises(NotImplementedError, match="drop_and_pad"):
-        operators.npu_moe_token_permute_with_routing_map(normal(5, 3), routing()[0], drop_and_pad=True)
+        operators.npu_moe_token_permute_with_routing_map(
+            normal(5, 3), routing()[0], drop_and_pad=True
+        )

@@ -1,5 +1,6 @@
-"""MC2 on gloo ranks: what every rank receives, and the mixture that comes back, against all tokens of all ranks, one
-at a time, in float64 (mc2_ranks.py is a rank). bfloat16 is rounded once: 2^-8 of the result, 1% for float32's error.
+"""MC2 on gloo ranks: what every rank receives, and the mixture that comes back, against all tokens
+of all ranks, one at a time, in float64 (mc2_ranks.py is a rank). bfloat16 is rounded once: 2^-8 of
+the result, 1% for float32's error.
 """
 
 import os
@@ -48,11 +49,17 @@ def wide(x):
 
 
 def rows_of(everything, me):
-    """(rank, token, place in K) of every row that rank `me` gets: by expert, then by rank, then by token."""
+    """(rank, token, place in K) of every row that rank `me` gets: by expert, then by rank, then by
+    token.
+    """
     local = EXPERTS // len(everything)
-    return [(rank, token, choice) for expert in range(me * local, (me + 1) * local)
-            for rank, given in enumerate(everything) for token, choice in np.argwhere(active(given))
-            if given["expert_ids"][token, choice] == expert]
+    return [
+        (rank, token, choice)
+        for expert in range(me * local, (me + 1) * local)
+        for rank, given in enumerate(everything)
+        for token, choice in np.argwhere(active(given))
+        if given["expert_ids"][token, choice] == expert
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -61,20 +68,36 @@ def test_every_rank_gets_the_rows_of_its_experts(ranks, case):
     everything = [rank[case] for rank in ranks]
     capacity = max(len(given["x"]) for given in everything) * world * min(local, K)
     for me, mine in enumerate(everything):
-        rows, dynamic_scales, assist_info, nums, recv_counts, tp_recv_counts, expand_scales = mine["dispatched"]
+        rows, dynamic_scales, assist_info, nums, recv_counts, tp_recv_counts, expand_scales = mine[
+            "dispatched"
+        ]
         order = rows_of(everything, me)
         assert rows.shape == (capacity, H) and rows.dtype == mine["x"].dtype
-        assert all(torch.equal(row, everything[rank]["x"][token]) for row, (rank, token, _) in zip(rows, order))
-        assert rows[len(order):].isnan().all() and mine["results"][len(order):].isnan().all()
+        assert all(
+            torch.equal(row, everything[rank]["x"][token])
+            for row, (rank, token, _) in zip(rows, order)
+        )
+        assert rows[len(order) :].isnan().all() and mine["results"][len(order) :].isnan().all()
         sizes = np.zeros((local, world), dtype=int)
         for rank, token, choice in order:
             sizes[everything[rank]["expert_ids"][token, choice] - me * local, rank] += 1
         counts = sizes.sum(1)
-        assert nums.tolist() == (counts if mine.get("expert_token_nums_type", 1) else counts.cumsum()).tolist()
+        assert (
+            nums.tolist()
+            == (counts if mine.get("expert_token_nums_type", 1) else counts.cumsum()).tolist()
+        )
         assert recv_counts.tolist() == sizes.cumsum().tolist()
-        assert [x.dtype for x in (nums, recv_counts, assist_info)] == [torch.int64, torch.int32, torch.int32]
+        assert [x.dtype for x in (nums, recv_counts, assist_info)] == [
+            torch.int64,
+            torch.int32,
+            torch.int32,
+        ]
         assert [x.shape for x in (assist_info, dynamic_scales, expand_scales, tp_recv_counts)] == [
-            (capacity * 128,), (capacity,), (capacity,), (mine.get("tp_world_size", 0),)]
+            (capacity * 128,),
+            (capacity,),
+            (capacity,),
+            (mine.get("tp_world_size", 0),),
+        ]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])
@@ -86,7 +109,9 @@ def test_the_mixture_comes_back(ranks, case):
         for token, choice in np.argwhere(sent):
             expert = mine["expert_ids"][token, choice]
             gate, up = np.split(x[token] @ w13[expert], 2)
-            expected[token] += weights[token, choice] * (gate / (1 + np.exp(-gate)) * up @ w2[expert])
+            expected[token] += weights[token, choice] * (
+                gate / (1 + np.exp(-gate)) * up @ w2[expert]
+            )
         expected[~sent.any(1)] = np.nan
         assert mine["combined"].dtype == mine["x"].dtype
         np.testing.assert_allclose(wide(mine["combined"]), expected, rtol=1e-10, atol=1e-12)
@@ -104,7 +129,10 @@ def test_the_sum_rounds_once(ranks):
 
 
 def test_the_product_is_summed_and_shared_out(ranks):
-    for dtype, bounds in ((torch.float64, dict(rtol=1e-12)), (torch.bfloat16, dict(rtol=2**-8 * 1.01, atol=1e-6))):
+    for dtype, bounds in (
+        (torch.float64, dict(rtol=1e-12)),
+        (torch.bfloat16, dict(rtol=2**-8 * 1.01, atol=1e-6)),
+    ):
         given = [rank["product"]["given"][dtype] for rank in ranks]
         total = sum(wide(one["input"]) @ wide(one["x2"]) for one in given)
         for rows, rank in zip(np.split(total, len(ranks)), ranks):
@@ -113,7 +141,9 @@ def test_the_product_is_summed_and_shared_out(ranks):
 
 
 def test_the_cases_have_what_they_are_named_after(ranks):
-    """A rank without a token, an expert without one, ranks of different length, a token with an expert twice."""
+    """A rank without a token, an expert without one, ranks of different length, a token with an
+    expert twice.
+    """
     assert not any(active(ranks[-1]["tokens masked"]).any(1)) or len(ranks) != 2
     assert torch.cat([rank["few experts"]["expert_ids"] for rank in ranks]).max() < 3
     if len(ranks) > 1:
@@ -166,7 +196,9 @@ def test_refused_on_every_rank(ranks, name):
 
 
 def test_more_rows_than_room_are_refused(ranks):
-    """Every token has expert 0 twice, which CANN forbids, and a rank one expert: A is BS for each rank."""
+    """Every token has expert 0 twice, which CANN forbids, and a rank one expert: A is BS for each
+    rank.
+    """
     first, bs = ranks[0]["refusals"]["no room"], 4 * len(ranks)
     assert f"{2 * bs} rows came for expand_x of {bs}: some tokens have an expert twice" in first
     assert all(rank["refusals"]["no room"] == "none" for rank in ranks[1:])

@@ -1,7 +1,9 @@
-"""The emulated operators against formulas written out in float64 numpy, and their gradients against torch.autograd.
+"""The emulated operators against formulas written out in float64 numpy, and their gradients against
+torch.autograd.
 
-Tolerances: float64 results agree to 1e-10. bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-8 of
-itself; the operators compute in float32 and round once (RMSNorm twice), and 1% is added for float32's own error.
+Tolerances: float64 results agree to 1e-10. bfloat16 keeps 8 bits, so one rounding moves a number by
+at most 2^-8 of itself; the operators compute in float32 and round once (RMSNorm twice), and 1% is
+added for float32's own error.
 """
 
 import itertools
@@ -21,7 +23,9 @@ EXACT = dict(rtol=1e-10, atol=1e-12)
 
 def normal(*shape, dtype=torch.float64, seed=0, grad=False):
     generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+    return (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+    )
 
 
 def wide(x):
@@ -36,7 +40,9 @@ def rms_norm(x, gamma, epsilon):
     return x / rms * gamma, 1 / rms
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, TWO_ROUNDINGS)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, TWO_ROUNDINGS)]
+)
 def test_rms_norm(dtype, tolerance):
     x, gamma = normal(3, 5, 16, dtype=dtype), normal(16, dtype=dtype)
     y, rstd = operators.npu_rms_norm(x, gamma, epsilon=0.1)
@@ -47,7 +53,10 @@ def test_rms_norm(dtype, tolerance):
 
 
 def test_the_norm_of_a_sum_is_the_norm_of_the_sum_that_is_returned():
-    x1, x2, gamma = (normal(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate([(4, 16), (4, 16), (16,)]))
+    x1, x2, gamma = (
+        normal(*shape, dtype=torch.bfloat16, seed=i)
+        for i, shape in enumerate([(4, 16), (4, 16), (16,)])
+    )
     y, rstd, x = operators.npu_add_rms_norm(x1, x2, gamma)
     np.testing.assert_allclose(wide(x), wide(x1) + wide(x2), **ONE_ROUNDING)
     np.testing.assert_allclose(wide(y), rms_norm(wide(x), wide(gamma), 1e-6)[0], **TWO_ROUNDINGS)
@@ -68,41 +77,56 @@ def test_the_norm_is_over_all_dimensions_of_gamma():
 # Activation and position
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, ONE_ROUNDING)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, ONE_ROUNDING)]
+)
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_swiglu(dtype, tolerance, dim):
     x = normal(40, 100, dtype=dtype)
     gate, up = np.split(wide(x), 2, dim)
-    np.testing.assert_allclose(wide(operators.npu_swiglu(x, dim)), gate / (1 + np.exp(-gate)) * up, **tolerance)
+    np.testing.assert_allclose(
+        wide(operators.npu_swiglu(x, dim)), gate / (1 + np.exp(-gate)) * up, **tolerance
+    )
 
 
 def turned(x, angle, mode):
     """Rope as what it is: pairs of coordinates are complex numbers, multiplied by e^(i angle)."""
     half = x.shape[-1] // 2
-    first, second = (slice(half), slice(half, None)) if mode == "half" else (slice(0, None, 2), slice(1, None, 2))
+    first, second = (
+        (slice(half), slice(half, None))
+        if mode == "half"
+        else (slice(0, None, 2), slice(1, None, 2))
+    )
     z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angle)
     y = np.empty_like(x)
     y[..., first], y[..., second] = z.real, z.imag
     return y
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, dict(rtol=1e-5, atol=1e-6))])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, dict(rtol=1e-5, atol=1e-6))]
+)
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 def test_rotary(dtype, tolerance, mode):
     x, angle = normal(7, 2, 3, 8, dtype=dtype), wide(normal(7, 1, 1, 4))
     both = np.concatenate([angle, angle], -1) if mode == "half" else angle.repeat(2, -1)
     cos, sin = (torch.from_numpy(f(both)).to(dtype) for f in (np.cos, np.sin))
     expected = turned(wide(x), angle, mode)
-    np.testing.assert_allclose(wide(operators.npu_rotary_mul(x, cos, sin, mode)), expected, **tolerance)
+    np.testing.assert_allclose(
+        wide(operators.npu_rotary_mul(x, cos, sin, mode)), expected, **tolerance
+    )
     number = ["half", "interleave"].index(mode)
-    np.testing.assert_allclose(wide(operators.npu_rotary_position_embedding(x, cos, sin, number)), expected,
-                               **tolerance)
+    np.testing.assert_allclose(
+        wide(operators.npu_rotary_position_embedding(x, cos, sin, number)), expected, **tolerance
+    )
 
 
 def test_rotary_rounds_once():
     x, cos, sin = (normal(50, 1, 1, 64, dtype=torch.bfloat16, seed=s) for s in range(3))
     exact = operators.npu_rotary_mul(x.double(), cos.double(), sin.double())
-    np.testing.assert_allclose(wide(operators.npu_rotary_mul(x, cos, sin)), wide(exact), **ONE_ROUNDING)
+    np.testing.assert_allclose(
+        wide(operators.npu_rotary_mul(x, cos, sin)), wide(exact), **ONE_ROUNDING
+    )
 
 
 def test_rotary_refuses_what_the_extension_refuses():
@@ -139,8 +163,9 @@ COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def attention(q, k, v, scale, sees):
-    """(B, N, S, D) float64 arrays, one query at a time; sees(i, j) or sees(b, n, i, j) says whether query i sees key
-    j."""
+    """(B, N, S, D) float64 arrays, one query at a time; sees(i, j) or sees(b, n, i, j) says whether
+    query i sees key j.
+    """
     out, logsumexp = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
     for b, n, i in itertools.product(*map(range, q.shape[:3])):
         head = n // (q.shape[1] // k.shape[1])
@@ -164,11 +189,22 @@ def masks(s1, s2):
             dict(sparse_mode=0, atten_mask=full, pre_tockens=65536, next_tockens=0),
             lambda b, n, i, j: not full[b, 0, i, j] and j <= i,
         ),
-        "full, one for all": (dict(sparse_mode=0, atten_mask=full[0, 0]), lambda b, n, i, j: not full[0, 0, i, j]),
-        "all": (dict(sparse_mode=1, atten_mask=full.to(torch.uint8), next_tockens=0), lambda b, n, i,
-                j: not full[b, 0, i, j]),
-        "left upper": (dict(sparse_mode=2, atten_mask=COMPRESSED, pre_tockens=1), lambda b, n, i, j: j <= i),
-        "right lower": (dict(sparse_mode=3, atten_mask=COMPRESSED, pre_tockens=1), lambda b, n, i, j: j <= i + last),
+        "full, one for all": (
+            dict(sparse_mode=0, atten_mask=full[0, 0]),
+            lambda b, n, i, j: not full[0, 0, i, j],
+        ),
+        "all": (
+            dict(sparse_mode=1, atten_mask=full.to(torch.uint8), next_tockens=0),
+            lambda b, n, i, j: not full[b, 0, i, j],
+        ),
+        "left upper": (
+            dict(sparse_mode=2, atten_mask=COMPRESSED, pre_tockens=1),
+            lambda b, n, i, j: j <= i,
+        ),
+        "right lower": (
+            dict(sparse_mode=3, atten_mask=COMPRESSED, pre_tockens=1),
+            lambda b, n, i, j: j <= i + last,
+        ),
         "band": (
             dict(sparse_mode=4, atten_mask=COMPRESSED, pre_tockens=2, next_tockens=1),
             lambda b, n, i, j: i + last - 2 <= j <= i + last + 1,
@@ -186,8 +222,9 @@ def test_attention_in_every_layout_with_every_mask(layout, mask):
     tensors = [torch.from_numpy(np.ascontiguousarray(LAYOUTS[layout](x))) for x in (q, k, v)]
     out, maximum, total, *rest = npu_fusion_attention(*tensors, 4, layout, scale=0.3, **arguments)
     np.testing.assert_allclose(wide(out), LAYOUTS[layout](expected), **EXACT)
-    np.testing.assert_allclose(wide(maximum + total.log()), np.repeat(logsumexp[..., None], 8, -1), rtol=1e-5,
-                               atol=1e-5)
+    np.testing.assert_allclose(
+        wide(maximum + total.log()), np.repeat(logsumexp[..., None], 8, -1), rtol=1e-5, atol=1e-5
+    )
     assert len(rest) == 4 and rest[1:] == [0, 0, 0]
 
 
@@ -205,24 +242,38 @@ def test_attention_over_sequences_one_after_the_other(arguments, sees):
     q, k, v = normal(9, 4, 8), normal(11, 2, 8, seed=1), normal(11, 2, 8, seed=2)
     mask = {"atten_mask": COMPRESSED} if arguments else {}
     out, maximum, *_ = npu_fusion_attention(
-        q, k, v, 4, "TND", scale=0.3, actual_seq_qlen=q_ends, actual_seq_kvlen=torch.tensor(k_ends), **arguments,
-        **mask
+        q,
+        k,
+        v,
+        4,
+        "TND",
+        scale=0.3,
+        actual_seq_qlen=q_ends,
+        actual_seq_kvlen=torch.tensor(k_ends),
+        **arguments,
+        **mask,
     )
     assert maximum.shape == (9, 4, 8)
     for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 6)), ((4, 9), (6, 11))]:
         one = [wide(x).transpose(1, 0, 2)[None] for x in (q[a:b], k[c:d], v[c:d])]
-        expected, _ = attention(*one, 0.3, lambda _b, _n, i, j, last=(d - c) - (b - a): sees(i, j, last))
+        expected, _ = attention(
+            *one, 0.3, lambda _b, _n, i, j, last=(d - c) - (b - a): sees(i, j, last)
+        )
         np.testing.assert_allclose(wide(out[a:b]), expected[0].transpose(1, 0, 2), **EXACT)
 
 
 def test_attention_agrees_with_torch_in_value_and_gradient():
     inputs = [normal(2, 4, 6, 8, seed=s, grad=True) for s in range(3)]
-    out = npu_fusion_attention(*inputs, 4, "BNSD", scale=8**-0.5, sparse_mode=2, atten_mask=COMPRESSED)[0]
+    out = npu_fusion_attention(
+        *inputs, 4, "BNSD", scale=8**-0.5, sparse_mode=2, atten_mask=COMPRESSED
+    )[0]
     expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     direction = normal(2, 4, 6, 8, seed=9)
     for ours, theirs in zip(
-        torch.autograd.grad(out, inputs, direction), torch.autograd.grad(expected, inputs, direction), strict=True
+        torch.autograd.grad(out, inputs, direction),
+        torch.autograd.grad(expected, inputs, direction),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
@@ -242,8 +293,14 @@ def test_attention_gradients_with_shared_heads_and_sequences():
             actual_seq_kvlen=[1, 4],
         )[0]
 
-    assert gradcheck(packed, [normal(4, 2, 3, grad=True), normal(4, 1, 3, seed=1, grad=True),
-                              normal(4, 1, 3, seed=2, grad=True)])
+    assert gradcheck(
+        packed,
+        [
+            normal(4, 2, 3, grad=True),
+            normal(4, 1, 3, seed=1, grad=True),
+            normal(4, 1, 3, seed=2, grad=True),
+        ],
+    )
 
 
 def test_attention_in_bfloat16_rounds_once():

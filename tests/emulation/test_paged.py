@@ -25,7 +25,9 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype):
         if slot >= 0:
             expected[0][slot // 16, slot % 16] = key[token]
             expected[1][slot // 16, slot % 16] = value[token]
-    assert paged._npu_reshape_and_cache(key, value, *caches, int32([*slots, 1, 2])) is None  # two slots too many
+    assert (
+        paged._npu_reshape_and_cache(key, value, *caches, int32([*slots, 1, 2])) is None
+    )  # two slots too many
     for cache, wanted in zip(caches, expected, strict=True):
         assert torch.equal(cache, wanted)
 
@@ -44,13 +46,21 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype):
         ("value_cache must have shape", dict(value=normal(3, 2, 4))),
         ("as many blocks", dict(value_cache=normal(4, 8, 2, 8))),
         ("contiguous", dict(key_cache=normal(4, 2, 16, 8).transpose(1, 2))),
-        ("float16 or bfloat16 or int8, not int32", dict.fromkeys(["key", "value"], torch.ones(3, 2, 8).int()) |
-         dict.fromkeys(["key_cache", "value_cache"], torch.ones(4, 16, 2, 8).int())),
+        (
+            "float16 or bfloat16 or int8, not int32",
+            dict.fromkeys(["key", "value"], torch.ones(3, 2, 8).int())
+            | dict.fromkeys(["key_cache", "value_cache"], torch.ones(4, 16, 2, 8).int()),
+        ),
     ],
 )
 def test_the_cache_refuses(match, change):
-    arguments = dict(key=normal(3, 2, 8), value=normal(3, 2, 8), key_cache=normal(4, 16, 2, 8),
-                     value_cache=normal(4, 16, 2, 8), slot_indices=int32([1, 2, 3]))
+    arguments = dict(
+        key=normal(3, 2, 8),
+        value=normal(3, 2, 8),
+        key_cache=normal(4, 16, 2, 8),
+        value_cache=normal(4, 16, 2, 8),
+        slot_indices=int32([1, 2, 3]),
+    )
     with pytest.raises(ValueError, match=match):
         paged._npu_reshape_and_cache(**arguments | change)
 
@@ -59,9 +69,17 @@ def test_the_cache_refuses(match, change):
 
 
 def decode(batch, **change):
-    arguments = dict(query=batch.query, key_cache=batch.key_cache, value_cache=batch.value_cache,
-                     num_kv_heads=KV_HEADS, num_heads=HEADS, scale_value=SCALE, block_table=batch.table,
-                     context_lens=int32(batch.keys), out=batch.out)
+    arguments = dict(
+        query=batch.query,
+        key_cache=batch.key_cache,
+        value_cache=batch.value_cache,
+        num_kv_heads=KV_HEADS,
+        num_heads=HEADS,
+        scale_value=SCALE,
+        block_table=batch.table,
+        context_lens=int32(batch.keys),
+        out=batch.out,
+    )
     return paged._npu_paged_attention(**arguments | change)
 
 
@@ -73,11 +91,22 @@ def test_decoding_a_token_of_each_sequence(dtype, block_size):
     batch.check()
 
 
-@pytest.mark.parametrize(("key_size", "value_size", "block_size", "fits"), [
-    (128, 128, 128, True), (128, 128, 144, False), (64, 64, 256, True), (64, 64, 24, False), (256, 256, 64, True),
-    (256, 256, 80, False), (256, 256, 256, True), (192, 128, 512, True), (576, 512, 128, True),
-    (576, 512, 144, False), (577, 512, 16, False),
-])
+@pytest.mark.parametrize(
+    ("key_size", "value_size", "block_size", "fits"),
+    [
+        (128, 128, 128, True),
+        (128, 128, 144, False),
+        (64, 64, 256, True),
+        (64, 64, 24, False),
+        (256, 256, 64, True),
+        (256, 256, 80, False),
+        (256, 256, 256, True),
+        (192, 128, 512, True),
+        (576, 512, 128, True),
+        (576, 512, 144, False),
+        (577, 512, 16, False),
+    ],
+)
 def test_decoding_refuses_blocks_that_are_too_large(key_size, value_size, block_size, fits):
     batch = Paged([1], [3], block_size, sizes=(key_size, value_size))
     if fits:
@@ -95,7 +124,10 @@ def test_decoding_refuses_blocks_that_are_too_large(key_size, value_size, block_
         ("context_lens must be int32", dict(context_lens=torch.tensor([5, 20]))),
         ("block_table must be int32", dict(block_table=torch.zeros(2, 4, dtype=torch.int64))),
         ("a row for each of 2", dict(block_table=int32([[0, 1, 2]]))),
-        ("2 columns of block_table hold 32", dict(context_lens=int32([5, 33]), block_table=int32([[0, 1], [2, 3]]))),
+        (
+            "2 columns of block_table hold 32",
+            dict(context_lens=int32([5, 33]), block_table=int32([[0, 1], [2, 3]])),
+        ),
         (r"blocks of a cache of 6, not \[0, -1\]", dict(block_table=int32([[1, 0], [0, -1]]))),
         ("no more tokens than the 1", dict(query=normal(1, 4, 16), out=normal(1, 4, 16))),
         ("num_heads 4", dict(query=normal(4, 2, 16))),
@@ -114,10 +146,19 @@ def test_decoding_refuses(match, change):
 
 
 def in_chunks(batch, mask, **change):
-    arguments = dict(query=batch.query, key_cache=batch.key_cache, value_cache=batch.value_cache,
-                     block_table=batch.table, context_lens=int32(batch.keys), mask=mask,
-                     seq_len=int32(batch.queries), num_kv_heads=KV_HEADS, num_heads=HEADS, scale_value=SCALE,
-                     out=batch.out)
+    arguments = dict(
+        query=batch.query,
+        key_cache=batch.key_cache,
+        value_cache=batch.value_cache,
+        block_table=batch.table,
+        context_lens=int32(batch.keys),
+        mask=mask,
+        seq_len=int32(batch.queries),
+        num_kv_heads=KV_HEADS,
+        num_heads=HEADS,
+        scale_value=SCALE,
+        out=batch.out,
+    )
     return paged._npu_paged_attention_splitfuse(**arguments | change)
 
 
@@ -130,7 +171,7 @@ def rows_of(hidden):
     start = 0
     for queries, keys in zip(*CHUNKS, strict=True):
         for i in range(queries):
-            mask[start + i, :keys - queries + i + 1] = 0
+            mask[start + i, : keys - queries + i + 1] = 0
         start += queries
     return torch.from_numpy(mask)
 
@@ -151,7 +192,12 @@ def test_chunks_add_every_row_of_the_mask_as_it_is(dtype):
     mask = normal(40, 140, dtype=dtype)
     in_chunks(batch, mask)
     starts = np.cumsum([0, *CHUNKS[0]])
-    batch.check([wide(mask)[start:start + queries, :keys] for start, queries, keys in zip(starts, *CHUNKS)])
+    batch.check(
+        [
+            wide(mask)[start : start + queries, :keys]
+            for start, queries, keys in zip(starts, *CHUNKS)
+        ]
+    )
 
 
 def test_chunks_show_a_wrong_mask():
@@ -184,20 +230,32 @@ def test_chunks_refuse(match, change):
         in_chunks(batch, **dict(mask=rows_of(-1e4)) | change)
 
 
-@pytest.mark.parametrize(("size", "block_size", "heads"), [(16, 144, 4), (16, 24, 4), (256, 128, 4), (272, 16, 4),
-                                                           (128, 128, 130)])
+@pytest.mark.parametrize(
+    ("size", "block_size", "heads"),
+    [(16, 144, 4), (16, 24, 4), (256, 128, 4), (272, 16, 4), (128, 128, 130)],
+)
 def test_chunks_refuse_blocks_and_heads_that_are_too_large(size, block_size, heads):
     batch = Paged([1], [3], block_size, sizes=(size, size))
     query = normal(1, heads, size)
     with pytest.raises(ValueError, match="at most"):
-        in_chunks(batch, torch.zeros(1, 3, dtype=torch.float64), query=query, num_heads=heads, out=query.clone())
+        in_chunks(
+            batch,
+            torch.zeros(1, 3, dtype=torch.float64),
+            query=query,
+            num_heads=heads,
+            out=query.clone(),
+        )
 
 
 # All of them
 
 
 def test_a_sequence_prefilled_in_a_chunk_and_decoded_is_the_sequence_prefilled_at_once():
-    q, k, v = normal(21, HEADS, 16), normal(21, KV_HEADS, 16, seed=1), normal(21, KV_HEADS, 16, seed=2)
+    q, k, v = (
+        normal(21, HEADS, 16),
+        normal(21, KV_HEADS, 16, seed=1),
+        normal(21, KV_HEADS, 16, seed=2),
+    )
     at_once = torch.empty_like(q)
     hidden = torch.ones(21, 21, dtype=torch.float64).triu(1)
     paged._npu_flash_attention(q, k, v, hidden, int32([21]), SCALE, HEADS, KV_HEADS, at_once)
@@ -208,10 +266,22 @@ def test_a_sequence_prefilled_in_a_chunk_and_decoded_is_the_sequence_prefilled_a
         new = slice(start, end)
         paged._npu_reshape_and_cache(k[new], v[new], *caches, slots[new])
         if end - start > 1:
-            paged._npu_paged_attention_splitfuse(q[new], *caches, table, int32([end]), -10000 * hidden[new],
-                                                 int32([end - start]), KV_HEADS, HEADS, SCALE, out[new])
+            paged._npu_paged_attention_splitfuse(
+                q[new],
+                *caches,
+                table,
+                int32([end]),
+                -10000 * hidden[new],
+                int32([end - start]),
+                KV_HEADS,
+                HEADS,
+                SCALE,
+                out[new],
+            )
         else:
-            paged._npu_paged_attention(q[new], *caches, KV_HEADS, HEADS, SCALE, table, int32([end]), out[new])
+            paged._npu_paged_attention(
+                q[new], *caches, KV_HEADS, HEADS, SCALE, table, int32([end]), out[new]
+            )
     torch.testing.assert_close(out, at_once, rtol=1e-10, atol=1e-12)
 
 
@@ -229,9 +299,11 @@ def test_the_extension_of_dtypes_can_be_switched_off(dtype, monkeypatch):
     batch = Paged([1], [3], 16, dtype)
     k, v = (normal(3, KV_HEADS, 16, dtype=dtype) for _ in range(2))
     for call in (
-            lambda: decode(batch),
-            lambda: in_chunks(batch, torch.zeros(1, 3, dtype=dtype)),
-            lambda: paged._npu_reshape_and_cache(k, v, batch.key_cache, batch.value_cache, int32([1, 2, 3])),
+        lambda: decode(batch),
+        lambda: in_chunks(batch, torch.zeros(1, 3, dtype=dtype)),
+        lambda: paged._npu_reshape_and_cache(
+            k, v, batch.key_cache, batch.value_cache, int32([1, 2, 3])
+        ),
     ):
         with pytest.raises(ValueError, match="float16 or bfloat16"):
             call()

@@ -5,11 +5,22 @@ import pytest
 import torch
 
 from mindspeed_qerl.emulation import contract, paged
-from tests.emulation.sequences import HEADS, KV_HEADS, SCALE, TOLERANCES, Paged, attention, causal, int32
+from tests.emulation.sequences import (
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    TOLERANCES,
+    Paged,
+    attention,
+    causal,
+    int32,
+)
 from tests.emulation.test_operators import normal, wide
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", TOLERANCES)
-HIDDEN = {torch.float16: -torch.inf}  # what a mask of _npu_flash_attention holds; 1 in any other dtype
+HIDDEN = {
+    torch.float16: -torch.inf
+}  # what a mask of _npu_flash_attention holds; 1 in any other dtype
 
 
 # Prefill without a cache
@@ -18,12 +29,20 @@ LENGTHS = [5, 0, 1, 7]
 
 
 def prefill(dtype, mask, lengths=LENGTHS, sizes=(16, 24)):
-    """The output, and what each sequence's rows must be for what its mask adds: expected(list of arrays)."""
+    """The output, and what each sequence's rows must be for what its mask adds: expected(list of
+    arrays).
+    """
     tokens = sum(lengths) + 2
-    q, k = normal(tokens, HEADS, sizes[0], dtype=dtype), normal(tokens, KV_HEADS, sizes[0], dtype=dtype, seed=1)
+    q, k = (
+        normal(tokens, HEADS, sizes[0], dtype=dtype),
+        normal(tokens, KV_HEADS, sizes[0], dtype=dtype, seed=1),
+    )
     v = normal(tokens, KV_HEADS, sizes[1], dtype=dtype, seed=2)
     out = torch.full((tokens, HEADS, sizes[1]), 5.0, dtype=dtype)
-    assert paged._npu_flash_attention(q, k, v, mask, int32(lengths), SCALE, HEADS, KV_HEADS, out) is None
+    assert (
+        paged._npu_flash_attention(q, k, v, mask, int32(lengths), SCALE, HEADS, KV_HEADS, out)
+        is None
+    )
 
     def expected(added):
         rows, start = np.full(out.shape, 5.0), 0
@@ -39,19 +58,25 @@ def prefill(dtype, mask, lengths=LENGTHS, sizes=(16, 24)):
 
 @EVERY_DTYPE
 def test_prefill_with_a_causal_mask(dtype):
-    mask = torch.zeros(9, 8, dtype=dtype).masked_fill(torch.ones(9, 8).triu(1).bool(), HIDDEN.get(dtype, 1))
+    mask = torch.zeros(9, 8, dtype=dtype).masked_fill(
+        torch.ones(9, 8).triu(1).bool(), HIDDEN.get(dtype, 1)
+    )
     out, expected = prefill(dtype, mask)
     np.testing.assert_allclose(out, expected([causal(n, n) for n in LENGTHS]), **TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 1), (torch.float32, -3e38), (torch.float64, -3e38)])
+@pytest.mark.parametrize(
+    ("dtype", "unit"), [(torch.float16, 1), (torch.float32, -3e38), (torch.float64, -3e38)]
+)
 def test_prefill_adds_a_mask_as_it_is_or_times_a_large_number(dtype, unit):
     added = normal(len(LENGTHS), 8, 8, dtype=torch.float16).double()
     mask = (added / unit).to(dtype)
     out, expected = prefill(dtype, mask)
     # float32 keeps only some bits of numbers this small
     tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else TOLERANCES[dtype]
-    np.testing.assert_allclose(out, expected([wide(added)[s, :n, :n] for s, n in enumerate(LENGTHS)]), **tolerance)
+    np.testing.assert_allclose(
+        out, expected([wide(added)[s, :n, :n] for s, n in enumerate(LENGTHS)]), **tolerance
+    )
 
 
 def test_prefill_shows_a_wrong_mask():
@@ -60,7 +85,9 @@ def test_prefill_shows_a_wrong_mask():
     np.testing.assert_allclose(out, expected([0.0] * 4), **TOLERANCES[torch.bfloat16])
     for_splitfuse = (-10000 * torch.ones(7, 7).triu(1)).to(torch.bfloat16)
     out, _ = prefill(torch.bfloat16, for_splitfuse)
-    assert np.isnan(out[0]).all() and not np.isnan(out[4]).any()  # the last query of the first sequence sees all
+    assert (
+        np.isnan(out[0]).all() and not np.isnan(out[4]).any()
+    )  # the last query of the first sequence sees all
 
 
 @pytest.mark.parametrize(
@@ -85,8 +112,17 @@ def test_prefill_shows_a_wrong_mask():
     ],
 )
 def test_prefill_refuses(error, match, change):
-    arguments = dict(query=normal(6, 4, 16), key=normal(6, 2, 16), value=normal(6, 2, 16), mask=normal(3, 3),
-                     seq_len=int32([3, 2]), scale_value=SCALE, num_heads=4, num_kv_heads=2, out=normal(6, 4, 16))
+    arguments = dict(
+        query=normal(6, 4, 16),
+        key=normal(6, 2, 16),
+        value=normal(6, 2, 16),
+        mask=normal(3, 3),
+        seq_len=int32([3, 2]),
+        scale_value=SCALE,
+        num_heads=4,
+        num_kv_heads=2,
+        out=normal(6, 4, 16),
+    )
     with pytest.raises(error, match=match):
         paged._npu_flash_attention(**arguments | change)
 
@@ -95,14 +131,27 @@ def test_prefill_refuses(error, match, change):
 
 
 def over_found_blocks(batch, mask):
-    return paged._npu_flash_attention_qlens(batch.query, batch.key_cache, batch.value_cache, batch.table, mask,
-                                            int32(batch.queries), int32(batch.keys), KV_HEADS, HEADS, SCALE, batch.out)
+    return paged._npu_flash_attention_qlens(
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.table,
+        mask,
+        int32(batch.queries),
+        int32(batch.keys),
+        KV_HEADS,
+        HEADS,
+        SCALE,
+        batch.out,
+    )
 
 
 @EVERY_DTYPE
 def test_prefill_over_found_blocks(dtype):
     batch = Paged([130, 5, 0, 1, 128], [258, 5, 0, 257, 256], 128, dtype)
-    mask = torch.zeros(128, 128, dtype=dtype).masked_fill(torch.ones(128, 128).triu(1).bool(), HIDDEN.get(dtype, 1))
+    mask = torch.zeros(128, 128, dtype=dtype).masked_fill(
+        torch.ones(128, 128).triu(1).bool(), HIDDEN.get(dtype, 1)
+    )
     assert over_found_blocks(batch, mask) is None
     batch.check()
 
@@ -126,9 +175,15 @@ def test_prefill_over_found_blocks_uses_the_mask_on_the_diagonal_blocks():
     ("match", "change"),
     [
         (r"multiples of 128, not negative, not \[128, 1\]", dict(context_lens=int32([130, 4]))),
-        (r"not negative, not \[-128, 128\]", dict(seq_len=int32([130, 3]), context_lens=int32([2, 131]))),
+        (
+            r"not negative, not \[-128, 128\]",
+            dict(seq_len=int32([130, 3]), context_lens=int32([2, 131])),
+        ),
         (r"mask must be \(128, 128\)", dict(mask=normal(256, 256))),
-        ("block_size must be 128", dict(key_cache=normal(4, 64, 2, 16), value_cache=normal(4, 64, 2, 16))),
+        (
+            "block_size must be 128",
+            dict(key_cache=normal(4, 64, 2, 16), value_cache=normal(4, 64, 2, 16)),
+        ),
         ("multiples of 16", dict(query=normal(6, 4, 8), key_cache=normal(4, 128, 2, 8))),
         ("at most 128", dict(query=normal(6, 4, 144), key_cache=normal(4, 128, 2, 144))),
         ("as many sequences", dict(block_table=int32([[0, 1]]))),
@@ -138,10 +193,19 @@ def test_prefill_over_found_blocks_uses_the_mask_on_the_diagonal_blocks():
     ],
 )
 def test_prefill_over_found_blocks_refuses(match, change):
-    arguments = dict(query=normal(6, 4, 16), key_cache=normal(4, 128, 2, 16), value_cache=normal(4, 128, 2, 16),
-                     block_table=int32([[0, 1], [2, 3]]), mask=normal(128, 128), seq_len=int32([2, 3]),
-                     context_lens=int32([130, 131]), num_kv_heads=2, num_heads=4, scale_value=SCALE,
-                     out=normal(6, 4, 16))
+    arguments = dict(
+        query=normal(6, 4, 16),
+        key_cache=normal(4, 128, 2, 16),
+        value_cache=normal(4, 128, 2, 16),
+        block_table=int32([[0, 1], [2, 3]]),
+        mask=normal(128, 128),
+        seq_len=int32([2, 3]),
+        context_lens=int32([130, 131]),
+        num_kv_heads=2,
+        num_heads=4,
+        scale_value=SCALE,
+        out=normal(6, 4, 16),
+    )
     with pytest.raises(ValueError, match=match):
         paged._npu_flash_attention_qlens(**arguments | change)
 
@@ -149,7 +213,9 @@ def test_prefill_over_found_blocks_refuses(match, change):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_extension_of_dtypes_can_be_switched_off(dtype, monkeypatch):
     monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    for call in (lambda: prefill(dtype, torch.zeros(7, 7, dtype=dtype)),
-                 lambda: over_found_blocks(Paged([1], [1], 128, dtype), torch.zeros(128, 128, dtype=dtype))):
+    for call in (
+        lambda: prefill(dtype, torch.zeros(7, 7, dtype=dtype)),
+        lambda: over_found_blocks(Paged([1], [1], 128, dtype), torch.zeros(128, 128, dtype=dtype)),
+    ):
         with pytest.raises(ValueError, match="float16 or bfloat16"):
             call()

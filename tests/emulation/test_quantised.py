@@ -1,5 +1,6 @@
-"""Operators with an int8 result against numpy float64: the numbers before rounding may differ by float32's own error,
-so the result may differ by one where they lie that close to a half."""
+"""Operators with an int8 result against numpy float64: the numbers before rounding may differ by
+float32's own error, so the result may differ by one where they lie that close to a half.
+"""
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from mindspeed_qerl.emulation import contract, quantised
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
 # What scales and zero points of npu_add_rms_norm_quant are for each dtype.
-SCALES = {torch.float64: (torch.float32, torch.int32), torch.float16: (torch.float32, torch.int32),
-          torch.bfloat16: (torch.bfloat16, torch.bfloat16)}
+SCALES = {
+    torch.float64: (torch.float32, torch.int32),
+    torch.float16: (torch.float32, torch.int32),
+    torch.bfloat16: (torch.bfloat16, torch.bfloat16),
+}
 
 
 def check_int8(result, before_rounding):
@@ -27,10 +31,15 @@ def check_int8(result, before_rounding):
 @pytest.mark.parametrize("normed", [(16,), (4, 16)])
 def test_add_rms_norm_quant(dtype, with_beta, normed):
     x1, x2 = (normal(7, 4, 16, dtype=dtype, seed=s) for s in range(2))
-    gamma, beta = normal(*normed, dtype=dtype, seed=2), normal(*normed, dtype=dtype, seed=3) if with_beta else None
+    gamma, beta = (
+        normal(*normed, dtype=dtype, seed=2),
+        normal(*normed, dtype=dtype, seed=3) if with_beta else None,
+    )
     scales = (normal(*normed, seed=4).abs() / 20 + 0.01).to(SCALES[dtype][0])
     zero_points = (10 * normal(*normed, seed=5)).round().to(SCALES[dtype][1])
-    y1, unwritten, x = quantised.npu_add_rms_norm_quant(x1, x2, gamma, scales, zero_points, beta, epsilon=0.1)
+    y1, unwritten, x = quantised.npu_add_rms_norm_quant(
+        x1, x2, gamma, scales, zero_points, beta, epsilon=0.1
+    )
     total = wide(x1) + wide(x2)
     rms = np.sqrt((total**2).mean(tuple(range(-len(normed), 0)), keepdims=True) + 0.1)
     y = total / rms * wide(gamma) + (wide(beta) if with_beta else 0)
@@ -40,7 +49,7 @@ def test_add_rms_norm_quant(dtype, with_beta, normed):
 
 
 def test_add_rms_norm_quant_saturates():
-    x, one = torch.tensor([[100., -100.]]).half(), torch.ones(2)
+    x, one = torch.tensor([[100.0, -100.0]]).half(), torch.ones(2)
     y1, _, _ = quantised.npu_add_rms_norm_quant(x, x, one.half(), one / 1000, None)
     assert y1.tolist() == [[127, -128]]
 
@@ -61,15 +70,30 @@ def test_add_rms_norm_quant_saturates():
     ],
 )
 def test_add_rms_norm_quant_refuses(match, change):
-    arguments = dict(x1=normal(3, 16), x2=normal(3, 16), gamma=normal(16), scales1=normal(16).float(),
-                     zero_points1=torch.ones(16, dtype=torch.int32))
+    arguments = dict(
+        x1=normal(3, 16),
+        x2=normal(3, 16),
+        gamma=normal(16),
+        scales1=normal(16).float(),
+        zero_points1=torch.ones(16, dtype=torch.int32),
+    )
     with pytest.raises(ValueError, match=match):
         quantised.npu_add_rms_norm_quant(**arguments | change)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "axis"), [((6,), -1), ((6,), 1), ((1,), -1), ((1, 1, 6), 0), ((5,), -2),
-                                             ((1, 5, 1), -2), ((1, 1, 1), -2)])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((6,), -1),
+        ((6,), 1),
+        ((1,), -1),
+        ((1, 1, 6), 0),
+        ((5,), -2),
+        ((1, 5, 1), -2),
+        ((1, 1, 1), -2),
+    ],
+)
 @pytest.mark.parametrize("offset", [False, True])
 def test_quantize(dtype, shape, axis, offset):
     x = normal(4, 5, 6, dtype=dtype) * 40
@@ -86,7 +110,9 @@ def test_quantize(dtype, shape, axis, offset):
 
 def test_quantize_rounds_half_to_even():
     halves = torch.tensor([[-1.5, -0.5, 0.5, 1.5, 2.5]])
-    assert quantised.npu_quantize(halves, torch.ones(1), None, torch.int8, -1, False).tolist() == [[-2, 0, 0, 2, 2]]
+    assert quantised.npu_quantize(halves, torch.ones(1), None, torch.int8, -1, False).tolist() == [
+        [-2, 0, 0, 2, 2]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +129,14 @@ def test_quantize_rounds_half_to_even():
     ],
 )
 def test_quantize_refuses(error, match, change):
-    arguments = dict(self=normal(5, 6), scales=normal(1), zero_points=None, dtype=torch.qint8, axis=-1,
-                     div_mode=False)
+    arguments = dict(
+        self=normal(5, 6),
+        scales=normal(1),
+        zero_points=None,
+        dtype=torch.qint8,
+        axis=-1,
+        div_mode=False,
+    )
     with pytest.raises(error, match=match):
         quantised.npu_quantize(**arguments | change)
 
@@ -146,9 +178,11 @@ def test_dynamic_quant_refuses(error, match, change):
 def test_the_extension_of_dtypes_can_be_switched_off(monkeypatch):
     monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
     x = normal(3, 4).float()
-    for call in (lambda: quantised.npu_dynamic_quant(x),
-                 lambda: quantised.npu_add_rms_norm_quant(x, x, x[0], x[0], None),
-                 lambda: quantised.npu_quantize(x.double(), x[0], None, torch.qint8, -1, False)):
+    for call in (
+        lambda: quantised.npu_dynamic_quant(x),
+        lambda: quantised.npu_add_rms_norm_quant(x, x, x[0], x[0], None),
+        lambda: quantised.npu_quantize(x.double(), x[0], None, torch.qint8, -1, False),
+    ):
         with pytest.raises(ValueError, match="bfloat16, not float"):
             call()
 
@@ -160,12 +194,16 @@ def test_the_extension_of_dtypes_can_be_switched_off(monkeypatch):
 def test_quant_matmul(pertoken, bias, scale_shape, dtype):
     if dtype == torch.float16 and not pertoken:
         pytest.skip("refused")
-    x1, x2 = ((60 * normal(*shape, seed=s)).round().clamp(-128, 127).to(torch.int8)
-              for s, shape in enumerate(((7, 64), (64, 5))))
+    x1, x2 = (
+        (60 * normal(*shape, seed=s)).round().clamp(-128, 127).to(torch.int8)
+        for s, shape in enumerate(((7, 64), (64, 5)))
+    )
     scale = normal(*scale_shape, seed=2).abs().float() / 100
     rows = normal(7, seed=3).abs().float() if pertoken else None
     added = None if bias is None else (1000 * normal(5, seed=4)).to(bias)
-    out = quantised.npu_quant_matmul(x1, x2, scale, pertoken_scale=rows, bias=added, output_dtype=dtype)
+    out = quantised.npu_quant_matmul(
+        x1, x2, scale, pertoken_scale=rows, bias=added, output_dtype=dtype
+    )
     product = x1.numpy().astype(np.int64) @ x2.numpy().astype(np.int64)
     if bias == torch.int32:
         product = product + added.numpy()
@@ -188,12 +226,20 @@ def test_quant_matmul(pertoken, bias, scale_shape, dtype):
         (ValueError, "float16 needs", dict(output_dtype=torch.float16)),
         (ValueError, r"scale must be .* \(5,\) or \(1,\)", dict(scale=torch.ones(4))),
         (ValueError, "scale must be torch.float32", dict(scale=torch.ones(5).half())),
-        (ValueError, r"pertoken_scale must be torch.float32 \(3,\)", dict(pertoken_scale=torch.ones(5))),
+        (
+            ValueError,
+            r"pertoken_scale must be torch.float32 \(3,\)",
+            dict(pertoken_scale=torch.ones(5)),
+        ),
         (ValueError, "bias must be", dict(bias=torch.ones(5).half())),
     ],
 )
 def test_quant_matmul_refuses(error, match, change):
-    arguments = dict(x1=torch.ones(3, 4).to(torch.int8), x2=torch.ones(4, 5).to(torch.int8), scale=torch.ones(5),
-                     output_dtype=torch.bfloat16)
+    arguments = dict(
+        x1=torch.ones(3, 4).to(torch.int8),
+        x2=torch.ones(4, 5).to(torch.int8),
+        scale=torch.ones(5),
+        output_dtype=torch.bfloat16,
+    )
     with pytest.raises(error, match=match):
         quantised.npu_quant_matmul(**arguments | change)

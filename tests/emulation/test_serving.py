@@ -12,8 +12,13 @@ from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, turned, 
 
 DTYPES = pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, EXACT), (torch.float32, dict(rtol=1e-5, atol=1e-6)), (torch.bfloat16, ONE_ROUNDING),
-     (torch.float16, dict(rtol=2**-11 * 1.01, atol=1e-6))])
+    [
+        (torch.float64, EXACT),
+        (torch.float32, dict(rtol=1e-5, atol=1e-6)),
+        (torch.bfloat16, ONE_ROUNDING),
+        (torch.float16, dict(rtol=2**-11 * 1.01, atol=1e-6)),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +27,16 @@ def no_first_table(monkeypatch):
 
 
 def table(size, dtype=torch.float64, positions=50, seed=0):
-    """Random numbers in the place of cosines and sines, so that rounding a table to dtype keeps it exact."""
+    """Random numbers in the place of cosines and sines, so that rounding a table to dtype keeps it
+    exact.
+    """
     return normal(positions, size, dtype=dtype, seed=seed)
 
 
 def turn(x, chosen, mode):
-    """x (..., R) float64 by the numbers (..., R) that a table gives: (a + ib)(c + is) for pairs of columns."""
+    """x (..., R) float64 by the numbers (..., R) that a table gives: (a + ib)(c + is) for pairs of
+    columns.
+    """
     cos, sin = np.split(chosen, 2, -1)
     z = cos + 1j * sin
     length, angle = np.abs(z), np.angle(z)
@@ -42,9 +51,17 @@ def rotary(dtype, neox, positions, size=32, head_size=None, heads=(6, 3)):
     """The operator's query and key, and what they must be."""
     cos_sin = table(size, dtype)
     inputs = [normal(positions.numel(), n * size, dtype=dtype, seed=n) for n in heads]
-    expected = [turn(wide(x).reshape(len(x), -1, size), wide(cos_sin)[positions.flatten()][:, None],
-                     "half" if neox else "interleave").reshape(x.shape) for x in inputs]
-    assert serving._npu_rotary_embedding(positions, *inputs, head_size or size, cos_sin, neox) is None
+    expected = [
+        turn(
+            wide(x).reshape(len(x), -1, size),
+            wide(cos_sin)[positions.flatten()][:, None],
+            "half" if neox else "interleave",
+        ).reshape(x.shape)
+        for x in inputs
+    ]
+    assert (
+        serving._npu_rotary_embedding(positions, *inputs, head_size or size, cos_sin, neox) is None
+    )
     return list(zip(inputs, expected, strict=True))
 
 
@@ -62,19 +79,25 @@ def test_rotary_of_the_turned_parts_alone_as_a_caller_with_smaller_rotary_dim_pa
 
 def test_rotary_takes_a_float32_table_for_float16():
     cos_sin, query, key = table(16, torch.float32), normal(3, 32).half(), normal(3, 16).half()
-    expected = turn(wide(query).reshape(3, 2, 16), wide(cos_sin)[[2, 0, 1]][:, None], "half").reshape(3, 32)
+    expected = turn(
+        wide(query).reshape(3, 2, 16), wide(cos_sin)[[2, 0, 1]][:, None], "half"
+    ).reshape(3, 32)
     serving._npu_rotary_embedding(torch.tensor([2, 0, 1]), query, key, 16, cos_sin, True)
     np.testing.assert_allclose(wide(query), expected, rtol=2**-11 * 1.01, atol=1e-6)
 
 
 def test_rotary_holds_on_to_the_first_table():
     rotary(torch.float64, True, torch.arange(5))
-    for x, expected in rotary(torch.float64, False, torch.arange(5)):  # equal, though another tensor
+    for x, expected in rotary(
+        torch.float64, False, torch.arange(5)
+    ):  # equal, though another tensor
         np.testing.assert_allclose(wide(x), expected, **EXACT)
     x = normal(5, 32)
     for other in (table(32, seed=1), table(32)[:49], table(32).float()):
         with pytest.raises(ValueError, match="a process of its own"):
-            serving._npu_rotary_embedding(torch.arange(5), x.to(other.dtype), x.to(other.dtype), 32, other, True)
+            serving._npu_rotary_embedding(
+                torch.arange(5), x.to(other.dtype), x.to(other.dtype), 32, other, True
+            )
 
 
 @pytest.mark.parametrize(
@@ -85,25 +108,44 @@ def test_rotary_holds_on_to_the_first_table():
         (ValueError, "key must be", dict(key=normal(3, 24))),
         (ValueError, "multiple of key's 48", dict(key=normal(3, 48))),
         (ValueError, "head_size must be the width 16", dict(head_size=32, is_neox_style=False)),
-        (ValueError, "multiple of 16", dict(cos_sin_cache=table(24), query=normal(3, 24), key=normal(3, 24))),
+        (
+            ValueError,
+            "multiple of 16",
+            dict(cos_sin_cache=table(24), query=normal(3, 24), key=normal(3, 24)),
+        ),
         (ValueError, "one dtype", dict(key=normal(3, 16).half())),
         (ValueError, "float64 like query", dict(cos_sin_cache=table(16, torch.float32))),
         (ValueError, "contiguous", dict(key=normal(16, 3).t())),
-        (ValueError, r"rows of a table of 50, not \[50\]", dict(positions=torch.tensor([0, 50, 3]))),
+        (
+            ValueError,
+            r"rows of a table of 50, not \[50\]",
+            dict(positions=torch.tensor([0, 50, 3])),
+        ),
         (ValueError, r"not \[-1\]", dict(positions=torch.tensor([0, -1, 3]))),
-        (ValueError, "integers", dict(positions=torch.tensor([0., 1., 3.]))),
+        (ValueError, "integers", dict(positions=torch.tensor([0.0, 1.0, 3.0]))),
     ],
 )
 def test_rotary_refuses(error, match, change):
-    arguments = dict(positions=torch.arange(3), query=normal(3, 32), key=normal(3, 16), head_size=16,
-                     cos_sin_cache=table(16), is_neox_style=True)
+    arguments = dict(
+        positions=torch.arange(3),
+        query=normal(3, 32),
+        key=normal(3, 16),
+        head_size=16,
+        cos_sin_cache=table(16),
+        is_neox_style=True,
+    )
     with pytest.raises(error, match=match):
         serving._npu_rotary_embedding(**arguments | change)
 
 
 # Positions by cosines and sines, in place
 
-SHAPES = {"BSH": (2, 5, 3, 128), "BSND": (2, 5, 3, 128), "SBND": (5, 2, 3, 128), "BNSD": (2, 3, 5, 128)}
+SHAPES = {
+    "BSH": (2, 5, 3, 128),
+    "BSND": (2, 5, 3, 128),
+    "SBND": (5, 2, 3, 128),
+    "BNSD": (2, 3, 5, 128),
+}
 
 
 @DTYPES
@@ -119,7 +161,9 @@ def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
     expected = [turned(wide(x), angle, mode) for x in (query, key)]
     if dtype != torch.float64:  # the angles of rounded cosines and sines
         cos, sin = cos.to(dtype), sin.to(dtype)
-        one = np.concatenate([wide(t)[..., :64] if mode == "half" else wide(t)[..., ::2] for t in (cos, sin)], -1)
+        one = np.concatenate(
+            [wide(t)[..., :64] if mode == "half" else wide(t)[..., ::2] for t in (cos, sin)], -1
+        )
         expected = [turn(wide(x), one, mode) for x in (query, key)]
     returned = serving.npu_apply_rotary_pos_emb(query, key, cos, sin, layout, rotary_mode=mode)
     for x, result, wanted in zip((query, key), returned, expected, strict=True):
@@ -132,7 +176,11 @@ def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
     [
         (NotImplementedError, "quarter", dict(rotary_mode="quarter")),
         (ValueError, "half, interleave or quarter, not 'neox'", dict(rotary_mode="neox")),
-        (ValueError, "head size of 128", dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64))),
+        (
+            ValueError,
+            "head size of 128",
+            dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64)),
+        ),
         (ValueError, "4-D", dict(cos=normal(5, 1, 128))),
         (ValueError, "dimension 2", dict(cos=normal(1, 1, 1, 128))),
         (ValueError, "dimension 2", dict(sin=normal(1, 5, 3, 128))),
@@ -142,8 +190,12 @@ def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
     ],
 )
 def test_apply_rotary_refuses(error, match, change):
-    arguments = dict(query=normal(1, 5, 3, 128), key=normal(1, 5, 3, 128), cos=normal(1, 5, 1, 128),
-                     sin=normal(1, 5, 1, 128))
+    arguments = dict(
+        query=normal(1, 5, 3, 128),
+        key=normal(1, 5, 3, 128),
+        cos=normal(1, 5, 1, 128),
+        sin=normal(1, 5, 1, 128),
+    )
     with pytest.raises(error, match=match):
         serving.npu_apply_rotary_pos_emb(**arguments | change)
 
@@ -157,7 +209,9 @@ def test_apply_rotary_refuses(error, match, change):
 def test_mrope(dtype, tolerance, mode, sections):
     kinds = len(sections) if sections and any(sections) else 0
     size, head_size = (64, 96) if sections == [8, 12, 12] else (128, 128)
-    positions = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (kinds, 7) if kinds else 7))
+    positions = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 50, (kinds, 7) if kinds else 7)
+    )
     cos_sin = table(size, dtype)
     inputs = [normal(7, n * head_size, dtype=dtype, seed=n) for n in (4, 2)]
     kind_of_angle = np.repeat(np.arange(kinds), sections) if kinds else None
@@ -165,11 +219,17 @@ def test_mrope(dtype, tolerance, mode, sections):
     for token in range(7):
         for angle in range(size // 2):
             row = positions[kind_of_angle[angle], token] if kinds else positions[token]
-            chosen[token, [angle, angle + size // 2]] = wide(cos_sin)[row, [angle, angle + size // 2]]
-    results = serving.npu_mrope(positions, *inputs, cos_sin, head_size, mrope_section=sections, rotary_mode=mode)
+            chosen[token, [angle, angle + size // 2]] = wide(cos_sin)[
+                row, [angle, angle + size // 2]
+            ]
+    results = serving.npu_mrope(
+        positions, *inputs, cos_sin, head_size, mrope_section=sections, rotary_mode=mode
+    )
     for x, result in zip(inputs, results, strict=True):
         heads = wide(x).reshape(7, -1, head_size)
-        heads[..., :size] = turn(heads[..., :size], chosen[:, None], "half" if mode == "half" else "interleave")
+        heads[..., :size] = turn(
+            heads[..., :size], chosen[:, None], "half" if mode == "half" else "interleave"
+        )
         assert result.dtype == dtype
         np.testing.assert_allclose(wide(result), heads.reshape(x.shape), **tolerance)
 
@@ -190,8 +250,14 @@ def test_mrope(dtype, tolerance, mode, sections):
     ],
 )
 def test_mrope_refuses(match, change):
-    arguments = dict(positions=torch.zeros(3, 5).long(), query=normal(5, 256), key=normal(5, 128),
-                     cos_sin_cache=table(128), head_size=128, mrope_section=[16, 24, 24])
+    arguments = dict(
+        positions=torch.zeros(3, 5).long(),
+        query=normal(5, 256),
+        key=normal(5, 128),
+        cos_sin_cache=table(128),
+        head_size=128,
+        mrope_section=[16, 24, 24],
+    )
     with pytest.raises(ValueError, match=match):
         serving.npu_mrope(**arguments | change)
 
@@ -221,14 +287,16 @@ def test_top_k_top_p(dtype, given):
     out = serving.npu_top_k_top_p(logits, p, k)
     assert torch.equal(logits, before) and out.dtype == dtype
     for b in range(6):
-        stays = kept(wide(logits)[b], None if p is None else float(p[b]), None if k is None else int(k[b]))
+        stays = kept(
+            wide(logits)[b], None if p is None else float(p[b]), None if k is None else int(k[b])
+        )
         expected = np.full(40, -np.inf)
         expected[stays] = wide(logits)[b, stays]
         np.testing.assert_array_equal(wide(out)[b], expected)
 
 
 def test_top_k_keeps_all_that_equal_the_smallest_one_kept():
-    logits = torch.tensor([[1., 2., 2., 3., 0.]])
+    logits = torch.tensor([[1.0, 2.0, 2.0, 3.0, 0.0]])
     out = serving.npu_top_k_top_p(logits, None, torch.tensor([2], dtype=torch.int32))
     assert out.tolist() == [[-np.inf, 2, 2, 3, -np.inf]]
 
@@ -250,11 +318,18 @@ def test_top_p_drops_the_first_of_equals():
         ("2 numbers", dict(p=torch.tensor([0.5]))),
         ("one dtype", dict(p=torch.tensor([0.5, 0.5]).half())),
         ("2-D", dict(logits=torch.zeros(5))),
-        ("from 1 to 1024, not", dict(logits=torch.zeros(2, 2000), k=torch.tensor([1, 1025], dtype=torch.int32))),
+        (
+            "from 1 to 1024, not",
+            dict(logits=torch.zeros(2, 2000), k=torch.tensor([1, 1025], dtype=torch.int32)),
+        ),
     ],
 )
 def test_top_k_top_p_refuses(match, change):
-    arguments = dict(logits=torch.zeros(2, 5), p=torch.tensor([0.5, 0.5]), k=torch.tensor([1, 5], dtype=torch.int32))
+    arguments = dict(
+        logits=torch.zeros(2, 5),
+        p=torch.tensor([0.5, 0.5]),
+        k=torch.tensor([1, 5], dtype=torch.int32),
+    )
     with pytest.raises(ValueError, match=match):
         serving.npu_top_k_top_p(**arguments | change)
 
@@ -266,8 +341,11 @@ def test_prefetch_changes_nothing_and_refuses_what_is_no_part_of_the_weight():
     weight = normal(2, 3)
     before = weight.clone()
     assert serving.npu_prefetch(weight, None, 10**9, 47) is None and torch.equal(weight, before)
-    for match, size, offset in [("max_size must be positive, not 0", 0, 0), ("48 bytes of the weight, not 48", 8, 48),
-                                ("not -1", 8, -1)]:
+    for match, size, offset in [
+        ("max_size must be positive, not 0", 0, 0),
+        ("48 bytes of the weight, not 48", 8, 48),
+        ("not -1", 8, -1),
+    ]:
         with pytest.raises(ValueError, match=match):
             serving.npu_prefetch(weight, None, size, offset)
 

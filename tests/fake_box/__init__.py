@@ -1,12 +1,13 @@
-"""A fake Ascend box: a command with mount, network, process and user namespaces of its own, in which the devices,
-npu-smi, CANN, NNAL, the pinned packages and upstream's sources are played. Needs no root; writes nothing outside of
-`folder`.
+"""A fake Ascend box: a command with mount, network, process and user namespaces of its own, in
+which the devices, npu-smi, CANN, NNAL, the pinned packages and upstream's sources are played. Needs
+no root; writes nothing outside of `folder`.
 
     result = run(Box(dies=16, lost=(3,)), ["bash", "examples/grpo/...", "--dry-run"], tmp_path)
     python -m tests.fake_box --dies 16 --lost 3 -- bash examples/grpo/... --dry-run
 
-In it /dev, /dev/shm, /tmp, /usr/local, runs/ of this checkout and the loopback interface are the box's own; everything
-else is the host's. It ends with the command: what the command leaves running is in `left_over`, and then killed.
+In it /dev, /dev/shm, /tmp, /usr/local, runs/ of this checkout and the loopback interface are the
+box's own; everything else is the host's. It ends with the command: what the command leaves running
+is in `left_over`, and then killed.
 """
 
 import functools
@@ -33,15 +34,29 @@ from tests.fake_box.npu_smi import table
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child"]
+UNSHARE = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "--net",
+    "--pid",
+    "--fork",
+    "--kill-child",
+]
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
-OF_THE_HOST = {name for name, true in (
-    ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
-    ("CPUs to run on", len(os.sched_getaffinity(0)) < min(80, os.cpu_count())),
-    ("threads", min(Machine().threads().values()) < 32768)) if true}
+OF_THE_HOST = {
+    name
+    for name, true in (
+        ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
+        ("CPUs to run on", len(os.sched_getaffinity(0)) < min(80, os.cpu_count())),
+        ("threads", min(Machine().threads().values()) < 32768),
+    )
+    if true
+}
 
 
 @dataclass(frozen=True)
@@ -54,23 +69,37 @@ class Box:
     mapped: int | None = None  # device nodes that the container has; None: all
     acl: int | None = None  # what acl counts; None: the device nodes
     acl_error: int = 0  # of acl.rt.get_device_count, such as 507033
-    sick: Mapping[int, str] = field(default_factory=dict)  # die -> health word of npu-smi: Warning, Alarm, Critical
-    used: Mapping[int, int] = field(default_factory=dict)  # die -> MB of HBM that processes of others hold
+    sick: Mapping[int, str] = field(
+        default_factory=dict
+    )  # die -> health word of npu-smi: Warning, Alarm, Critical
+    used: Mapping[int, int] = field(
+        default_factory=dict
+    )  # die -> MB of HBM that processes of others hold
     smi: str = "works"  # or missing, hangs, or the words with which it fails
     soc: str = "Ascend910_9392"
     cann: str | None = "8.5.0"  # None: no CANN
     driver: str | None = "25.5.0"
     nnal: bool = True
-    packages: Mapping[str, str | None] = field(default_factory=dict)  # distribution -> version; None: not installed
-    installed: bool = True  # vllm-ascend, of the stand-in with its operators: else a checkout on PYTHONPATH
+    packages: Mapping[str, str | None] = field(
+        default_factory=dict
+    )  # distribution -> version; None: not installed
+    installed: bool = (
+        True  # vllm-ascend, of the stand-in with its operators: else a checkout on PYTHONPATH
+    )
     compiled: bool = True  # Megatron's dataset helpers, of the stand-in
-    raises: Mapping[str, str] = field(default_factory=dict)  # module of a stand-in -> Python, run when it is imported
+    raises: Mapping[str, str] = field(
+        default_factory=dict
+    )  # module of a stand-in -> Python, run when it is imported
     kernels: str | None = None  # chip of CANN's operators; None: that of the dies
     hbm: int = 65536  # MB of a die
-    upstream: str | None = None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
+    upstream: str | None = (
+        None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
+    )
     memory: int = 1536 * GB  # of the host, and what is free of it
     free: int = 1400 * GB
-    cgroup: Mapping[str, str] = field(default_factory=dict)  # file below /sys/fs/cgroup -> content; {}: the host's
+    cgroup: Mapping[str, str] = field(
+        default_factory=dict
+    )  # file below /sys/fs/cgroup -> content; {}: the host's
     shm: str = "500G"
     disk: str = "8T"  # size of the disk below runs/
     files: Mapping[str, str] = field(default_factory=dict)  # path -> content, over files that exist
@@ -92,39 +121,90 @@ def why_not() -> str:
     """Why there can be no fake box here; "" if there can."""
     if sys.platform != "linux" or not shutil.which("unshare"):
         return "a fake box needs Linux and unshare (util-linux)"
-    done = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/tmp"], check=False, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [*UNSHARE, "mount", "-t", "tmpfs", "none", "/tmp"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
-def start(box: Box, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None,
-          sourced: bool = False, within: Sequence[str] = (), **options: Any) -> subprocess.Popen:
-    """Start `command` in a new box; `options` are Popen's. folder: for what the box is made of, on a path without
-    colons.
+def start(
+    box: Box,
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    sourced: bool = False,
+    within: Sequence[str] = (),
+    **options: Any,
+) -> subprocess.Popen:
+    """Start `command` in a new box; `options` are Popen's. folder: for what the box is made of, on
+    a path without colons.
 
     Args:
-        environment: that of the command, given to it as `in_box` completes it; os.environ by default.
-        sourced: CANN's and NNAL's environment is sourced before, and jemalloc preloaded, as a launcher does.
-        within: words before the box's own command, as those of network.joined, for a box without a network.
+        environment: that of the command, given to it as `in_box` completes it; os.environ by
+            default. sourced: CANN's and NNAL's environment is sourced before, and jemalloc
+            preloaded, as a launcher does. within: words before the box's own command, as those of
+            network.joined, for a box without a network.
     """
     plan = _make(box, folder)
     if sourced:
-        source = "".join(f"source {file}; " for file in ("/usr/local/Ascend/cann/set_env.sh",
-                                                        "/usr/local/Ascend/nnal/atb/set_env.sh"))
-        command = ["bash", "-c", f'{source}export LD_PRELOAD=$JEMALLOC; exec "$@"', "bash", *command]
+        source = "".join(
+            f"source {file}; "
+            for file in (
+                "/usr/local/Ascend/cann/set_env.sh",
+                "/usr/local/Ascend/nnal/atb/set_env.sh",
+            )
+        )
+        command = [
+            "bash",
+            "-c",
+            f'{source}export LD_PRELOAD=$JEMALLOC; exec "$@"',
+            "bash",
+            *command,
+        ]
     (folder / "plan.json").write_text(json.dumps({**plan, "command": list(command)}))
     unshare = [word for word in UNSHARE if box.network or word != "--net"]
     options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": _many_files, **options}
-    return subprocess.Popen([*within, *unshare, "--", sys.executable, "-I", "-S", str(HERE / "inside.py"),
-                             str(folder / "plan.json")],
-                            env=in_box(box, folder, os.environ if environment is None else environment), **options)
+    return subprocess.Popen(
+        [
+            *within,
+            *unshare,
+            "--",
+            sys.executable,
+            "-I",
+            "-S",
+            str(HERE / "inside.py"),
+            str(folder / "plan.json"),
+        ],
+        env=in_box(box, folder, os.environ if environment is None else environment),
+        **options,
+    )
 
 
-def run(box: Box, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None,
-        sourced: bool = False, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess:
+def run(
+    box: Box,
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    sourced: bool = False,
+    timeout: float = 120,
+    **options: Any,
+) -> subprocess.CompletedProcess:
     """`start`, until it has ended."""
-    process = start(box, command, folder, environment, sourced, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                    text=True, stdin=subprocess.DEVNULL, **options)
+    process = start(
+        box,
+        command,
+        folder,
+        environment,
+        sourced,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
     try:
         output, complaint = process.communicate(timeout=timeout)
     except BaseException:
@@ -140,11 +220,23 @@ def left_over(folder: Path) -> list[str]:
 
 
 def in_box(box: Box, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment`, with the box's packages and sources first on PYTHONPATH, its npu-smi and this Python on PATH."""
-    paths = [str(folder / "site"), *map(str, _checkouts(box, folder)), environment.get("PYTHONPATH", "")]
-    path = f"/usr/local/bin:{Path(sys.executable).parent}:{environment.get('PATH', '/usr/bin:/bin')}"
-    return {"JEMALLOC": str(folder / "lib" / "libjemalloc.so.2"), **environment, "PATH": path,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    """`environment`, with the box's packages and sources first on PYTHONPATH, its npu-smi and this
+    Python on PATH.
+    """
+    paths = [
+        str(folder / "site"),
+        *map(str, _checkouts(box, folder)),
+        environment.get("PYTHONPATH", ""),
+    ]
+    path = (
+        f"/usr/local/bin:{Path(sys.executable).parent}:{environment.get('PATH', '/usr/bin:/bin')}"
+    )
+    return {
+        "JEMALLOC": str(folder / "lib" / "libjemalloc.so.2"),
+        **environment,
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
 
 
 def _many_files() -> None:
@@ -159,11 +251,16 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
-    for name, version in {**{name: pin for name, (pin, _) in VERSIONS.items()}, **box.packages}.items():
+    for name, version in {
+        **{name: pin for name, (pin, _) in VERSIONS.items()},
+        **box.packages,
+    }.items():
         if version is not None:
             info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
     if box.links:
         (folder / "bin" / "hccn_tool").write_text(f"#!/bin/sh\necho link status: {box.links}\n")
         (folder / "bin" / "hccn_tool").chmod(0o755)
@@ -173,39 +270,66 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
     (folder / "bin" / "python3-config").write_text(f"#!/bin/sh\necho {SUFFIX}\n")
     (folder / "bin" / "python3-config").chmod(0o755)
     for place in ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/lib64"):
-        if (library := Path(place, "libutil.so.1")).is_file():  # empty since glibc 2.34: what is preloaded must be one
+        if (
+            library := Path(place, "libutil.so.1")
+        ).is_file():  # empty since glibc 2.34: what is preloaded must be one
             shutil.copy(library, folder / "lib" / "libjemalloc.so.2")
     hosts = f"127.0.0.1 localhost {socket.gethostname()}\n"
     files = {"/proc/meminfo": _meminfo(box), "/etc/hosts": hosts, **box.files}
     if box.upstream is None:
         _imported(box, folder)
-        files[str(contract.TABLE)] = _stand_ins(folder, "vllm_ascend.vllm_ascend_C" not in box.raises)
+        files[str(contract.TABLE)] = _stand_ins(
+            folder, "vllm_ascend.vllm_ascend_C" not in box.raises
+        )
         _helpers(folder, box.compiled)
         if box.installed:
             (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{SUFFIX}").touch()
     if box.installed:
         info = folder / "site" / "vllm_ascend-0.11.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.11.0\n")
-        (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nascend = vllm_ascend:register\n")
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.11.0\n"
+        )
+        (info / "entry_points.txt").write_text(
+            "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
+        )
     for name, content in box.etc.items():
         (folder / "etc" / name).write_text(content)
     binds = {}
     for number, (path, content) in enumerate(files.items()):
         (folder / "binds" / str(number)).write_text(content)
         binds[path] = str(folder / "binds" / str(number))
-    return {"devices": [f"davinci{die}" for die in box.nodes] + [*MANAGERS] * bool(box.nodes), "folder": str(folder),
-            "binds": binds, "hidden": _of_this_python(), "runs": str(ROOT / "runs"), "left": str(folder / "left.json"),
-            **{name: value for name, value in asdict(box).items()
-               if name in ("shm", "disk", "cgroup", "without", "etc", "address")}}
+    return {
+        "devices": [f"davinci{die}" for die in box.nodes] + [*MANAGERS] * bool(box.nodes),
+        "folder": str(folder),
+        "binds": binds,
+        "hidden": _of_this_python(),
+        "runs": str(ROOT / "runs"),
+        "left": str(folder / "left.json"),
+        **{
+            name: value
+            for name, value in asdict(box).items()
+            if name in ("shm", "disk", "cgroup", "without", "etc", "address")
+        },
+    }
 
 
 def _meminfo(box: Box) -> str:
     """The host's /proc/meminfo with the box's sizes, free and without swap."""
-    sizes = {"MemTotal": box.memory, "MemFree": box.free, "MemAvailable": box.free, "SwapTotal": 0, "SwapFree": 0}
+    sizes = {
+        "MemTotal": box.memory,
+        "MemFree": box.free,
+        "MemAvailable": box.free,
+        "SwapTotal": 0,
+        "SwapFree": 0,
+    }
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return "".join(f"{name}: {sizes[name] // 1024} kB\n" if (name := line.partition(":")[0]) in sizes else line + "\n"
-                   for line in lines)
+    return "".join(
+        f"{name}: {sizes[name] // 1024} kB\n"
+        if (name := line.partition(":")[0]) in sizes
+        else line + "\n"
+        for line in lines
+    )
 
 
 def _npu_smi(box: Box) -> str:
@@ -213,8 +337,14 @@ def _npu_smi(box: Box) -> str:
         return "#!/bin/sh\nexec sleep infinity\n"
     if box.smi != "works":
         return f"#!/bin/sh\ncat <<'EOF'\n{box.smi}\nEOF\nexit 255\n"
-    shown = table(box.kind, [die for die in range(box.dies) if die not in box.lost], box.sick, box.used, box.driver,
-                  box.hbm)
+    shown = table(
+        box.kind,
+        [die for die in range(box.dies) if die not in box.lost],
+        box.sick,
+        box.used,
+        box.driver,
+        box.hbm,
+    )
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 
@@ -222,20 +352,27 @@ def _ascend(box: Box, folder: Path) -> None:
     """/usr/local/Ascend: the driver's version, CANN with its environment and acl, NNAL."""
     if box.driver:
         (folder / "driver").mkdir()
-        (folder / "driver" / "version.info").write_text(f"Version={box.driver}\nascendhal_version=7.35.23\n")
+        (folder / "driver" / "version.info").write_text(
+            f"Version={box.driver}\nascendhal_version=7.35.23\n"
+        )
     if box.cann:
         home = folder / f"cann-{box.cann}"
         (home / "x86_64-linux").mkdir(parents=True)
         (home / "x86_64-linux" / "ascend_toolkit_install.info").write_text(
-            f"package_name=Ascend-cann-toolkit\nversion={box.cann}\narch=x86_64\n")
+            f"package_name=Ascend-cann-toolkit\nversion={box.cann}\narch=x86_64\n"
+        )
         acl = home / "python" / "site-packages" / "acl"
         acl.mkdir(parents=True)
         count = len(box.nodes) if box.acl is None else box.acl
-        (acl / "__init__.py").write_text((HERE / "ascend" / "acl.py").read_text() + f"COUNT, ERROR, SOC = {count}, "
-                                         f"{box.acl_error}, {box.soc!r}\n")
+        (acl / "__init__.py").write_text(
+            (HERE / "ascend" / "acl.py").read_text() + f"COUNT, ERROR, SOC = {count}, "
+            f"{box.acl_error}, {box.soc!r}\n"
+        )
         (home / "opp" / "vendors").mkdir(parents=True)
         chip = box.kernels or ("ascend910_93" if box.kind == "910C" else "ascend910b")
-        (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(parents=True)
+        (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(
+            parents=True
+        )
         shutil.copy(HERE / "ascend" / "cann_set_env.sh", home / "set_env.sh")
         (folder / "cann").symlink_to(home.name)
     if box.nnal:
@@ -250,23 +387,40 @@ def _checkouts(box: Box, folder: Path) -> list[Path]:
 
 
 def _of_this_python() -> list[str]:
-    """Folders of upstream's packages that this Python has beside the box's, as the local engine's megatron-core."""
-    return [place for package in contract.PINS if (spec := importlib.util.find_spec(package))
-            for place in spec.submodule_search_locations or [] if "site-packages" in place]
+    """Folders of upstream's packages that this Python has beside the box's, as the local engine's
+    megatron-core.
+    """
+    return [
+        place
+        for package in contract.PINS
+        if (spec := importlib.util.find_spec(package))
+        for place in spec.submodule_search_locations or []
+        if "site-packages" in place
+    ]
 
 
 NO_HCCL = "libhccl.so: cannot open shared object file: No such file or directory"
-# The packages of what a worker imports, besides upstream's and this Python's transformers; torch_npu cannot do
-# without CANN's libraries.
+# The packages of what a worker imports, besides upstream's and this Python's transformers;
+# torch_npu cannot do without CANN's libraries.
 STUBS = {
-    "torch": "", "tensordict": "", "vllm": "",
-    "torch_npu": f"import importlib.util as it\nif not it.find_spec('acl'):\n    raise ImportError({NO_HCCL!r})\n",
-    "torch_npu.op_plugin": "", "torch_npu.op_plugin.atb": "",
+    "torch": "",
+    "tensordict": "",
+    "vllm": "",
+    "torch_npu": "import importlib.util as it\nif not it.find_spec('acl'):\n    raise "
+    f"ImportError({NO_HCCL!r})\n",
+    "torch_npu.op_plugin": "",
+    "torch_npu.op_plugin.atb": "",
     "torch_npu.op_plugin.atb._atb_ops": "def _register_atb_extensions(): pass\n",
-    "vllm.platforms": "class current_platform:\n    device_type = 'npu'\n"}
-OF_UPSTREAM = {"mindspeed_rl.workers": "MindSpeed-RL", "mindspeed_rl.workers.integrated_worker": "MindSpeed-RL",
-               "mindspeed_llm.training": "MindSpeed-LLM", "mindspeed_llm.training.arguments": "MindSpeed-LLM",
-               "vllm_ascend.worker": "vllm-ascend", "vllm_ascend.worker.worker_v1": "vllm-ascend"}
+    "vllm.platforms": "class current_platform:\n    device_type = 'npu'\n",
+}
+OF_UPSTREAM = {
+    "mindspeed_rl.workers": "MindSpeed-RL",
+    "mindspeed_rl.workers.integrated_worker": "MindSpeed-RL",
+    "mindspeed_llm.training": "MindSpeed-LLM",
+    "mindspeed_llm.training.arguments": "MindSpeed-LLM",
+    "vllm_ascend.worker": "vllm-ascend",
+    "vllm_ascend.worker.worker_v1": "vllm-ascend",
+}
 
 
 def _imported(box: Box, folder: Path) -> None:
@@ -280,25 +434,34 @@ def _imported(box: Box, folder: Path) -> None:
 
 
 def _helpers(folder: Path, compiled: bool) -> None:
-    """What `make` compiles in Megatron-LM's megatron/core/datasets, whose Makefile asks as this one."""
+    """What `make` compiles in Megatron-LM's megatron/core/datasets, whose Makefile asks as this
+    one.
+    """
     datasets = folder / "upstream" / "Megatron-LM" / "megatron" / "core" / "datasets"
     datasets.mkdir()
     (datasets / "helpers.cpp").write_text("#include <pybind11/pybind11.h>\n")
     (datasets / "Makefile").write_text(
-        "OUT = helpers_cpp$(shell python3-config --extension-suffix)\ndefault: $(OUT)\n$(OUT): helpers.cpp\n"
-        "\t$(CXX) -shared $(shell python3 -m pybind11 --includes) $< -o $@\n")
+        "OUT = helpers_cpp$(shell python3-config --extension-suffix)\ndefault: $(OUT)\n$(OUT): "
+        "helpers.cpp\n\t$(CXX) -shared $(shell python3 -m pybind11 --includes) $< -o $@\n"
+    )
     if compiled:
         (datasets / f"helpers_cpp{SUFFIX}").touch()
 
 
 def _stand_ins(folder: Path, operators: bool) -> str:
-    """A repository of few files for each of upstream's, and a contract.yaml of which they are the pins. operators:
-    those of vllm-ascend can be imported, though their file is empty."""
+    """A repository of few files for each of upstream's, and a contract.yaml of which they are the
+    pins. operators: those of vllm-ascend can be imported, though their file is empty.
+    """
     pins = {}
     for package, pin in contract.PINS.items():
         module = folder / "upstream" / pin.title / package
         (module / "core").mkdir(parents=True)
-        (module / "__init__.py").write_text(f'"""A stand-in for {pin.title}."""\n' + (
-            "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n" * (operators and package == "vllm_ascend")))
+        (module / "__init__.py").write_text(
+            f'"""A stand-in for {pin.title}."""\n'
+            + (
+                "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n"
+                * (operators and package == "vllm_ascend")
+            )
+        )
         pins[package] = {**asdict(pin), "content": contract.content_of(module)}
     return yaml.safe_dump({"pins": pins, "files": {}})

@@ -1,4 +1,6 @@
-"""What is done to the files of `prepared.prepare`: functions of (model, base weights, folder of the data)."""
+"""What is done to the files of `prepared.prepare`: functions of (model, base weights, folder of the
+data).
+"""
 
 import json
 import shutil
@@ -27,6 +29,7 @@ def config_says(**values: Any) -> Breaking:
 
 def without(name: str) -> Breaking:
     """`packed`, or a file below model/, base/ or data/."""
+
     def change(model: Path, base: Path, data: Path) -> None:
         if name == "packed":
             shutil.rmtree(data / model.name)
@@ -39,8 +42,11 @@ def without(name: str) -> Breaking:
 
 def pointers(of: str) -> Breaking:
     def change(model: Path, base: Path, data: Path) -> None:
-        files = {"base": sorted(base.glob("iter_*/*/*.pt")), "weights": [model / WEIGHTS],
-                 "tokenizer": [model / "tokenizer.json"]}[of]
+        files = {
+            "base": sorted(base.glob("iter_*/*/*.pt")),
+            "weights": [model / WEIGHTS],
+            "tokenizer": [model / "tokenizer.json"],
+        }[of]
         for file in files:
             file.write_text(POINTER)
 

@@ -1,6 +1,8 @@
-"""The first process of a fake box: makes its mounts, runs its command, reaps what the command leaves, ends with it.
+"""The first process of a fake box: makes its mounts, runs its command, reaps what the command
+leaves, ends with it.
 
-    unshare ... python inside.py PLAN.json     # standard library only; tests/fake_box/__init__.py writes the plan
+unshare ... python inside.py PLAN.json     # standard library only; tests/fake_box/__init__.py
+writes the plan
 """
 
 import ctypes
@@ -29,13 +31,20 @@ def main() -> int:
         loopback_up(plan["address"])
     mount("proc", "/proc", "proc")
     devices(stage, plan["devices"], plan["shm"])
-    mirror(stage, "/usr/local", {"Ascend": f"{plan['folder']}/Ascend"}, without=("bin", "Ascend"),
-           inside={"bin": {file.name: str(file) for file in Path(plan["folder"], "bin").iterdir()}})
+    mirror(
+        stage,
+        "/usr/local",
+        {"Ascend": f"{plan['folder']}/Ascend"},
+        without=("bin", "Ascend"),
+        inside={"bin": {file.name: str(file) for file in Path(plan["folder"], "bin").iterdir()}},
+    )
     if plan["without"]:
         for place in ("/usr/bin", "/usr/sbin"):
             mirror(stage, place, {}, without=plan["without"])
     if plan["etc"]:
-        mirror(stage, "/etc", {name: str(Path(plan["folder"], "etc", name)) for name in plan["etc"]})
+        mirror(
+            stage, "/etc", {name: str(Path(plan["folder"], "etc", name)) for name in plan["etc"]}
+        )
     if plan["cgroup"]:
         mount("tmpfs", "/sys/fs/cgroup", "tmpfs")
         for name, content in plan["cgroup"].items():
@@ -46,25 +55,44 @@ def main() -> int:
         mount("tmpfs", path, "tmpfs")
     Path(plan["runs"]).mkdir(exist_ok=True)
     mount("tmpfs", plan["runs"], "tmpfs", data=f"size={plan['disk']}")
-    mirror(stage, "/tmp", {}, without=("ray", *(file.name for file in Path("/tmp").glob("mindspeed_qerl*"))))
+    mirror(
+        stage,
+        "/tmp",
+        {},
+        without=("ray", *(file.name for file in Path("/tmp").glob("mindspeed_qerl*"))),
+    )
     return wait_for(plan["command"], Path(plan["left"]))
 
 
 def mount(source: str, target: str | Path, kind: str = "", flags: int = 0, data: str = "") -> None:
-    if LIBC.mount(*(os.fsencode(word) for word in (source, target, kind)), ctypes.c_ulong(flags), data.encode()):
+    if LIBC.mount(
+        *(os.fsencode(word) for word in (source, target, kind)),
+        ctypes.c_ulong(flags),
+        data.encode(),
+    ):
         code = ctypes.get_errno()
         raise OSError(code, f"mount {source} at {target}: {os.strerror(code)}")
 
 
-def mirror(stage: Path, place: str, more: Mapping[str, str], without: Iterable[str] = (),
-           inside: Mapping[str, Mapping[str, str]] | None = None) -> None:
-    """Make the folder `place` the box's own: what is in it stays, but for `without`; `more`, name -> source, comes in.
-    inside: the same for folders in it."""
+def mirror(
+    stage: Path,
+    place: str,
+    more: Mapping[str, str],
+    without: Iterable[str] = (),
+    inside: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:
+    """Make the folder `place` the box's own: what is in it stays, but for `without`; `more`, name
+    -> source, comes in. inside: the same for folders in it.
+    """
     copy = own(stage)
     for name, files in (inside or {}).items():
         (copy / name).mkdir()
         fill(copy / name, {**there(Path(place, name)), **files})
-    fill(copy, {name: source for name, source in there(Path(place)).items() if name not in without} | dict(more))
+    fill(
+        copy,
+        {name: source for name, source in there(Path(place)).items() if name not in without}
+        | dict(more),
+    )
     mount(str(copy), place, flags=MOVE)
 
 
@@ -90,10 +118,18 @@ def own(stage: Path) -> Path:
 
 
 def devices(stage: Path, names: Iterable[str], shm: str) -> None:
-    """/dev of a container: the usual nodes, a /dev/shm of its own, and for each NPU a node that is /dev/null."""
+    """/dev of a container: the usual nodes, a /dev/shm of its own, and for each NPU a node that is
+    /dev/null.
+    """
     dev = own(stage)
-    fill(dev, {name: f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "pts")}
-         | dict.fromkeys(names, "/dev/null"))
+    fill(
+        dev,
+        {
+            name: f"/dev/{name}"
+            for name in ("null", "zero", "full", "random", "urandom", "tty", "pts")
+        }
+        | dict.fromkeys(names, "/dev/null"),
+    )
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         (dev / name).symlink_to(f"/proc/self/fd{target}")
     (dev / "ptmx").symlink_to("pts/ptmx")
@@ -103,8 +139,9 @@ def devices(stage: Path, names: Iterable[str], shm: str) -> None:
 
 
 def loopback_up(address: str) -> None:
-    """ip link set lo up (netdevice(7): SIOCSIFFLAGS with IFF_UP); ip address add ADDRESS/32 dev lo, unless it is ""
-    (rtnetlink(7): RTM_NEWADDR with IFA_ADDRESS and IFA_LOCAL)."""
+    """ip link set lo up (netdevice(7): SIOCSIFFLAGS with IFF_UP); ip address add ADDRESS/32 dev lo,
+    unless it is "" (rtnetlink(7): RTM_NEWADDR with IFA_ADDRESS and IFA_LOCAL).
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))
     if address:
@@ -116,7 +153,9 @@ def loopback_up(address: str) -> None:
 
 
 def wait_for(command: list[str], left: Path) -> int:
-    """The exit status of `command`; a signal is for the command, not for this process, whose end is that of all."""
+    """The exit status of `command`; a signal is for the command, not for this process, whose end is
+    that of all.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not ignored: the command would inherit that
     try:

@@ -1,4 +1,5 @@
-"""Two networks joined by a cable, a fake box in each: own addresses, interfaces and ports. Needs `ip` and no root.
+"""Two networks joined by a cable, a fake box in each: own addresses, interfaces and ports. Needs
+`ip` and no root.
 
 Everything is in one user namespace, which ends with its last process.
 """
@@ -9,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
-UNREACHABLE = "172.17.0.1"  # an interface that both have and that leads nowhere, as a container engine's bridge
+# an interface that both have and that leads nowhere, as a container engine's bridge
+UNREACHABLE = "172.17.0.1"
 
 
 @contextmanager
@@ -43,7 +45,9 @@ def why_no_cable() -> str:
 @contextmanager
 def _held(new: Sequence[str]) -> Iterator[int]:
     """A process in the namespaces that the words `new` make, which keeps them."""
-    process = subprocess.Popen([*new, "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*new, "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
+    )
     try:
         process.stdout.readline()  # it is in them
         yield process.pid

@@ -1,4 +1,6 @@
-"""The shipped launcher of two nodes on two fake boxes with addresses of their own, joined by a cable."""
+"""The shipped launcher of two nodes on two fake boxes with addresses of their own, joined by a
+cable.
+"""
 
 import contextlib
 import subprocess
@@ -20,20 +22,39 @@ bash {LAUNCHER} "$@"; status=$?; echo left: /tmp/qerl-ray*; exit $status"""
 class Nodes:
     """The two launchers, what they print, and how long they took. arguments: those of both."""
 
-    def __init__(self, folder: Path, cables: Sequence[list[str]], variables: dict[str, str], box: Box,
-                 arguments: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        cables: Sequence[list[str]],
+        variables: dict[str, str],
+        box: Box,
+        arguments: Sequence[str] = (),
+    ):
         self.folder, self.cables, self.variables, self.default, self.arguments = (
-            folder, cables, variables, box, arguments)
+            folder,
+            cables,
+            variables,
+            box,
+            arguments,
+        )
         self.process, self.began = {}, {}
 
     def start(self, rank: int, box: Box | None = None, **variables: str) -> None:
-        address = {"NODE_ADDR": ADDRESSES[rank]} | ({"NODE_RANK": "1", "MASTER_ADDR": ADDRESSES[0]} if rank else {})
+        address = {"NODE_ADDR": ADDRESSES[rank]} | (
+            {"NODE_RANK": "1", "MASTER_ADDR": ADDRESSES[0]} if rank else {}
+        )
         with open(self.folder / f"out{rank}", "w") as output:
             self.began[rank] = time.monotonic()
             self.process[rank] = start(
-                box or self.default, ["bash", "-c", COMMAND, "bash", *self.arguments], self.box(rank),
-                {**self.variables, **address, **variables}, within=self.cables[rank], stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT)
+                box or self.default,
+                ["bash", "-c", COMMAND, "bash", *self.arguments],
+                self.box(rank),
+                {**self.variables, **address, **variables},
+                within=self.cables[rank],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def box(self, rank: int) -> Path:
         return self.folder / f"box{rank}"

@@ -1,5 +1,6 @@
-"""Model, data and converted base weights of a config, as its preflight wants them: the right files, shapes and sizes,
-and holes in place of weights, which take no room on the disk."""
+"""Model, data and converted base weights of a config, as its preflight wants them: the right files,
+shapes and sizes, and holes in place of weights, which take no room on the disk.
+"""
 
 import json
 import zipfile
@@ -15,25 +16,76 @@ from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import indexed_format
 
-QWEN2 = dict(model_type="qwen2", vocab_size=152064, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
-             max_position_embeddings=32768, hidden_act="silu")
+QWEN2 = dict(
+    model_type="qwen2",
+    vocab_size=152064,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    max_position_embeddings=32768,
+    hidden_act="silu",
+)
 MODELS: dict[str, dict[str, Any]] = {  # what config.json of the published models says
     "Qwen3-30B-A3B": dict(
-        model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, intermediate_size=6144, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, num_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False,
-        max_position_embeddings=40960, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[],
-        rope_scaling=None),
+        model_type="qwen3_moe",
+        num_hidden_layers=48,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+        hidden_act="silu",
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        rope_scaling=None,
+    ),
     "Qwen1.5-MoE-A2.7B-Chat": dict(
-        model_type="qwen2_moe", num_hidden_layers=24, hidden_size=2048, intermediate_size=5632, num_attention_heads=16,
-        num_key_value_heads=16, vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, num_experts=60,
-        num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False,
-        tie_word_embeddings=False, max_position_embeddings=8192, hidden_act="silu", decoder_sparse_step=1),
-    "Qwen2.5-7B-Instruct": dict(QWEN2, num_hidden_layers=28, hidden_size=3584, intermediate_size=18944,
-                                num_attention_heads=28, num_key_value_heads=4),
-    "Qwen2.5-1.5B-Instruct": dict(QWEN2, num_hidden_layers=28, hidden_size=1536, intermediate_size=8960,
-                                  num_attention_heads=12, num_key_value_heads=2, vocab_size=151936,
-                                  tie_word_embeddings=True),
+        model_type="qwen2_moe",
+        num_hidden_layers=24,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=151936,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        norm_topk_prob=False,
+        tie_word_embeddings=False,
+        max_position_embeddings=8192,
+        hidden_act="silu",
+        decoder_sparse_step=1,
+    ),
+    "Qwen2.5-7B-Instruct": dict(
+        QWEN2,
+        num_hidden_layers=28,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ),
+    "Qwen2.5-1.5B-Instruct": dict(
+        QWEN2,
+        num_hidden_layers=28,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
 }
 ROWS = {"train": 7473, "test": 1319}  # of GSM8K
 
@@ -48,9 +100,13 @@ def prepare(name: str, folder: Path, nodes: int = 1) -> dict[str, str]:
     it = plan.layout
     stages = [2 * int(sum(training_weights(plan, stage))) for stage in range(it.pp)]
     write_model(model, 2 * model_parameters(plan.shape))
-    write_base(models / Path(recipe.model.load).name, {
-        rank_folder(tp, pp, ep, pp=it.pp, ep=it.ep): stages[pp]
-        for tp, pp, ep in product(range(it.tp), range(it.pp), range(it.ep))})
+    write_base(
+        models / Path(recipe.model.load).name,
+        {
+            rank_folder(tp, pp, ep, pp=it.pp, ep=it.ep): stages[pp]
+            for tp, pp, ep in product(range(it.tp), range(it.pp), range(it.ep))
+        },
+    )
     write_data(data / "gsm8k", data / "gsm8k" / model.name / Path(recipe.task.data_path).name)
     return {"MODELS": str(models), "DATA": str(data)}
 
@@ -58,11 +114,16 @@ def prepare(name: str, folder: Path, nodes: int = 1) -> dict[str, str]:
 def write_model(folder: Path, size: int) -> None:
     folder.mkdir(parents=True)
     weights = "model-00001-of-00001.safetensors"
-    for file, content in (("config.json", {**MODELS[folder.name], "torch_dtype": "bfloat16"}), ("tokenizer.json", {}),
-                          ("tokenizer_config.json", {"chat_template": "..."}),
-                          ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": weights}})):
+    for file, content in (
+        ("config.json", {**MODELS[folder.name], "torch_dtype": "bfloat16"}),
+        ("tokenizer.json", {}),
+        ("tokenizer_config.json", {"chat_template": "..."}),
+        ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": weights}}),
+    ):
         (folder / file).write_text(json.dumps(content))
-    header = json.dumps({"lm_head.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    header = json.dumps(
+        {"lm_head.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    ).encode()
     hole(folder / weights, 8 + len(header) + size)
     with open(folder / weights, "r+b") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -85,14 +146,22 @@ def write_data(folder: Path, packed: Path) -> None:
     source.mkdir(parents=True)
     first = 0
     for split, rows in ROWS.items():
-        (source / f"{split}.jsonl").write_text("".join(
-            json.dumps({"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}) + "\n"
-            for n in range(first, first + rows)))
+        (source / f"{split}.jsonl").write_text(
+            "".join(
+                json.dumps(
+                    {"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
+                )
+                + "\n"
+                for n in range(first, first + rows)
+            )
+        )
         first += rows
     convert(source, folder)
     packed.parent.mkdir(parents=True)
-    for column, rows in (("input_ids", [[5, 6, 7, 8 + n % 90000] for n in range(ROWS["train"])]),
-                         ("labels", [[8 + n % 90000] for n in range(ROWS["train"])])):
+    for column, rows in (
+        ("input_ids", [[5, 6, 7, 8 + n % 90000] for n in range(ROWS["train"])]),
+        ("labels", [[8 + n % 90000] for n in range(ROWS["train"])]),
+    ):
         for ending, content in zip(("bin", "idx"), indexed_format(rows)):
             Path(f"{packed}_packed_{column}_document.{ending}").write_bytes(content)
 

@@ -1,7 +1,8 @@
-"""config.json of public models, written from what their pages document; what changes no model is left out.
+"""config.json of public models, written from what their pages document; what changes no model is
+left out.
 
-MODELS: those that are built. OTHERS: those that are refused, with words of the refusal. Both in the form of
-transformers 4; `newer` gives that of transformers 5.
+MODELS: those that are built. OTHERS: those that are refused, with words of the refusal. Both in the
+form of transformers 4; `newer` gives that of transformers 5.
 """
 
 from typing import Any
@@ -9,144 +10,461 @@ from typing import Any
 Config = dict[str, Any]
 
 
-def qwen2(layers: int, hidden: int, width: int, heads: int, groups: int, vocabulary: int = 152064,
-          **more: Any) -> Config:
-    return {"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
-            "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": hidden, "initializer_range": 0.02,
-            "intermediate_size": width, "max_position_embeddings": 32768, "max_window_layers": layers,
-            "model_type": "qwen2", "num_attention_heads": heads, "num_hidden_layers": layers,
-            "num_key_value_heads": groups, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
-            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
-            "vocab_size": vocabulary, **more}
+def qwen2(
+    layers: int,
+    hidden: int,
+    width: int,
+    heads: int,
+    groups: int,
+    vocabulary: int = 152064,
+    **more: Any,
+) -> Config:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": width,
+        "max_position_embeddings": 32768,
+        "max_window_layers": layers,
+        "model_type": "qwen2",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocabulary,
+        **more,
+    }
 
 
 def qwen3(layers: int, hidden: int, width: int, heads: int, groups: int, **more: Any) -> Config:
-    return {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-            "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
-            "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": width,
-            "max_position_embeddings": 40960, "max_window_layers": layers, "model_type": "qwen3",
-            "num_attention_heads": heads, "num_hidden_layers": layers, "num_key_value_heads": groups,
-            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
-            "vocab_size": 151936, **more}
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": width,
+        "max_position_embeddings": 40960,
+        "max_window_layers": layers,
+        "model_type": "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        **more,
+    }
 
 
 def experts(count: int, top: int, width: int, **more: Any) -> Config:
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": width, "norm_topk_prob": True,
-            "num_experts": count, "num_experts_per_tok": top, "output_router_logits": False,
-            "router_aux_loss_coef": 0.001, **more}
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "num_experts": count,
+        "num_experts_per_tok": top,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        **more,
+    }
 
 
 def llama(layers: int, hidden: int, width: int, heads: int, vocabulary: int, **more: Any) -> Config:
-    return {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-            "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": width, "model_type": "llama",
-            "num_attention_heads": heads, "num_hidden_layers": layers, "rms_norm_eps": 1e-05,
-            "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True, "vocab_size": vocabulary,
-            **more}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": width,
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "use_cache": True,
+        "vocab_size": vocabulary,
+        **more,
+    }
 
 
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 QWEN3_30B = {**qwen3(48, 2048, 6144, 32, 4), **experts(128, 8, 768), **QWEN3_MOE}
-LLAMA3 = {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": 8, "pretraining_tp": 1,
-          "rope_theta": 500000.0, "max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
-LLAMA31_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+LLAMA3 = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+LLAMA31_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 MODELS: dict[str, Config] = {
-    "Qwen1.5-0.5B-Chat": qwen2(24, 1024, 2816, 16, 16, 151936, tie_word_embeddings=True, max_window_layers=21),
+    "Qwen1.5-0.5B-Chat": qwen2(
+        24, 1024, 2816, 16, 16, 151936, tie_word_embeddings=True, max_window_layers=21
+    ),
     "Qwen2-0.5B-Instruct": qwen2(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
     "Qwen2-7B-Instruct": qwen2(28, 3584, 18944, 28, 4, sliding_window=131072),
     "Qwen2.5-0.5B": qwen2(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True, use_mrope=False),
-    "Qwen2.5-1.5B-Instruct": qwen2(28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True, max_window_layers=21),
+    "Qwen2.5-1.5B-Instruct": qwen2(
+        28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True, max_window_layers=21
+    ),
     "Qwen2.5-7B": qwen2(28, 3584, 18944, 28, 4, max_position_embeddings=131072, use_mrope=False),
     "Qwen2.5-32B-Instruct": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5, max_window_layers=70),
     "Qwen2.5-72B-Instruct": qwen2(80, 8192, 29568, 64, 8, max_window_layers=70),
-    "Qwen2.5-Math-1.5B": qwen2(28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True, rope_theta=10000,
-                               max_position_embeddings=4096, sliding_window=4096, use_mrope=False),
+    "Qwen2.5-Math-1.5B": qwen2(
+        28,
+        1536,
+        8960,
+        12,
+        2,
+        151936,
+        tie_word_embeddings=True,
+        rope_theta=10000,
+        max_position_embeddings=4096,
+        sliding_window=4096,
+        use_mrope=False,
+    ),
     "QwQ-32B": qwen2(64, 5120, 27648, 40, 8, max_position_embeddings=40960, rms_norm_eps=1e-5),
-    "DeepSeek-R1-Distill-Qwen-1.5B": qwen2(28, 1536, 8960, 12, 2, 151936, rope_theta=10000, use_mrope=False,
-                                           max_position_embeddings=131072, sliding_window=4096, max_window_layers=21),
-    "DeepSeek-R1-Distill-Qwen-32B": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5, max_position_embeddings=131072),
+    "DeepSeek-R1-Distill-Qwen-1.5B": qwen2(
+        28,
+        1536,
+        8960,
+        12,
+        2,
+        151936,
+        rope_theta=10000,
+        use_mrope=False,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+        max_window_layers=21,
+    ),
+    "DeepSeek-R1-Distill-Qwen-32B": qwen2(
+        64, 5120, 27648, 40, 8, rms_norm_eps=1e-5, max_position_embeddings=131072
+    ),
     "Qwen3-0.6B": qwen3(28, 1024, 3072, 16, 8, tie_word_embeddings=True),
-    "Qwen3-4B-Instruct-2507": qwen3(36, 2560, 9728, 32, 8, tie_word_embeddings=True, rope_theta=5000000,
-                                    max_position_embeddings=262144),
+    "Qwen3-4B-Instruct-2507": qwen3(
+        36,
+        2560,
+        9728,
+        32,
+        8,
+        tie_word_embeddings=True,
+        rope_theta=5000000,
+        max_position_embeddings=262144,
+    ),
     "Qwen3-8B": qwen3(36, 4096, 12288, 32, 8),
     "Qwen3-32B": qwen3(64, 5120, 25600, 64, 8),
     "Qwen3-30B-A3B": QWEN3_30B,
-    "Qwen3-30B-A3B-Instruct-2507": {**QWEN3_30B, "rope_theta": 10000000, "max_position_embeddings": 262144,
-                                    "qkv_bias": False},
+    "Qwen3-30B-A3B-Instruct-2507": {
+        **QWEN3_30B,
+        "rope_theta": 10000000,
+        "max_position_embeddings": 262144,
+        "qkv_bias": False,
+    },
     "Qwen3-235B-A22B": {**qwen3(94, 4096, 12288, 64, 4), **experts(128, 8, 1536), **QWEN3_MOE},
-    "Qwen3-Coder-30B-A3B-Instruct": {**QWEN3_30B, "intermediate_size": 5472, "shared_expert_intermediate_size": 0,
-                                     "qkv_bias": False, "use_qk_norm": True, "rope_theta": 10000000,
-                                     "max_position_embeddings": 262144},
-    "Qwen1.5-MoE-A2.7B-Chat": {**qwen2(24, 2048, 5632, 16, 16, 151936, max_position_embeddings=8192,
-                                       max_window_layers=21),
-                               **experts(60, 4, 1408, norm_topk_prob=False, shared_expert_intermediate_size=5632),
-                               "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
-    "Qwen2-57B-A14B-Instruct": {**qwen2(28, 3584, 18944, 28, 4, 151936), "architectures": ["Qwen2MoeForCausalLM"],
-                                **experts(64, 8, 2560, norm_topk_prob=False, shared_expert_intermediate_size=20480),
-                                "model_type": "qwen2_moe"},
-    "Llama-2-7b-hf": llama(32, 4096, 11008, 32, 32000, max_position_embeddings=4096, num_key_value_heads=32,
-                           pretraining_tp=1, rope_scaling=None),
-    "llama-7b": llama(32, 4096, 11008, 32, 32000, architectures=["LLaMAForCausalLM"], max_sequence_length=2048,
-                      rms_norm_eps=1e-06),
-    "Meta-Llama-3-8B": llama(32, 4096, 14336, 32, 128256, **{**LLAMA3, "max_position_embeddings": 8192},
-                             rope_scaling=None),
-    "SmolLM2-135M-Instruct": llama(30, 576, 1536, 9, 49152, **{**LLAMA3, "num_key_value_heads": 3,
-                                                               "rope_theta": 100000, "max_position_embeddings": 8192},
-                                   is_llama_config=True, rope_interleaved=False, rope_scaling=None),
-    "SmolLM2-1.7B-Instruct": llama(24, 2048, 8192, 32, 49152, **{**LLAMA3, "num_key_value_heads": 32,
-                                                                 "rope_theta": 130000,
-                                                                 "max_position_embeddings": 8192}),
-    "TinyLlama-1.1B-Chat": llama(22, 2048, 5632, 32, 32000, num_key_value_heads=4, max_position_embeddings=2048,
-                                 attention_bias=False, rope_theta=10000.0),
-    "Yi-1.5-9B-Chat": llama(48, 4096, 11008, 32, 64000, num_key_value_heads=4, rope_theta=5000000.0,
-                            max_position_embeddings=4096, rms_norm_eps=1e-06, pretraining_tp=1),
+    "Qwen3-Coder-30B-A3B-Instruct": {
+        **QWEN3_30B,
+        "intermediate_size": 5472,
+        "shared_expert_intermediate_size": 0,
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "rope_theta": 10000000,
+        "max_position_embeddings": 262144,
+    },
+    "Qwen1.5-MoE-A2.7B-Chat": {
+        **qwen2(24, 2048, 5632, 16, 16, 151936, max_position_embeddings=8192, max_window_layers=21),
+        **experts(60, 4, 1408, norm_topk_prob=False, shared_expert_intermediate_size=5632),
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+    },
+    "Qwen2-57B-A14B-Instruct": {
+        **qwen2(28, 3584, 18944, 28, 4, 151936),
+        "architectures": ["Qwen2MoeForCausalLM"],
+        **experts(64, 8, 2560, norm_topk_prob=False, shared_expert_intermediate_size=20480),
+        "model_type": "qwen2_moe",
+    },
+    "Llama-2-7b-hf": llama(
+        32,
+        4096,
+        11008,
+        32,
+        32000,
+        max_position_embeddings=4096,
+        num_key_value_heads=32,
+        pretraining_tp=1,
+        rope_scaling=None,
+    ),
+    "llama-7b": llama(
+        32,
+        4096,
+        11008,
+        32,
+        32000,
+        architectures=["LLaMAForCausalLM"],
+        max_sequence_length=2048,
+        rms_norm_eps=1e-06,
+    ),
+    "Meta-Llama-3-8B": llama(
+        32,
+        4096,
+        14336,
+        32,
+        128256,
+        **{**LLAMA3, "max_position_embeddings": 8192},
+        rope_scaling=None,
+    ),
+    "SmolLM2-135M-Instruct": llama(
+        30,
+        576,
+        1536,
+        9,
+        49152,
+        **{
+            **LLAMA3,
+            "num_key_value_heads": 3,
+            "rope_theta": 100000,
+            "max_position_embeddings": 8192,
+        },
+        is_llama_config=True,
+        rope_interleaved=False,
+        rope_scaling=None,
+    ),
+    "SmolLM2-1.7B-Instruct": llama(
+        24,
+        2048,
+        8192,
+        32,
+        49152,
+        **{
+            **LLAMA3,
+            "num_key_value_heads": 32,
+            "rope_theta": 130000,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "TinyLlama-1.1B-Chat": llama(
+        22,
+        2048,
+        5632,
+        32,
+        32000,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        attention_bias=False,
+        rope_theta=10000.0,
+    ),
+    "Yi-1.5-9B-Chat": llama(
+        48,
+        4096,
+        11008,
+        32,
+        64000,
+        num_key_value_heads=4,
+        rope_theta=5000000.0,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-06,
+        pretraining_tp=1,
+    ),
 }
 CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 OTHERS: dict[str, tuple[Config, str]] = {
-    "Qwen2.5-7B-Instruct-1M": (qwen2(28, 3584, 18944, 28, 4, max_position_embeddings=1010000,
-                                     dual_chunk_attention_config=CHUNKS), "dual_chunk_attention_config is"),
-    "Qwen3-235B-A22B-2507, 1M": ({**QWEN3_30B, "dual_chunk_attention_config": CHUNKS}, "dual_chunk_attention_config"),
-    "Qwen2.5-7B-Instruct, YaRN": (qwen2(28, 3584, 18944, 28, 4, rope_scaling=YARN), "rope_type is 'yarn'"),
-    "Qwen2-7B with a window": (qwen2(28, 3584, 18944, 28, 4, use_sliding_window=True, sliding_window=4096,
-                                     max_window_layers=14), "use_sliding_window is True"),
-    "Qwen2.5-Math-RM-72B": (qwen2(80, 8192, 29568, 64, 8, architectures=["Qwen2ForRewardModel"]),
-                            "architectures is ['Qwen2ForRewardModel']"),
-    "a reward model of TRL": (qwen2(24, 896, 4864, 14, 2, 151936, architectures=["Qwen2ForSequenceClassification"],
-                                    id2label={"0": "LABEL_0"}, num_labels=1), "Qwen2ForSequenceClassification"),
-    "Qwen3-Embedding in sentence transformers": (qwen3(28, 1024, 3072, 16, 8, architectures=["Qwen3Model"]),
-                                                 "architectures is ['Qwen3Model']"),
-    "gte-Qwen2-1.5B-instruct": (qwen2(28, 1536, 8960, 12, 2, 151646, is_causal=False, auto_map={
-        "AutoModel": "modeling_qwen.Qwen2Model", "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM"}),
-        "is_causal is False"),
-    "code of its own": (qwen2(28, 1536, 8960, 12, 2, 151646, auto_map={"AutoModelForCausalLM": "modeling_a.A"}),
-                        "auto_map names code of the model's own (modeling_a.A)"),
-    "Qwen2-VL-7B-Instruct": ({**qwen2(28, 3584, 18944, 28, 4), "model_type": "qwen2_vl", "rope_scaling": {
-        "type": "mrope", "mrope_section": [16, 24, 24]}}, "unknown model_type 'qwen2_vl'"),
-    "a text model cut out of Qwen2-VL": (qwen2(28, 3584, 18944, 28, 4, rope_scaling={
-        "type": "mrope", "mrope_section": [16, 24, 24]}), "mrope"),
-    "Qwen3-8B-FP8": (qwen3(36, 4096, 12288, 32, 8, quantization_config={"quant_method": "fp8", "fmt": "e4m3"}),
-                     "quantization_config"),
-    "Qwen2.5-7B-Instruct-AWQ": (qwen2(28, 3584, 18944, 28, 4, quantization_config={"quant_method": "awq", "bits": 4}),
-                                "quantization_config"),
-    "experts in every other layer": ({**QWEN3_30B, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-    "Llama-3.1-8B-Instruct": (llama(32, 4096, 14336, 32, 128256, **LLAMA3, rope_scaling=LLAMA31_ROPE),
-                              "rope_type is 'llama3'"),
-    "Llama-3.2-1B": (llama(16, 2048, 8192, 32, 128256, **{**LLAMA3, "tie_word_embeddings": True}, head_dim=64,
-                           rope_scaling={**LLAMA31_ROPE, "factor": 32.0}), "rope_type is 'llama3'"),
-    "DeepSeek-R1-Distill-Llama-8B": (llama(32, 4096, 14336, 32, 128256, **LLAMA3, rope_scaling=LLAMA31_ROPE),
-                                     "rope_type is 'llama3'"),
-    "deepseek-coder-6.7b-instruct": (llama(32, 4096, 11008, 32, 32256, num_key_value_heads=32, rope_theta=100000,
-                                           max_position_embeddings=16384,
-                                           rope_scaling={"factor": 4.0, "type": "linear"}), "rope_type is 'linear'"),
-    "a Llama with biases": (llama(32, 4096, 11008, 32, 32000, attention_bias=True), "attention_bias is True"),
-    "a Llama with biases in the MLP": (llama(32, 4096, 11008, 32, 32000, mlp_bias=True), "mlp_bias is True"),
-    "a Llama with a window": (llama(32, 4096, 11008, 32, 32000, sliding_window=4096), "sliding_window is 4096"),
-    "Mistral-7B-Instruct-v0.3": ({**llama(32, 4096, 14336, 32, 32768), "architectures": ["MistralForCausalLM"],
-                                  "model_type": "mistral"}, "unknown model_type 'mistral'"),
-    "Qwen3-Next-80B-A3B": ({**QWEN3_30B, "model_type": "qwen3_next"}, "unknown model_type 'qwen3_next'"),
-    "Qwen-7B, the first": ({**qwen2(32, 4096, 22016, 32, 32), "model_type": "qwen"}, "unknown model_type 'qwen'"),
+    "Qwen2.5-7B-Instruct-1M": (
+        qwen2(
+            28,
+            3584,
+            18944,
+            28,
+            4,
+            max_position_embeddings=1010000,
+            dual_chunk_attention_config=CHUNKS,
+        ),
+        "dual_chunk_attention_config is",
+    ),
+    "Qwen3-235B-A22B-2507, 1M": (
+        {**QWEN3_30B, "dual_chunk_attention_config": CHUNKS},
+        "dual_chunk_attention_config",
+    ),
+    "Qwen2.5-7B-Instruct, YaRN": (
+        qwen2(28, 3584, 18944, 28, 4, rope_scaling=YARN),
+        "rope_type is 'yarn'",
+    ),
+    "Qwen2-7B with a window": (
+        qwen2(
+            28,
+            3584,
+            18944,
+            28,
+            4,
+            use_sliding_window=True,
+            sliding_window=4096,
+            max_window_layers=14,
+        ),
+        "use_sliding_window is True",
+    ),
+    "Qwen2.5-Math-RM-72B": (
+        qwen2(80, 8192, 29568, 64, 8, architectures=["Qwen2ForRewardModel"]),
+        "architectures is ['Qwen2ForRewardModel']",
+    ),
+    "a reward model of TRL": (
+        qwen2(
+            24,
+            896,
+            4864,
+            14,
+            2,
+            151936,
+            architectures=["Qwen2ForSequenceClassification"],
+            id2label={"0": "LABEL_0"},
+            num_labels=1,
+        ),
+        "Qwen2ForSequenceClassification",
+    ),
+    "Qwen3-Embedding in sentence transformers": (
+        qwen3(28, 1024, 3072, 16, 8, architectures=["Qwen3Model"]),
+        "architectures is ['Qwen3Model']",
+    ),
+    "gte-Qwen2-1.5B-instruct": (
+        qwen2(
+            28,
+            1536,
+            8960,
+            12,
+            2,
+            151646,
+            is_causal=False,
+            auto_map={
+                "AutoModel": "modeling_qwen.Qwen2Model",
+                "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
+            },
+        ),
+        "is_causal is False",
+    ),
+    "code of its own": (
+        qwen2(28, 1536, 8960, 12, 2, 151646, auto_map={"AutoModelForCausalLM": "modeling_a.A"}),
+        "auto_map names code of the model's own (modeling_a.A)",
+    ),
+    "Qwen2-VL-7B-Instruct": (
+        {
+            **qwen2(28, 3584, 18944, 28, 4),
+            "model_type": "qwen2_vl",
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        },
+        "unknown model_type 'qwen2_vl'",
+    ),
+    "a text model cut out of Qwen2-VL": (
+        qwen2(
+            28, 3584, 18944, 28, 4, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}
+        ),
+        "mrope",
+    ),
+    "Qwen3-8B-FP8": (
+        qwen3(36, 4096, 12288, 32, 8, quantization_config={"quant_method": "fp8", "fmt": "e4m3"}),
+        "quantization_config",
+    ),
+    "Qwen2.5-7B-Instruct-AWQ": (
+        qwen2(28, 3584, 18944, 28, 4, quantization_config={"quant_method": "awq", "bits": 4}),
+        "quantization_config",
+    ),
+    "experts in every other layer": (
+        {**QWEN3_30B, "decoder_sparse_step": 2},
+        "decoder_sparse_step = 2",
+    ),
+    "Llama-3.1-8B-Instruct": (
+        llama(32, 4096, 14336, 32, 128256, **LLAMA3, rope_scaling=LLAMA31_ROPE),
+        "rope_type is 'llama3'",
+    ),
+    "Llama-3.2-1B": (
+        llama(
+            16,
+            2048,
+            8192,
+            32,
+            128256,
+            **{**LLAMA3, "tie_word_embeddings": True},
+            head_dim=64,
+            rope_scaling={**LLAMA31_ROPE, "factor": 32.0},
+        ),
+        "rope_type is 'llama3'",
+    ),
+    "DeepSeek-R1-Distill-Llama-8B": (
+        llama(32, 4096, 14336, 32, 128256, **LLAMA3, rope_scaling=LLAMA31_ROPE),
+        "rope_type is 'llama3'",
+    ),
+    "deepseek-coder-6.7b-instruct": (
+        llama(
+            32,
+            4096,
+            11008,
+            32,
+            32256,
+            num_key_value_heads=32,
+            rope_theta=100000,
+            max_position_embeddings=16384,
+            rope_scaling={"factor": 4.0, "type": "linear"},
+        ),
+        "rope_type is 'linear'",
+    ),
+    "a Llama with biases": (
+        llama(32, 4096, 11008, 32, 32000, attention_bias=True),
+        "attention_bias is True",
+    ),
+    "a Llama with biases in the MLP": (
+        llama(32, 4096, 11008, 32, 32000, mlp_bias=True),
+        "mlp_bias is True",
+    ),
+    "a Llama with a window": (
+        llama(32, 4096, 11008, 32, 32000, sliding_window=4096),
+        "sliding_window is 4096",
+    ),
+    "Mistral-7B-Instruct-v0.3": (
+        {
+            **llama(32, 4096, 14336, 32, 32768),
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+        },
+        "unknown model_type 'mistral'",
+    ),
+    "Qwen3-Next-80B-A3B": (
+        {**QWEN3_30B, "model_type": "qwen3_next"},
+        "unknown model_type 'qwen3_next'",
+    ),
+    "Qwen-7B, the first": (
+        {**qwen2(32, 4096, 22016, 32, 32), "model_type": "qwen"},
+        "unknown model_type 'qwen'",
+    ),
     "GELU": (llama(32, 4096, 11008, 32, 32000, hidden_act="gelu_new"), "hidden_act is 'gelu_new'"),
 }
 
@@ -156,7 +474,11 @@ def newer(config: Config) -> Config:
     config = {**config, "dtype": config["torch_dtype"], "transformers_version": "5.2.0"}
     scaling = config.pop("rope_scaling", None) or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    config["rope_parameters"] = {**scaling, "rope_theta": config.pop("rope_theta", 10000.0), "rope_type": kind}
+    config["rope_parameters"] = {
+        **scaling,
+        "rope_theta": config.pop("rope_theta", 10000.0),
+        "rope_type": kind,
+    }
     config["rope_parameters"].pop("type", None)
     del config["torch_dtype"]
     if config["model_type"] == "qwen3_moe":

@@ -1,5 +1,6 @@
-"""Each family against transformers and vLLM; and the model that Megatron is told of against config.json, whatever is
-in either."""
+"""Each family against transformers and vLLM; and the model that Megatron is told of against
+config.json, whatever is in either.
+"""
 
 import json
 import sys
@@ -17,28 +18,65 @@ from mindspeed_qerl.layout.memory import model_parameters
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES as REHEARSED
 
-GARBAGE = (None, True, False, 0, 1, -1, 3.5, float("nan"), float("inf"), 10 ** 400, "", "yes", "1000000", [], [None],
-           {}, {"a": 1})
+GARBAGE = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3.5,
+    float("nan"),
+    float("inf"),
+    10**400,
+    "",
+    "yes",
+    "1000000",
+    [],
+    [None],
+    {},
+    {"a": 1},
+)
 
 
 def small(family: str) -> ModelShape:
     """Sizes that no two of which are equal, so that none can be mistaken for another."""
     moe, own = FAMILIES[family].experts, FAMILIES[family].own_head_dim
-    shape = ModelShape("small", family, 3, 96, 6, 2, 24 if own else 16, 0 if moe else 80, 112, 5e5, False, 64,
-                       rms_norm_eps=2e-5)
+    shape = ModelShape(
+        "small",
+        family,
+        3,
+        96,
+        6,
+        2,
+        24 if own else 16,
+        0 if moe else 80,
+        112,
+        5e5,
+        False,
+        64,
+        rms_norm_eps=2e-5,
+    )
     if not moe:
         return shape
     shared = 120 if FAMILIES[family].shared_expert else 0
-    return replace(shape, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40,
-                   shared_expert_intermediate_size=shared, norm_topk_prob=True)
+    return replace(
+        shape,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=shared,
+        norm_topk_prob=True,
+    )
 
 
 def hf(shape: ModelShape):
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    return transformers.AutoConfig.for_model(shape.model_type, **family_of(shape).hf_config(shape),
-                                             rope_parameters=rope)
+    return transformers.AutoConfig.for_model(
+        shape.model_type, **family_of(shape).hf_config(shape), rope_parameters=rope
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,18 +107,28 @@ def test_parameters_are_those_of_transformers_one_by_one(family, tied):
     assert model_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("shape", [*NAMED_SHAPES.values(), *map(small, FAMILIES)],
-                         ids=lambda shape: f"{shape.name} {shape.model_type}")
+@pytest.mark.parametrize(
+    "shape",
+    [*NAMED_SHAPES.values(), *map(small, FAMILIES)],
+    ids=lambda shape: f"{shape.name} {shape.model_type}",
+)
 def test_the_shape_comes_back_from_what_megatron_is_told(shape):
-    told = family_of(shape).megatron_arguments(shape) | {"padded_vocab_size": shape.vocab_size, "model": shape.name,
-                                                         "max_position_embeddings": shape.max_position_embeddings}
+    told = family_of(shape).megatron_arguments(shape) | {
+        "padded_vocab_size": shape.vocab_size,
+        "model": shape.name,
+        "max_position_embeddings": shape.max_position_embeddings,
+    }
     assert shape_of_arguments(told) == shape
 
 
 def rehearsed(family):
-    """(config.json, arguments of Megatron) of the rehearsals, which run on upstream's code: both written by hand."""
-    return ({**REHEARSED[family][1], "model_type": family},
-            {**REHEARSED[family][2], "hidden_dropout": 0.0, "attention_dropout": 0.0})
+    """(config.json, arguments of Megatron) of the rehearsals, which run on upstream's code: both
+    written by hand.
+    """
+    return (
+        {**REHEARSED[family][1], "model_type": family},
+        {**REHEARSED[family][2], "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    )
 
 
 @pytest.mark.parametrize("family", REHEARSED)
@@ -91,56 +139,107 @@ def test_the_rehearsals_arguments_are_the_familys(family):
     assert {key: arguments.get(key, MEGATRON_DEFAULTS[key]) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family, key, told", [
-    ("qwen3_moe", "rotary_base", "10000"), ("qwen2", "norm_epsilon", "1e-05"),
-    ("qwen3_moe", "norm_topk_prob", "False"), ("qwen3", "qk_layernorm", "False"),
-    ("qwen2_moe", "add_qkv_bias", "False"), ("qwen3_moe", "num_query_groups", "1"),
-    ("qwen3_moe", "num_experts", "None"), ("qwen2_moe", "n_shared_experts", "None"),
-    ("qwen2_moe", "spec", "None"), ("qwen3", "normalization", "'LayerNorm'"), ("qwen3", "swiglu", "False"),
-    ("qwen3", "disable_bias_linear", "False"),
-    ("qwen3", "position_embedding_type", "'learned_absolute'"),
-    ("qwen3", "untie_embeddings_and_output_weights", "False"),
-    ("qwen3", "group_query_attention", "False"), ("qwen3", "hidden_dropout", "0.1"),
-])
+@pytest.mark.parametrize(
+    "family, key, told",
+    [
+        ("qwen3_moe", "rotary_base", "10000"),
+        ("qwen2", "norm_epsilon", "1e-05"),
+        ("qwen3_moe", "norm_topk_prob", "False"),
+        ("qwen3", "qk_layernorm", "False"),
+        ("qwen2_moe", "add_qkv_bias", "False"),
+        ("qwen3_moe", "num_query_groups", "1"),
+        ("qwen3_moe", "num_experts", "None"),
+        ("qwen2_moe", "n_shared_experts", "None"),
+        ("qwen2_moe", "spec", "None"),
+        ("qwen3", "normalization", "'LayerNorm'"),
+        ("qwen3", "swiglu", "False"),
+        ("qwen3", "disable_bias_linear", "False"),
+        ("qwen3", "position_embedding_type", "'learned_absolute'"),
+        ("qwen3", "untie_embeddings_and_output_weights", "False"),
+        ("qwen3", "group_query_attention", "False"),
+        ("qwen3", "hidden_dropout", "0.1"),
+    ],
+)
 def test_a_key_that_is_left_out_counts_with_megatrons_default(family, key, told):
     config, arguments = rehearsed(family)
     del arguments[key]
     (fault,) = compare_with_model(arguments, config, "M/config.json")
-    assert fault.startswith(
-        f"{key} is left out of the config, which is {told} to Megatron, but ") and " in M/config.json: " in fault
+    assert (
+        fault.startswith(f"{key} is left out of the config, which is {told} to Megatron, but ")
+        and " in M/config.json: " in fault
+    )
     assert f"Set {key}: " in fault
 
 
 def test_what_megatron_derives_may_be_left_out():
-    """kv_channels, where it is hidden_size / num_attention_heads; groups, where each head has its own; the position
-    embedding, by the older key."""
+    """kv_channels, where it is hidden_size / num_attention_heads; groups, where each head has its
+    own; the position embedding, by the older key.
+    """
     config, arguments = rehearsed("qwen2")
     del arguments["kv_channels"], arguments["position_embedding_type"]
     assert compare_with_model({**arguments, "use_rotary_position_embeddings": True}, config) == []
     for key in ("group_query_attention", "num_query_groups"):
         del arguments[key]
-    assert compare_with_model({**arguments, "use_rotary_position_embeddings": True},
-                              {**config, "num_key_value_heads": 4}) == []
+    assert (
+        compare_with_model(
+            {**arguments, "use_rotary_position_embeddings": True},
+            {**config, "num_key_value_heads": 4},
+        )
+        == []
+    )
     config, arguments = rehearsed("qwen3")
     del arguments["kv_channels"]
     (fault,) = compare_with_model(arguments, {**config, "head_dim": 64})
-    assert fault.startswith("kv_channels is left out of the config") and "head_dim = 64 in config.json" in fault
+    assert (
+        fault.startswith("kv_channels is left out of the config")
+        and "head_dim = 64 in config.json" in fault
+    )
 
 
-@pytest.mark.parametrize("changed, message", [
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; only 'default' is built"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0,
-                          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-     "rope_type is 'llama3'"),
-    ({"rope_parameters": {"rope_type": "llama3"}}, "Missing required keys in `rope_parameters` for"),
-    ({"use_sliding_window": True}, "use_sliding_window is True"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is built"),
-    ({"rms_norm_eps": 1e-5}, "norm_epsilon = 1e-06 in the config, but rms_norm_eps = 1e-05 in config.json"),
-    ({"tie_word_embeddings": True},
-     "untie_embeddings_and_output_weights = True in the config, but tie_word_embeddings = True in config.json"),
-    ({"model_type": "qwen2"}, "qk_layernorm = True in the config, but model_type = 'qwen2' in config.json"),
-    ({"model_type": ["qwen3"]}, "unknown model_type ['qwen3']"),
-])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type is 'yarn'; only 'default' is built",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e6,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "rope_type is 'llama3'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "Missing required keys in `rope_parameters` for",
+        ),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is built"),
+        (
+            {"rms_norm_eps": 1e-5},
+            "norm_epsilon = 1e-06 in the config, but rms_norm_eps = 1e-05 in config.json",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            (
+                "untie_embeddings_and_output_weights = True in the config, but tie_word_embeddings = "
+                "True in config.json"
+            ),
+        ),
+        (
+            {"model_type": "qwen2"},
+            "qk_layernorm = True in the config, but model_type = 'qwen2' in config.json",
+        ),
+        ({"model_type": ["qwen3"]}, "unknown model_type ['qwen3']"),
+    ],
+)
 def test_a_config_json_of_another_model(changed, message):
     config, arguments = rehearsed("qwen3")
     assert message in "\n".join(compare_with_model(arguments, {**config, **changed}))
@@ -149,7 +248,10 @@ def test_a_config_json_of_another_model(changed, message):
 def test_a_whole_number_written_as_a_float_does_not_reach_megatron():
     """argparse's int("1000000.0") would end the run after minutes."""
     config, arguments = rehearsed("qwen3")
-    assert "Set rotary_base: 1000000" in compare_with_model({**arguments, "rotary_base": 1e6}, config)[0]
+    assert (
+        "Set rotary_base: 1000000"
+        in compare_with_model({**arguments, "rotary_base": 1e6}, config)[0]
+    )
 
 
 @pytest.mark.parametrize("family", REHEARSED)
@@ -163,22 +265,40 @@ def test_no_value_raises_and_each_other_value_is_a_fault(family):
             one = expected[key]
             derived = value is None and key == "kv_channels"
             expects_none = derived or (
-                told == one and type(told) in (type(one), int if isinstance(one, float) else None))
+                told == one and type(told) in (type(one), int if isinstance(one, float) else None)
+            )
             assert (faults == []) == expects_none, (key, value)
-    for key in (*config, "head_dim", "rms_norm_eps", "rope_scaling", "rope_parameters", "quantization_config"):
+    for key in (
+        *config,
+        "head_dim",
+        "rms_norm_eps",
+        "rope_scaling",
+        "rope_parameters",
+        "quantization_config",
+    ):
         for value in GARBAGE:
-            assert all(isinstance(fault, str) for fault in compare_with_model(arguments, {**config, key: value}))
+            assert all(
+                isinstance(fault, str)
+                for fault in compare_with_model(arguments, {**config, key: value})
+            )
 
 
 def test_a_family_that_the_npu_engine_lacks_is_refused_in_words(monkeypatch):
     config, arguments = rehearsed("qwen2")
     monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], adaptor=None))
     assert compare_with_model(arguments, config, "M/config.json") == [
-        "M/config.json: the NPU engine has no weight adaptor for model_type 'qwen2'; the local engine runs it"]
+        (
+            "M/config.json: the NPU engine has no weight adaptor for model_type 'qwen2'; the local "
+            "engine runs it"
+        )
+    ]
 
 
 def test_arguments_of_no_family_are_refused():
     _, arguments = rehearsed("qwen3")
-    with pytest.raises(ConfigError, match="qk_layernorm = True and add_qkv_bias = True with num_experts = 0 are of no "
-                                          "known family: qwen2, qwen3"):
+    with pytest.raises(
+        ConfigError,
+        match="qk_layernorm = True and add_qkv_bias = True with num_experts = 0 are of no "
+        "known family: qwen2, qwen3",
+    ):
         shape_of_arguments({**arguments, "padded_vocab_size": 128, "add_qkv_bias": True})

@@ -1,5 +1,6 @@
-"""The files of a model's weights: read as transformers reads them, the same file if a tensor is in several, and
-nothing that lies beside them; or refused with the file's name."""
+"""The files of a model's weights: read as transformers reads them, the same file if a tensor is in
+several, and nothing that lies beside them; or refused with the file's name.
+"""
 
 import json
 from pathlib import Path
@@ -20,8 +21,14 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                      num_attention_heads=2, num_key_value_heads=2)
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     folder = tmp_path_factory.mktemp("saved")
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -31,10 +38,17 @@ def shards(folder: Path, index: dict | None = None, more: dict | None = None) ->
     """The single file divided in two, with an index; more: what the second file has besides."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
-    parts = {name: tensors[name] for name in names[::2]}, {name: tensors[name] for name in names[1::2]} | (more or {})
+    parts = (
+        {name: tensors[name] for name in names[::2]},
+        {name: tensors[name] for name in names[1::2]} | (more or {}),
+    )
     for file, part in zip(SHARDS, parts):
         save_file(part, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, part in zip(SHARDS, parts) for name in part} if index is None else index
+    weight_map = (
+        {name: file for file, part in zip(SHARDS, parts) for name in part}
+        if index is None
+        else index
+    )
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / SINGLE).unlink()
     return weight_map
@@ -42,8 +56,11 @@ def shards(folder: Path, index: dict | None = None, more: dict | None = None) ->
 
 def dtypes(folder: Path) -> None:
     tensors = load_file(folder / SINGLE)
-    save_file({name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()},
-              folder / SINGLE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()},
+        folder / SINGLE,
+        metadata={"format": "pt"},
+    )
 
 
 def twice(folder: Path) -> None:
@@ -64,10 +81,17 @@ def with_adapter(folder: Path) -> None:
         save_file({"x": torch.zeros(1)}, folder / name)
 
 
-READ = {"one file": lambda folder: None, "two files": shards, "norms in float32": dtypes, "a tensor twice": twice,
-        "an index that is not quite its files'": stale_names, "an adapter beside two files": with_adapter,
-        "an index of one file": lambda folder: (folder / INDEX).write_text(json.dumps(
-            {"weight_map": dict.fromkeys(load_file(folder / SINGLE), SINGLE)}))}
+READ = {
+    "one file": lambda folder: None,
+    "two files": shards,
+    "norms in float32": dtypes,
+    "a tensor twice": twice,
+    "an index that is not quite its files'": stale_names,
+    "an adapter beside two files": with_adapter,
+    "an index of one file": lambda folder: (folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(load_file(folder / SINGLE), SINGLE)})
+    ),
+}
 
 
 def copied(saved: Path, folder: Path) -> Path:
@@ -79,7 +103,9 @@ def copied(saved: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("case", READ)
 def test_it_is_read_as_transformers_reads_it(saved, tmp_path, case):
     READ[case](copied(saved, tmp_path))
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    theirs = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    ).state_dict()
     ours = Checkpoint(tmp_path)
     assert ours.files.keys() == theirs.keys()
     assert all(torch.equal(ours.read(name).float(), tensor) for name, tensor in theirs.items())
@@ -97,8 +123,9 @@ def below(folder: Path) -> None:
     (folder / "parts").mkdir()
     for file in SHARDS:
         (folder / file).rename(folder / "parts" / file)
-    (folder / INDEX).write_text(json.dumps({"weight_map": {name: f"parts/{file}"
-                                                           for name, file in weight_map.items()}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {name: f"parts/{file}" for name, file in weight_map.items()}})
+    )
 
 
 def without_shard(folder: Path) -> None:
@@ -120,23 +147,46 @@ def cut(folder: Path) -> None:
 
 
 REFUSED = {
-    "a shard is missing": (without_shard, f"has 1 of 2 files: {SHARDS[1]} is missing, which {INDEX} names. Fetch"),
-    "a stale index": (content(INDEX, json.dumps({"weight_map": {"x": "gone.safetensors"}}).encode()),
-                      f"gone.safetensors is missing, .* or move {INDEX} away if {SINGLE} is the whole model"),
+    "a shard is missing": (
+        without_shard,
+        f"has 1 of 2 files: {SHARDS[1]} is missing, which {INDEX} names. Fetch",
+    ),
+    "a stale index": (
+        content(INDEX, json.dumps({"weight_map": {"x": "gone.safetensors"}}).encode()),
+        f"gone.safetensors is missing, .* or move {INDEX} away if {SINGLE} is the whole model",
+    ),
     "two sets": (both, f"has {SINGLE} beside the files that {INDEX} names: move"),
-    "files in a folder below": (below, f"names parts/{SHARDS[0]}, and vLLM does not look into folders below"),
-    "pytorch_model.bin alone": (only_pickled, r"neither .* It has pytorch_model.bin: load .* save_pretrained it"),
+    "files in a folder below": (
+        below,
+        f"names parts/{SHARDS[0]}, and vLLM does not look into folders below",
+    ),
+    "pytorch_model.bin alone": (
+        only_pickled,
+        r"neither .* It has pytorch_model.bin: load .* save_pretrained it",
+    ),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), f"neither {INDEX} nor {SINGLE}"),
     "an empty file": (content(SINGLE, b""), f"{SINGLE} cannot be read; it may be cut short"),
     "zeros": (content(SINGLE, bytes(100)), f"{SINGLE} cannot be read; it may be cut short"),
     "a file that was cut": (cut, f"{SINGLE} cannot be read; it may be cut short"),
-    "a pointer": (content(SINGLE, POINTER.encode()), f"{SINGLE} is a pointer of git-lfs.* git lfs pull"),
-    "an index that is a pointer": (content(INDEX, POINTER.encode()), f"{INDEX} is a pointer of git-lfs.*git lfs pull"),
+    "a pointer": (
+        content(SINGLE, POINTER.encode()),
+        f"{SINGLE} is a pointer of git-lfs.* git lfs pull",
+    ),
+    "an index that is a pointer": (
+        content(INDEX, POINTER.encode()),
+        f"{INDEX} is a pointer of git-lfs.*git lfs pull",
+    ),
     "an index that is cut": (content(INDEX, b'{"weight_map": {'), f"{INDEX} cannot be read"),
-    "an index of another kind": (content(INDEX, b'{"weights": []}'), f"{INDEX} cannot be read.*'weight_map'"),
+    "an index of another kind": (
+        content(INDEX, b'{"weights": []}'),
+        f"{INDEX} cannot be read.*'weight_map'",
+    ),
     "an index of numbers": (content(INDEX, b'{"weight_map": {"x": 1}}'), f"{INDEX} cannot be read"),
     "an index that is a list": (content(INDEX, b"[]"), f"{INDEX} cannot be read"),
-    "a page that says not found": (content(SINGLE, b"<html>Not found</html>"), f"{SINGLE} cannot be read"),
+    "a page that says not found": (
+        content(SINGLE, b"<html>Not found</html>"),
+        f"{SINGLE} cannot be read",
+    ),
 }
 
 
@@ -152,7 +202,9 @@ def test_the_file_is_named(saved, tmp_path, case, framework):
             weights_digest(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors", "model-old.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "consolidated.safetensors", "model-old.safetensors"]
+)
 def test_what_vllm_would_read_besides_is_named(saved, tmp_path, name):
     digest = weights_digest(copied(saved, tmp_path))
     save_file({"x": torch.zeros(1)}, tmp_path / name)

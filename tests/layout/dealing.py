@@ -1,6 +1,6 @@
-"""The layout rules once more, stated as what would happen: ranks are put in their groups one by one, and heads,
-columns, experts, layers, prompts and answers are dealt to them. Shares no code with mindspeed_qerl.layout.rules, and
-no arithmetic: something is left over or not.
+"""The layout rules once more, stated as what would happen: ranks are put in their groups one by
+one, and heads, columns, experts, layers, prompts and answers are dealt to them. Shares no code with
+mindspeed_qerl.layout.rules, and no arithmetic: something is left over or not.
 """
 
 from functools import cache
@@ -32,20 +32,27 @@ def all_inside(inner: tuple[tuple[int, ...], ...], outer: tuple[tuple[int, ...],
 
 
 def can_run(plan: Plan) -> bool:
-    """Does every group fill up, does everything deal evenly, and has every vLLM rank its own experts after a sync?"""
+    """Does every group fill up, does everything deal evenly, and has every vLLM rank its own
+    experts after a sync?
+    """
     it, shape = plan.layout, plan.shape
     world = tuple(range(it.world))
     stages = [ranks for ranks in _stages(world, it.pp)]
     return bool(
         len(world) > 1  # upstream on an emulated NPU: "vllm dp groups is None"
-        and stages and _trains(plan, stages) and _generates(plan, world, stages)
+        and stages
+        and _trains(plan, stages)
+        and _generates(plan, world, stages)
         and blocks(world, min(it.ranks_per_node, it.world)) is not None
         and (not shape.moe or _experts_arrive(plan, world, stages))
-        and _deals_batches(plan, stages, world))
+        and _deals_batches(plan, stages, world)
+    )
 
 
 def _stages(world: tuple[int, ...], pp: int) -> list[tuple[int, ...]]:
-    """Each pipeline stage's ranks, neighbours (Megatron's order tp-cp-ep-dp-pp); [] if they do not come out even."""
+    """Each pipeline stage's ranks, neighbours (Megatron's order tp-cp-ep-dp-pp); [] if they do not
+    come out even.
+    """
     size = len(world[::pp])
     groups = blocks(world, size)
     return list(groups) if groups and len(groups) == pp else []
@@ -54,12 +61,24 @@ def _stages(world: tuple[int, ...], pp: int) -> list[tuple[int, ...]]:
 def _trains(plan: Plan, stages: list[tuple[int, ...]]) -> bool:
     it, shape = plan.layout, plan.shape
     rows = -(-shape.vocab_size // 64) * 64
-    if any(blocks(stage, it.tp) is None or blocks(stage, it.tp * it.ep) is None for stage in stages):
+    if any(
+        blocks(stage, it.tp) is None or blocks(stage, it.tp * it.ep) is None for stage in stages
+    ):
         return False
-    return (all(deals_evenly(things, it.tp)
-                for things in (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size,
-                              shape.shared_expert_intermediate_size, rows))
-            and deals_evenly(shape.num_hidden_layers, it.pp) and (shape.moe or it.ep == 1))
+    return (
+        all(
+            deals_evenly(things, it.tp)
+            for things in (
+                shape.num_attention_heads,
+                shape.num_key_value_heads,
+                shape.intermediate_size,
+                shape.shared_expert_intermediate_size,
+                rows,
+            )
+        )
+        and deals_evenly(shape.num_hidden_layers, it.pp)
+        and (shape.moe or it.ep == 1)
+    )
 
 
 def _generates(plan: Plan, world: tuple[int, ...], stages: list[tuple[int, ...]]) -> bool:
@@ -68,36 +87,55 @@ def _generates(plan: Plan, world: tuple[int, ...], stages: list[tuple[int, ...]]
     if engines is None or shards is None:
         return False
     if shape.shared_expert_intermediate_size and any(len(shard) > 1 for shard in shards):
-        return False  # on a 910C the ranks' parts of it stay apart: tests/upstream/test_vllm_ascend.py sees it
+        # on a 910C the ranks' parts of it stay apart: tests/upstream/test_vllm_ascend.py sees it
+        return False
     rows = -(-shape.vocab_size // 64) * 64
-    if not all(deals_evenly(things, it.infer_tp)
-               for things in (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size,
-                            shape.shared_expert_intermediate_size, rows)):
+    if not all(
+        deals_evenly(things, it.infer_tp)
+        for things in (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.intermediate_size,
+            shape.shared_expert_intermediate_size,
+            rows,
+        )
+    ):
         return False
     trained = tuple(group for stage in stages for group in blocks(stage, it.tp))
-    # A vLLM TP group is gathered from training groups inside it, or cut out of one; the larger must lie in one stage.
+    # A vLLM TP group is gathered from training groups inside it, or cut out of one; the larger must
+    # lie in one stage.
     if it.infer_tp > it.tp:
         return all_inside(trained, shards) and all_inside(shards, tuple(stages))
     return all_inside(shards, trained)
 
 
 def _experts_arrive(plan: Plan, world: tuple[int, ...], stages: list[tuple[int, ...]]) -> bool:
-    """Walk the sync: each rank cuts its experts into as many parts as there are training groups in a vLLM group, keeps
-    the part of its own group, and passes it to the rank whose turn it is (vllm_weight_container.py:490-590). Every
-    rank of a vLLM group must end with its own."""
+    """Walk the sync: each rank cuts its experts into as many parts as there are training groups in
+    a vLLM group, keeps the part of its own group, and passes it to the rank whose turn it is
+    (vllm_weight_container.py:490-590). Every rank of a vLLM group must end with its own.
+    """
     it, experts = plan.layout, plan.shape.num_experts
     engine, group = it.infer_tp * it.infer_ep, it.tp * it.ep
-    if engine == 1 or not deals_evenly(experts, group) or not deals_evenly(experts, engine) or not deals_evenly(
-            engine, group):
+    if (
+        engine == 1
+        or not deals_evenly(experts, group)
+        or not deals_evenly(experts, engine)
+        or not deals_evenly(engine, group)
+    ):
         return False
     held = {}
     for stage in stages:
         for members in blocks(stage, group):
             for seat, rank in enumerate(members):
-                held[rank] = [expert
-                              for expert in range(experts) if expert in range(experts)[_slice(seat, experts, group)]]
+                held[rank] = [
+                    expert
+                    for expert in range(experts)
+                    if expert in range(experts)[_slice(seat, experts, group)]
+                ]
     parts = len(range(0, engine, group))
-    kept = {rank: held[rank][_slice(rank // group % parts, len(held[rank]), parts)] for rank in world}
+    kept = {
+        rank: held[rank][_slice(rank // group % parts, len(held[rank]), parts)] for rank in world
+    }
     for members in blocks(world, engine):
         senders = [members[turn * group + seat] for seat in range(group) for turn in range(parts)]
         for seat, sender in enumerate(senders):
@@ -118,14 +156,25 @@ def _deals_batches(plan: Plan, stages: list[tuple[int, ...]], world: tuple[int, 
     prompts = range(batch.global_batch_size)
     if not all(deals_evenly(len(prompts), hands) for hands in (trainers, engines, nodes)):
         return False
-    answers = [(prompt, sample) for prompt in prompts[:len(prompts[::trainers])]
-               for sample in range(batch.samples_per_prompt)]  # of one rank
-    updates = [(prompt, sample) for prompt in range(batch.mini_batch_size)
-               for sample in range(batch.samples_per_prompt)]
+    answers = [
+        (prompt, sample)
+        for prompt in prompts[: len(prompts[::trainers])]
+        for sample in range(batch.samples_per_prompt)
+    ]  # of one rank
+    updates = [
+        (prompt, sample)
+        for prompt in range(batch.mini_batch_size)
+        for sample in range(batch.samples_per_prompt)
+    ]
     if not deals_evenly(len(updates), trainers):
         return False
     one_update = min(len(updates[::trainers]), len(answers))
-    pieces = [answers[start:start + one_update] for start in range(0, len(answers), one_update)]
-    micro = [piece[start:start + batch.micro_batch_size] for piece in pieces
-             for start in range(0, len(piece), batch.micro_batch_size)]
-    return len({len(piece) for piece in pieces}) == 1 and all(len(part) == batch.micro_batch_size for part in micro)
+    pieces = [answers[start : start + one_update] for start in range(0, len(answers), one_update)]
+    micro = [
+        piece[start : start + batch.micro_batch_size]
+        for piece in pieces
+        for start in range(0, len(piece), batch.micro_batch_size)
+    ]
+    return len({len(piece) for piece in pieces}) == 1 and all(
+        len(part) == batch.micro_batch_size for part in micro
+    )

@@ -1,5 +1,6 @@
-"""The layout rules: verdicts that are known, each rule by itself, and all of them against a simulation of what would
-happen."""
+"""The layout rules: verdicts that are known, each rule by itself, and all of them against a
+simulation of what would happen.
+"""
 
 import random
 import re
@@ -19,146 +20,319 @@ from mindspeed_qerl.recipe.types import Batch, Layout
 sys.path.insert(0, str(Path(__file__).parent))
 from dealing import can_run
 
-QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
+QWEN3, QWEN15, DENSE = (
+    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
+)
 
 
 def plan(shape=QWEN3, batch=None, **layout) -> Plan:
-    return new_plan(shape, Layout(**{"world": 16, "ep": 16 if shape is QWEN3 else 1,
-                                     "infer_ep": 16 if shape is QWEN3 else 1, **layout}), batch)
+    return new_plan(
+        shape,
+        Layout(
+            **{
+                "world": 16,
+                "ep": 16 if shape is QWEN3 else 1,
+                "infer_ep": 16 if shape is QWEN3 else 1,
+                **layout,
+            }
+        ),
+        batch,
+    )
 
 
-@pytest.mark.parametrize("shape, world, training, infer, reasons", [
-    (QWEN3, 12, dict(tp=3, ep=4), (6, 2),
-     {"heads_by_tp", "kv_heads_by_tp", "vocabulary_by_tp", "experts_by_training_ranks", "heads_by_infer_tp",
-      "kv_heads_by_infer_tp", "vocabulary_by_infer_tp", "experts_by_infer_ranks"}),
-    (QWEN3, 16, dict(tp=4, ep=4), (4, 4), set()),
-    (QWEN3, 16, dict(tp=4, ep=4), (2, 8), set()),
-    (QWEN3, 16, dict(tp=4, ep=4), (1, 16), set()),
-    (QWEN3, 16, dict(tp=1, ep=16), (1, 16), set()),
-    (QWEN3, 16, dict(tp=4, ep=2), (1, 8), set()),
-    (QWEN3, 12, dict(tp=4, pp=3, ep=1), (4, 1), set()),
-    (QWEN3, 12, dict(tp=4, pp=1, ep=1), (4, 1), set()),
-    (QWEN3, 12, dict(tp=1, pp=1, ep=4), (1, 4), set()),
-    (QWEN15, 16, dict(tp=4, ep=4), (4, 4),
-     {"experts_by_training_ranks", "experts_by_infer_ranks", "shared_expert_is_summed"}),
-    (QWEN15, 12, dict(tp=4, ep=3), (1, 12), set()),
-    (QWEN15, 12, dict(tp=4, ep=3), (4, 3), {"shared_expert_is_summed"}),
-    (QWEN3, 16, dict(tp=4, ep=4), (1, 8), {"infer_groups_hold_whole_training_groups"}),
-    (QWEN3, 12, dict(tp=1, ep=12), (1, 12), {"experts_by_training_ranks", "experts_by_infer_ranks"}),
-])
+@pytest.mark.parametrize(
+    "shape, world, training, infer, reasons",
+    [
+        (
+            QWEN3,
+            12,
+            dict(tp=3, ep=4),
+            (6, 2),
+            {
+                "heads_by_tp",
+                "kv_heads_by_tp",
+                "vocabulary_by_tp",
+                "experts_by_training_ranks",
+                "heads_by_infer_tp",
+                "kv_heads_by_infer_tp",
+                "vocabulary_by_infer_tp",
+                "experts_by_infer_ranks",
+            },
+        ),
+        (QWEN3, 16, dict(tp=4, ep=4), (4, 4), set()),
+        (QWEN3, 16, dict(tp=4, ep=4), (2, 8), set()),
+        (QWEN3, 16, dict(tp=4, ep=4), (1, 16), set()),
+        (QWEN3, 16, dict(tp=1, ep=16), (1, 16), set()),
+        (QWEN3, 16, dict(tp=4, ep=2), (1, 8), set()),
+        (QWEN3, 12, dict(tp=4, pp=3, ep=1), (4, 1), set()),
+        (QWEN3, 12, dict(tp=4, pp=1, ep=1), (4, 1), set()),
+        (QWEN3, 12, dict(tp=1, pp=1, ep=4), (1, 4), set()),
+        (
+            QWEN15,
+            16,
+            dict(tp=4, ep=4),
+            (4, 4),
+            {"experts_by_training_ranks", "experts_by_infer_ranks", "shared_expert_is_summed"},
+        ),
+        (QWEN15, 12, dict(tp=4, ep=3), (1, 12), set()),
+        (QWEN15, 12, dict(tp=4, ep=3), (4, 3), {"shared_expert_is_summed"}),
+        (QWEN3, 16, dict(tp=4, ep=4), (1, 8), {"infer_groups_hold_whole_training_groups"}),
+        (
+            QWEN3,
+            12,
+            dict(tp=1, ep=12),
+            (1, 12),
+            {"experts_by_training_ranks", "experts_by_infer_ranks"},
+        ),
+    ],
+)
 def test_the_verdicts(shape, world, training, infer, reasons):
-    assert {fault.rule
-            for fault in broken(plan(shape, world=world, infer_tp=infer[0], infer_ep=infer[1], **training))} == reasons
+    assert {
+        fault.rule
+        for fault in broken(
+            plan(shape, world=world, infer_tp=infer[0], infer_ep=infer[1], **training)
+        )
+    } == reasons
 
 
 # rule -> a plan that breaks it and nothing else, and what the message must say
 ALONE = {
     "two_ranks": (plan(DENSE, world=1), "1 NPU: it takes at least 2"),
-    "ranks_fill_training_groups": (plan(QWEN15, Batch(20, 20), world=10, cp=4, ep=2, infer_ep=2),
-                                   "10 ranks cannot be divided by TP 1 x PP 1 x CP 4 = 4"),
-    "ranks_fill_expert_groups": (plan(QWEN15, world=12, pp=2, ep=4, infer_ep=4),
-                                 "12 ranks cannot be divided by TP 1 x EP 4 x PP 2 = 8"),
-    "ranks_fill_nodes": (plan(DENSE, world=20, ranks_per_node=16), "20 ranks cannot be divided by 16 ranks a node"),
-    "heads_by_tp": (plan(replace(DENSE, num_attention_heads=30), tp=4),
-                    "30 attention heads cannot be divided by TP 4"),
-    "kv_heads_by_tp": (plan(replace(DENSE, num_attention_heads=32), tp=8), "4 KV heads cannot be divided by TP 8"),
-    "width_by_tp": (plan(replace(DENSE, intermediate_size=18946), tp=4),
-                    "18,946 columns of the MLP cannot be divided by TP 4"),
-    "vocabulary_by_tp": (plan(replace(DENSE, num_attention_heads=30, num_key_value_heads=10, intermediate_size=18945,
-                                      vocab_size=152064), world=5, tp=5),
-                         "152,064 rows of the embedding cannot be divided by TP 5"),
-    "vocabulary_is_vllms": (replace(plan(DENSE), padded_vocab_size=152065),
-                            "padded_vocab_size 152,065 must be 152,064, the rows of vLLM's embedding"),
+    "ranks_fill_training_groups": (
+        plan(QWEN15, Batch(20, 20), world=10, cp=4, ep=2, infer_ep=2),
+        "10 ranks cannot be divided by TP 1 x PP 1 x CP 4 = 4",
+    ),
+    "ranks_fill_expert_groups": (
+        plan(QWEN15, world=12, pp=2, ep=4, infer_ep=4),
+        "12 ranks cannot be divided by TP 1 x EP 4 x PP 2 = 8",
+    ),
+    "ranks_fill_nodes": (
+        plan(DENSE, world=20, ranks_per_node=16),
+        "20 ranks cannot be divided by 16 ranks a node",
+    ),
+    "heads_by_tp": (
+        plan(replace(DENSE, num_attention_heads=30), tp=4),
+        "30 attention heads cannot be divided by TP 4",
+    ),
+    "kv_heads_by_tp": (
+        plan(replace(DENSE, num_attention_heads=32), tp=8),
+        "4 KV heads cannot be divided by TP 8",
+    ),
+    "width_by_tp": (
+        plan(replace(DENSE, intermediate_size=18946), tp=4),
+        "18,946 columns of the MLP cannot be divided by TP 4",
+    ),
+    "vocabulary_by_tp": (
+        plan(
+            replace(
+                DENSE,
+                num_attention_heads=30,
+                num_key_value_heads=10,
+                intermediate_size=18945,
+                vocab_size=152064,
+            ),
+            world=5,
+            tp=5,
+        ),
+        "152,064 rows of the embedding cannot be divided by TP 5",
+    ),
+    "vocabulary_is_vllms": (
+        replace(plan(DENSE), padded_vocab_size=152065),
+        "padded_vocab_size 152,065 must be 152,064, the rows of vLLM's embedding",
+    ),
     "layers_by_pp": (plan(DENSE, world=16, pp=16), "28 layers cannot be divided by PP 16"),
-    "layer_list_has_a_number_for_each_stage": (plan(DENSE, pp=4, num_layer_list=(14, 14)),
-                                               "num_layer_list 14,14 has 2 numbers for PP 4"),
-    "layer_list_sums_to_the_layers": (plan(DENSE, pp=2, num_layer_list=(14, 13)),
-                                      "num_layer_list 14,13 sums to 27, the model has 28 layers"),
-    "virtual_stages": (replace(plan(DENSE, pp=2, layers_per_virtual_stage=5), share_backbone=False),
-                       "14 layers a stage cannot be divided by 5"),
-    "virtual_stages_are_several": (replace(plan(DENSE, pp=2, layers_per_virtual_stage=14), share_backbone=False),
-                                   "14 x PP 2 are all 28 layers"),
-    "shared_backbone_has_one_chunk": (plan(DENSE, pp=2, layers_per_virtual_stage=7),
-                                      "only the first chunk's adapters"),
+    "layer_list_has_a_number_for_each_stage": (
+        plan(DENSE, pp=4, num_layer_list=(14, 14)),
+        "num_layer_list 14,14 has 2 numbers for PP 4",
+    ),
+    "layer_list_sums_to_the_layers": (
+        plan(DENSE, pp=2, num_layer_list=(14, 13)),
+        "num_layer_list 14,13 sums to 27, the model has 28 layers",
+    ),
+    "virtual_stages": (
+        replace(plan(DENSE, pp=2, layers_per_virtual_stage=5), share_backbone=False),
+        "14 layers a stage cannot be divided by 5",
+    ),
+    "virtual_stages_are_several": (
+        replace(plan(DENSE, pp=2, layers_per_virtual_stage=14), share_backbone=False),
+        "14 x PP 2 are all 28 layers",
+    ),
+    "shared_backbone_has_one_chunk": (
+        plan(DENSE, pp=2, layers_per_virtual_stage=7),
+        "only the first chunk's adapters",
+    ),
     "shared_backbone_has_adapters": (replace(plan(DENSE), lora=False), "share_backbone needs LoRA"),
-    "context_parallel_heads": (plan(DENSE, tp=4, cp=4), "28 attention heads cannot be divided by TP 4 x CP 4 = 16"),
-    "context_parallel_chunks": (plan(DENSE, Batch(seq_length=2558), cp=2, cp_algorithm="megatron_cp_algo"),
-                                "2,558 tokens of seq_length cannot be divided by 2 x CP 2 = 4"),
-    "context_parallel_algorithm": (plan(DENSE, cp=2, cp_algorithm="hybrid_cp_algo"), "CP 2 with hybrid_cp_algo"),
+    "context_parallel_heads": (
+        plan(DENSE, tp=4, cp=4),
+        "28 attention heads cannot be divided by TP 4 x CP 4 = 16",
+    ),
+    "context_parallel_chunks": (
+        plan(DENSE, Batch(seq_length=2558), cp=2, cp_algorithm="megatron_cp_algo"),
+        "2,558 tokens of seq_length cannot be divided by 2 x CP 2 = 4",
+    ),
+    "context_parallel_algorithm": (
+        plan(DENSE, cp=2, cp_algorithm="hybrid_cp_algo"),
+        "CP 2 with hybrid_cp_algo",
+    ),
     "dense_model_without_ep": (plan(DENSE, ep=2, infer_ep=2), "EP 2 with a dense model"),
-    "experts_are_whole": (replace(plan(ep=4), layout=replace(plan(ep=4).layout, tp_extend_ep=False)),
-                          "moe_tp_extend_ep = False must be True"),
-    "experts_need_sequence_parallelism": (replace(plan(tp=4, ep=4),
-                                                  layout=replace(plan(tp=4, ep=4).layout, sequence_parallel=False)),
-                                          "must be true for a mixture of experts with tensor_model_parallel_size = 4"),
-    "dispatcher_has_ranks": (replace(plan(ep=1), lora=False, share_backbone=False), "TP 1 x EP 1 without LoRA"),
+    "experts_are_whole": (
+        replace(plan(ep=4), layout=replace(plan(ep=4).layout, tp_extend_ep=False)),
+        "moe_tp_extend_ep = False must be True",
+    ),
+    "experts_need_sequence_parallelism": (
+        replace(plan(tp=4, ep=4), layout=replace(plan(tp=4, ep=4).layout, sequence_parallel=False)),
+        "must be true for a mixture of experts with tensor_model_parallel_size = 4",
+    ),
+    "dispatcher_has_ranks": (
+        replace(plan(ep=1), lora=False, share_backbone=False),
+        "TP 1 x EP 1 without LoRA",
+    ),
     "no_infer_pipeline": (plan(DENSE, Batch(64, 64), infer_pp=2), "infer PP 2 must be 1"),
-    "ranks_fill_infer_groups": (plan(world=24, ranks_per_node=24, ep=8, infer_ep=16),
-                                "24 ranks cannot be divided by infer TP 1 x EP 16 = 16"),
+    "ranks_fill_infer_groups": (
+        plan(world=24, ranks_per_node=24, ep=8, infer_ep=16),
+        "24 ranks cannot be divided by infer TP 1 x EP 16 = 16",
+    ),
     "infer_groups_hold_whole_training_groups": (
-        plan(ep=16, infer_ep=8), "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"),
-    "tensor_parallel_sizes_divide": (plan(replace(DENSE, num_attention_heads=24, num_key_value_heads=12,
-                                                  intermediate_size=18432, vocab_size=153600), world=12, tp=4,
-                                          infer_tp=6, ranks_per_node=12),
-                                     "TP 4 and infer TP 6: neither is a multiple of the other"),
-    "stages_hold_whole_infer_tp_groups": (plan(DENSE, world=4, pp=4, infer_tp=4),
-                                          "1 ranks a stage (4 / PP 4) cannot be divided by infer TP 4"),
-    "heads_by_infer_tp": (plan(replace(DENSE, num_attention_heads=30), infer_tp=4),
-                          "30 attention heads cannot be divided by infer TP 4"),
-    "kv_heads_by_infer_tp": (plan(replace(DENSE, num_attention_heads=32), infer_tp=8),
-                             "4 KV heads cannot be divided by infer TP 8"),
-    "width_by_infer_tp": (plan(replace(DENSE, intermediate_size=18946), infer_tp=4),
-                          "18,946 columns of the MLP cannot be divided by infer TP 4"),
-    "vocabulary_by_infer_tp": (plan(
-        replace(DENSE, num_attention_heads=30, num_key_value_heads=10, intermediate_size=18945), world=5, infer_tp=5),
-                               "152,064 rows of vLLM's embedding cannot be divided by infer TP 5"),
-    "experts_by_infer_ranks": (plan(QWEN15, ep=4, infer_ep=8),
-                               "60 experts cannot be divided by infer TP 1 x EP 8 = 8"),
-    "infer_experts_are_spread": (plan(ep=1, infer_ep=1), "the first weight sync fails; at least 2 ranks"),
-    "infer_experts_are_whole": (replace(plan(), layout=replace(plan().layout, enable_expert_parallel=False)),
-                                "enable_expert_parallel must be true"),
-    "shared_expert_is_summed": (plan(QWEN15, world=12, tp=4, ep=3, infer_tp=2, infer_ep=6),
-                                "infer TP 2 with a shared expert"),
-    "answers_fit_vllm": (plan(DENSE, Batch(max_model_len=2048)), "seq_length 2560 is above max_model_len 2048"),
-    "prompts_fit_the_scheduler": (plan(DENSE, Batch(max_num_batched_tokens=2048)),
-                                  "max_num_batched_tokens 2048 is below max_model_len 2560"),
-    "batch_by_training_dp": (plan(DENSE, Batch(60, 64), world=16, infer_tp=4),
-                             "60 prompts of global_batch_size cannot be divided by training DP 16"),
-    "batch_by_infer_dp": (plan(DENSE, Batch(60, 60), world=16, tp=4),
-                          "60 prompts of global_batch_size cannot be divided by vLLM's 16 replicas"),
-    "batch_by_nodes": (plan(DENSE, Batch(4, 4), tp=4, infer_tp=4, ranks_per_node=2),
-                       "4 prompts of global_batch_size cannot be divided by 8 nodes"),
-    "share_by_micro_batch": (plan(DENSE, Batch(micro_batch_size=5)),
-                             "32 answers of a training rank cannot be divided by micro_batch_size 5"),
-    "mini_batch_by_training_dp": (plan(DENSE, Batch(64, 62, samples_per_prompt=4), tp=1),
-                                  "248 answers of a mini-batch cannot be divided by training DP 16"),
-    "mini_batches_are_equal": (plan(DENSE, Batch(64, 48), tp=1),
-                               "32 answers of a training rank cannot be divided by the 24 of its mini-batch"),
-    "mini_batch_by_micro_batch": (plan(DENSE, Batch(64, 16, micro_batch_size=16)),
-                                  "8 answers of a rank's mini-batch cannot be divided by micro_batch_size 16"),
-    "dispatch_divides_the_answers": (plan(DENSE, Batch(dispatch={"adv_dispatch_size": 100})),
-                                     "512 answers of an iteration cannot be divided by adv_dispatch_size 100"),
-    "dispatch_is_at_most_a_share": (plan(DENSE, Batch(dispatch={"ref_dispatch_size": 64})),
-                                    "ref_dispatch_size 64 is above the 32 answers of each of 16 ranks"),
-    "rollout_share_by_dispatch": (plan(DENSE, Batch(96, 96, dispatch={"actor_rollout_dispatch_size": 32})),
-                                  "48 answers of a vLLM replica cannot be divided by actor_rollout_dispatch_size 32"),
-    "whole_prompts_are_dispatched": (plan(DENSE, Batch(dispatch={"reward_dispatch_size": 4})),
-                                     "reward_dispatch_size 4: not a multiple of the 8 answers"),
-    "update_takes_a_mini_batch": (plan(DENSE,
-                                       Batch(guarantee_order=False, dispatch={"actor_update_dispatch_size": 16})),
-                                  "actor_update_dispatch_size 16 is below the 32 answers of a rank's mini-batch"),
-    "update_takes_every_answer": (plan(DENSE, Batch(64, 16, dispatch={"actor_update_dispatch_size": 16})),
-                                  "with guarantee_order: only 16 of the 32 answers of each rank would be trained on"),
-    "removed_padding_resets_the_mask": (plan(DENSE, Batch(use_remove_padding=True)),
-                                        "use_remove_padding needs megatron_training.reset_attention_mask"),
+        plan(ep=16, infer_ep=8),
+        "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16",
+    ),
+    "tensor_parallel_sizes_divide": (
+        plan(
+            replace(
+                DENSE,
+                num_attention_heads=24,
+                num_key_value_heads=12,
+                intermediate_size=18432,
+                vocab_size=153600,
+            ),
+            world=12,
+            tp=4,
+            infer_tp=6,
+            ranks_per_node=12,
+        ),
+        "TP 4 and infer TP 6: neither is a multiple of the other",
+    ),
+    "stages_hold_whole_infer_tp_groups": (
+        plan(DENSE, world=4, pp=4, infer_tp=4),
+        "1 ranks a stage (4 / PP 4) cannot be divided by infer TP 4",
+    ),
+    "heads_by_infer_tp": (
+        plan(replace(DENSE, num_attention_heads=30), infer_tp=4),
+        "30 attention heads cannot be divided by infer TP 4",
+    ),
+    "kv_heads_by_infer_tp": (
+        plan(replace(DENSE, num_attention_heads=32), infer_tp=8),
+        "4 KV heads cannot be divided by infer TP 8",
+    ),
+    "width_by_infer_tp": (
+        plan(replace(DENSE, intermediate_size=18946), infer_tp=4),
+        "18,946 columns of the MLP cannot be divided by infer TP 4",
+    ),
+    "vocabulary_by_infer_tp": (
+        plan(
+            replace(DENSE, num_attention_heads=30, num_key_value_heads=10, intermediate_size=18945),
+            world=5,
+            infer_tp=5,
+        ),
+        "152,064 rows of vLLM's embedding cannot be divided by infer TP 5",
+    ),
+    "experts_by_infer_ranks": (
+        plan(QWEN15, ep=4, infer_ep=8),
+        "60 experts cannot be divided by infer TP 1 x EP 8 = 8",
+    ),
+    "infer_experts_are_spread": (
+        plan(ep=1, infer_ep=1),
+        "the first weight sync fails; at least 2 ranks",
+    ),
+    "infer_experts_are_whole": (
+        replace(plan(), layout=replace(plan().layout, enable_expert_parallel=False)),
+        "enable_expert_parallel must be true",
+    ),
+    "shared_expert_is_summed": (
+        plan(QWEN15, world=12, tp=4, ep=3, infer_tp=2, infer_ep=6),
+        "infer TP 2 with a shared expert",
+    ),
+    "answers_fit_vllm": (
+        plan(DENSE, Batch(max_model_len=2048)),
+        "seq_length 2560 is above max_model_len 2048",
+    ),
+    "prompts_fit_the_scheduler": (
+        plan(DENSE, Batch(max_num_batched_tokens=2048)),
+        "max_num_batched_tokens 2048 is below max_model_len 2560",
+    ),
+    "batch_by_training_dp": (
+        plan(DENSE, Batch(60, 64), world=16, infer_tp=4),
+        "60 prompts of global_batch_size cannot be divided by training DP 16",
+    ),
+    "batch_by_infer_dp": (
+        plan(DENSE, Batch(60, 60), world=16, tp=4),
+        "60 prompts of global_batch_size cannot be divided by vLLM's 16 replicas",
+    ),
+    "batch_by_nodes": (
+        plan(DENSE, Batch(4, 4), tp=4, infer_tp=4, ranks_per_node=2),
+        "4 prompts of global_batch_size cannot be divided by 8 nodes",
+    ),
+    "share_by_micro_batch": (
+        plan(DENSE, Batch(micro_batch_size=5)),
+        "32 answers of a training rank cannot be divided by micro_batch_size 5",
+    ),
+    "mini_batch_by_training_dp": (
+        plan(DENSE, Batch(64, 62, samples_per_prompt=4), tp=1),
+        "248 answers of a mini-batch cannot be divided by training DP 16",
+    ),
+    "mini_batches_are_equal": (
+        plan(DENSE, Batch(64, 48), tp=1),
+        "32 answers of a training rank cannot be divided by the 24 of its mini-batch",
+    ),
+    "mini_batch_by_micro_batch": (
+        plan(DENSE, Batch(64, 16, micro_batch_size=16)),
+        "8 answers of a rank's mini-batch cannot be divided by micro_batch_size 16",
+    ),
+    "dispatch_divides_the_answers": (
+        plan(DENSE, Batch(dispatch={"adv_dispatch_size": 100})),
+        "512 answers of an iteration cannot be divided by adv_dispatch_size 100",
+    ),
+    "dispatch_is_at_most_a_share": (
+        plan(DENSE, Batch(dispatch={"ref_dispatch_size": 64})),
+        "ref_dispatch_size 64 is above the 32 answers of each of 16 ranks",
+    ),
+    "rollout_share_by_dispatch": (
+        plan(DENSE, Batch(96, 96, dispatch={"actor_rollout_dispatch_size": 32})),
+        "48 answers of a vLLM replica cannot be divided by actor_rollout_dispatch_size 32",
+    ),
+    "whole_prompts_are_dispatched": (
+        plan(DENSE, Batch(dispatch={"reward_dispatch_size": 4})),
+        "reward_dispatch_size 4: not a multiple of the 8 answers",
+    ),
+    "update_takes_a_mini_batch": (
+        plan(DENSE, Batch(guarantee_order=False, dispatch={"actor_update_dispatch_size": 16})),
+        "actor_update_dispatch_size 16 is below the 32 answers of a rank's mini-batch",
+    ),
+    "update_takes_every_answer": (
+        plan(DENSE, Batch(64, 16, dispatch={"actor_update_dispatch_size": 16})),
+        "with guarantee_order: only 16 of the 32 answers of each rank would be trained on",
+    ),
+    "removed_padding_resets_the_mask": (
+        plan(DENSE, Batch(use_remove_padding=True)),
+        "use_remove_padding needs megatron_training.reset_attention_mask",
+    ),
     "removed_padding_varies_in_a_pipeline": (
-        plan(DENSE, Batch(use_remove_padding=True, reset_attention_mask=True, no_pad_to_seq_lengths=False), pp=2),
-        "use_remove_padding with PP 2 needs megatron_training.no_pad_to_seq_lengths"),
+        plan(
+            DENSE,
+            Batch(use_remove_padding=True, reset_attention_mask=True, no_pad_to_seq_lengths=False),
+            pp=2,
+        ),
+        "use_remove_padding with PP 2 needs megatron_training.no_pad_to_seq_lengths",
+    ),
 }
-# a rule that no plan breaks alone -> a plan that breaks it, what the message must say, the rules that it breaks too
+# a rule that no plan breaks alone -> a plan that breaks it, what the message must say, the rules
+# that it breaks too
 TOGETHER = {
-    "experts_by_training_ranks": (plan(QWEN15, ep=8, infer_ep=8), "60 experts cannot be divided by TP 1 x EP 8 = 8",
-                                  {"experts_by_infer_ranks"}),
+    "experts_by_training_ranks": (
+        plan(QWEN15, ep=8, infer_ep=8),
+        "60 experts cannot be divided by TP 1 x EP 8 = 8",
+        {"experts_by_infer_ranks"},
+    ),
 }
 
 
@@ -179,7 +353,9 @@ def test_rules_that_come_with_others(name):
 
 def test_every_rule_has_an_example_and_a_source():
     assert {rule.name for rule in RULES} == ALONE.keys() | TOGETHER.keys()
-    source = re.compile(r"(MindSpeed-RL|MindSpeed-LLM|MindSpeed|Megatron-LM|vllm|vllm-ascend) \S+\.py:\d+")
+    source = re.compile(
+        r"(MindSpeed-RL|MindSpeed-LLM|MindSpeed|Megatron-LM|vllm|vllm-ascend) \S+\.py:\d+"
+    )
     for rule in RULES:
         assert source.fullmatch(rule.source) and rule.statement.endswith("."), rule
 
@@ -194,17 +370,28 @@ def test_update_dispatch_without_order_only_has_to_divide():
     assert not broken(plan(DENSE, fits))
     leaves = Batch(96, 16, guarantee_order=False, dispatch={"actor_update_dispatch_size": 32})
     assert [fault.message for fault in broken(plan(DENSE, leaves))] == [
-        "48 answers of a training rank cannot be divided by actor_update_dispatch_size 32"]
+        "48 answers of a training rank cannot be divided by actor_update_dispatch_size 32"
+    ]
 
 
 def test_the_vocabulary_is_padded_as_vllm_does():
     """1,000 tokens are 1,024 rows (DEFAULT_VOCAB_PADDING_SIZE 64): they divide by 16, not by 5."""
-    small = replace(DENSE, vocab_size=1000, num_attention_heads=80, num_key_value_heads=80, intermediate_size=160)
+    small = replace(
+        DENSE,
+        vocab_size=1000,
+        num_attention_heads=80,
+        num_key_value_heads=80,
+        intermediate_size=160,
+    )
     assert not broken(plan(small, tp=16, infer_tp=16))
     assert {fault.rule for fault in broken(plan(small, world=5, tp=5, infer_tp=5))} == {
-        "vocabulary_by_tp", "vocabulary_by_infer_tp"}
+        "vocabulary_by_tp",
+        "vocabulary_by_infer_tp",
+    }
     assert not broken(replace(plan(small), padded_vocab_size=1024))
-    assert [fault.rule for fault in broken(replace(plan(small), padded_vocab_size=1000))] == ["vocabulary_is_vllms"]
+    assert [fault.rule for fault in broken(replace(plan(small), padded_vocab_size=1000))] == [
+        "vocabulary_is_vllms"
+    ]
 
 
 def test_context_parallel_ranks_share_a_prompt():
@@ -214,12 +401,23 @@ def test_context_parallel_ranks_share_a_prompt():
 
 
 def random_plan(draw: random.Random) -> Plan:
-    """Sizes that divide more often than not, of real and of odd models, so that legal and illegal plans are both
-    common."""
-    shape = draw.choice([QWEN3, QWEN15, DENSE, NAMED_SHAPES["qwen25_1_5b"], NAMED_SHAPES["qwen3_32b"],
-                         ModelShape("odd", "qwen3_moe", 12, 96, 12, 6, 8, 0, 64 * 9, 1e6, False, 512, 24, 2, 48),
-                         ModelShape("odd", "qwen2_moe", 6, 96, 6, 3, 8, 0, 64 * 3, 1e6, False, 512, 18, 2, 48, 54),
-                         ModelShape("odd", "qwen2", 10, 80, 12, 12, 8, 90, 1000, 1e6, True, 512)])
+    """Sizes that divide more often than not, of real and of odd models, so that legal and illegal
+    plans are both common.
+    """
+    shape = draw.choice(
+        [
+            QWEN3,
+            QWEN15,
+            DENSE,
+            NAMED_SHAPES["qwen25_1_5b"],
+            NAMED_SHAPES["qwen3_32b"],
+            ModelShape("odd", "qwen3_moe", 12, 96, 12, 6, 8, 0, 64 * 9, 1e6, False, 512, 24, 2, 48),
+            ModelShape(
+                "odd", "qwen2_moe", 6, 96, 6, 3, 8, 0, 64 * 3, 1e6, False, 512, 18, 2, 48, 54
+            ),
+            ModelShape("odd", "qwen2", 10, 80, 12, 12, 8, 90, 1000, 1e6, True, 512),
+        ]
+    )
     world = draw.choice([1, 2, 3, 4, 6, 8, 10, 12, 16, 18, 20, 24, 32, 36, 48])
 
     def size(most: int) -> int:
@@ -230,15 +428,35 @@ def random_plan(draw: random.Random) -> Plan:
     pp = size(draw.choice([1, 2, 3, 4]))
     ep = size(max(1, world // (tp * pp))) if shape.moe else draw.choice([1] * 9 + [2])
     infer_tp = size(draw.choice([1, tp, 2 * tp, shape.num_key_value_heads]))
-    infer_ep = size(draw.choice([tp * ep, max(1, world // infer_tp)])) if shape.moe else draw.choice([1, 1, 1, 2])
-    made = new_plan(shape, Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=infer_tp, infer_ep=infer_ep,
-                                  ranks_per_node=draw.choice([16, 16, 16, 8, 4, 6, 12])))
+    infer_ep = (
+        size(draw.choice([tp * ep, max(1, world // infer_tp)]))
+        if shape.moe
+        else draw.choice([1, 1, 1, 2])
+    )
+    made = new_plan(
+        shape,
+        Layout(
+            world,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            infer_tp=infer_tp,
+            infer_ep=infer_ep,
+            ranks_per_node=draw.choice([16, 16, 16, 8, 4, 6, 12]),
+        ),
+    )
     if draw.random() < 0.7:
         return made
     prompts = draw.choice([made.batch.global_batch_size, draw.randint(1, 96)])
-    return replace(made, batch=Batch(prompts, draw.choice([prompts, prompts, size(prompts)]),
-                                     samples_per_prompt=draw.choice([1, 4, 8]),
-                                     micro_batch_size=draw.choice([1, 1, 2, 3])))
+    return replace(
+        made,
+        batch=Batch(
+            prompts,
+            draw.choice([prompts, prompts, size(prompts)]),
+            samples_per_prompt=draw.choice([1, 4, 8]),
+            micro_batch_size=draw.choice([1, 1, 2, 3]),
+        ),
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

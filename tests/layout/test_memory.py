@@ -1,5 +1,6 @@
-"""The memory model against independent counts: published totals, shards that must add up to the model, tensors counted
-one by one, and the anchors that were worked out elsewhere."""
+"""The memory model against independent counts: published totals, shards that must add up to the
+model, tensors counted one by one, and the anchors that were worked out elsewhere.
+"""
 
 from dataclasses import replace
 
@@ -24,17 +25,28 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
 
-QWEN3, QWEN15, DENSE = (NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"))
+QWEN3, QWEN15, DENSE = (
+    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
+)
 
 
 def plan(shape: ModelShape, world: int, batch: Batch | None = None, **layout) -> Plan:
     return new_plan(shape, Layout(world, **layout), batch)
 
 
-@pytest.mark.parametrize("name, billions", [("qwen3_30b_a3b", 30.5), ("qwen3_30b_a3b_2507", 30.5),
-                                            ("qwen15_moe_a2_7b", 14.3), ("qwen25_1_5b", 1.54),
-                                            ("qwen25_7b", 7.6), ("qwen25_32b", 32.8), ("qwen3_8b", 8.2),
-                                            ("qwen3_32b", 32.8)])
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("qwen3_30b_a3b", 30.5),
+        ("qwen3_30b_a3b_2507", 30.5),
+        ("qwen15_moe_a2_7b", 14.3),
+        ("qwen25_1_5b", 1.54),
+        ("qwen25_7b", 7.6),
+        ("qwen25_32b", 32.8),
+        ("qwen3_8b", 8.2),
+        ("qwen3_32b", 32.8),
+    ],
+)
 def test_models_have_the_published_number_of_parameters(name, billions):
     digits = len(str(billions).split(".")[1])
     assert round(model_parameters(NAMED_SHAPES[name]) / GB, digits) == billions
@@ -45,51 +57,90 @@ def test_int8_copies_come_on_top_of_what_vllm_takes():
     before, after = (estimate(it, Settings(int8_rollouts=on)) for on in (False, True))
     assert after.kv_cache == before.kv_cache
     h, f, kv = 3584, 18944, 512
-    copies = 28 * (h * (h + 2 * kv) + h * h + 3 * h * f) // 2  # a byte for each weight of q, k, v, o and the MLP
+    copies = (
+        28 * (h * (h + 2 * kv) + h * h + 3 * h * f) // 2
+    )  # a byte for each weight of q, k, v, o and the MLP
     assert {moment: after.total(moment) - before.total(moment) for moment in after.moments} == {
-        "rollout": copies, "weight sync": 0, "log-probs": 0, "update": 0}
+        "rollout": copies,
+        "weight sync": 0,
+        "log-probs": 0,
+        "update": 0,
+    }
     full = Settings(int8_rollouts=True, gpu_memory_utilization=0.95)
-    assert "rollout needs" in estimate(it, full).faults[0] and estimate(it, replace(full, int8_rollouts=False)).fits
+    assert (
+        "rollout needs" in estimate(it, full).faults[0]
+        and estimate(it, replace(full, int8_rollouts=False)).fits
+    )
 
 
 def tensors(shape: ModelShape) -> list[tuple[str, int, int]]:
-    """Every tensor of the model: name, numbers in it, and how many of them are in every TP rank whole (0 = it is
-    divided)."""
+    """Every tensor of the model: name, numbers in it, and how many of them are in every TP rank
+    whole (0 = it is divided).
+    """
     h, hd = shape.hidden_size, shape.head_dim
     q, kv = shape.num_attention_heads * hd, shape.num_key_value_heads * hd
-    found = [("embed", shape.vocab_size * h, 0),
-             *([] if shape.tie_word_embeddings else [("head", shape.vocab_size * h, 0)]), ("norm", h, h)]
+    found = [
+        ("embed", shape.vocab_size * h, 0),
+        *([] if shape.tie_word_embeddings else [("head", shape.vocab_size * h, 0)]),
+        ("norm", h, h),
+    ]
     for layer in range(shape.num_hidden_layers):
-        found += [(f"{layer}.{name}", size, 0)
-                  for name, size in (("q", q * h), ("k", kv * h), ("v", kv * h), ("o", h * q))]
+        found += [
+            (f"{layer}.{name}", size, 0)
+            for name, size in (("q", q * h), ("k", kv * h), ("v", kv * h), ("o", h * q))
+        ]
         found += [(f"{layer}.{name}", h, h) for name in ("norm1", "norm2")]
-        found += [(f"{layer}.bias.{name}", size, 0)
-                  for name, size in (("q", q), ("k", kv), ("v", kv)) if shape.model_type.startswith("qwen2")]
-        found += [(f"{layer}.{name}", hd, hd) for name in ("q_norm", "k_norm") if shape.model_type.startswith("qwen3")]
+        found += [
+            (f"{layer}.bias.{name}", size, 0)
+            for name, size in (("q", q), ("k", kv), ("v", kv))
+            if shape.model_type.startswith("qwen2")
+        ]
+        found += [
+            (f"{layer}.{name}", hd, hd)
+            for name in ("q_norm", "k_norm")
+            if shape.model_type.startswith("qwen3")
+        ]
         for width in (shape.intermediate_size, shape.shared_expert_intermediate_size):
-            found += [(f"{layer}.{name}.{width}", width * h, 0) for name in ("gate", "up", "down") if width]
+            found += [
+                (f"{layer}.{name}.{width}", width * h, 0)
+                for name in ("gate", "up", "down")
+                if width
+            ]
         if shape.num_experts:
             found += [(f"{layer}.router", shape.num_experts * h, shape.num_experts * h)]
-            found += [(f"{layer}.shared_gate", h, h)] if shape.shared_expert_intermediate_size else []
-            found += [(f"{layer}.expert{e}.{name}", shape.moe_intermediate_size * h, 0)
-                      for e in range(shape.num_experts) for name in "gud"]
+            found += (
+                [(f"{layer}.shared_gate", h, h)] if shape.shared_expert_intermediate_size else []
+            )
+            found += [
+                (f"{layer}.expert{e}.{name}", shape.moe_intermediate_size * h, 0)
+                for e in range(shape.num_experts)
+                for name in "gud"
+            ]
     return found
 
 
 @pytest.mark.parametrize("name", NAMED_SHAPES)
 def test_parameters_tensor_by_tensor(name):
-    assert model_parameters(NAMED_SHAPES[name]) == sum(size for _, size, _ in tensors(NAMED_SHAPES[name]))
+    assert model_parameters(NAMED_SHAPES[name]) == sum(
+        size for _, size, _ in tensors(NAMED_SHAPES[name])
+    )
 
 
-@pytest.mark.parametrize("shape, layout", [
-    (QWEN3, dict(tp=4, pp=3, ep=1, infer_tp=4)), (QWEN3, dict(ep=4, infer_ep=4)),
-    (QWEN3, dict(tp=2, pp=2, ep=1, infer_ep=4)),
-    (QWEN15, dict(tp=4, ep=3, infer_tp=4, infer_ep=3)), (DENSE, dict(tp=2, pp=2, infer_tp=4)),
-    (NAMED_SHAPES["qwen25_1_5b"], dict(tp=2)),
-])
+@pytest.mark.parametrize(
+    "shape, layout",
+    [
+        (QWEN3, dict(tp=4, pp=3, ep=1, infer_tp=4)),
+        (QWEN3, dict(ep=4, infer_ep=4)),
+        (QWEN3, dict(tp=2, pp=2, ep=1, infer_ep=4)),
+        (QWEN15, dict(tp=4, ep=3, infer_tp=4, infer_ep=3)),
+        (DENSE, dict(tp=2, pp=2, infer_tp=4)),
+        (NAMED_SHAPES["qwen25_1_5b"], dict(tp=2)),
+    ],
+)
 def test_the_shards_of_all_ranks_add_up_to_the_model(shape, layout):
-    """One copy of the model: the TP x EP x PP ranks of training; the TP x EP ranks of vLLM. What each TP rank has
-    whole is counted once."""
+    """One copy of the model: the TP x EP x PP ranks of training; the TP x EP ranks of vLLM. What
+    each TP rank has whole is counted once.
+    """
     it = plan(shape, 12, **layout)
     tp, pp, ep = it.layout.tp, it.layout.pp, it.layout.ep
     whole = sum(copied for _, _, copied in tensors(shape))
@@ -98,13 +149,20 @@ def test_the_shards_of_all_ranks_add_up_to_the_model(shape, layout):
     assert dense * tp + experts * tp * ep == model_parameters(shape) + (tp - 1) * whole + tied
 
     (dense, experts), infer_tp = rollout_weights(it), it.layout.infer_tp
-    assert (dense * infer_tp + experts * infer_tp * it.layout.infer_ep
-            == model_parameters(shape) + (infer_tp - 1) * whole)
+    assert (
+        dense * infer_tp + experts * infer_tp * it.layout.infer_ep
+        == model_parameters(shape) + (infer_tp - 1) * whole
+    )
 
 
 def test_adapters_are_those_that_upstream_counted():
     """docs/ascend.md, the log of a real model on the engine: parameters over all ranks of TP 1."""
-    on = {"linear_qkv": 11_010_048, "linear_proj": 9_437_184, "linear_fc1": 704_643_072, "linear_fc2": 553_648_128}
+    on = {
+        "linear_qkv": 11_010_048,
+        "linear_proj": 9_437_184,
+        "linear_fc1": 704_643_072,
+        "linear_fc2": 553_648_128,
+    }
     it = plan(QWEN3, 16, ep=16, infer_ep=16)
     for target, expected in on.items():
         dense, experts = adapter_weights(it, Settings(lora_targets=(target,)), 0)
@@ -112,11 +170,17 @@ def test_adapters_are_those_that_upstream_counted():
 
 
 def test_adapters_under_tensor_parallelism():
-    """One dense layer by hand, TP 2: a column-parallel linear divides B only, a row-parallel one A only (PEFT
-    tp_layer.py)."""
+    """One dense layer by hand, TP 2: a column-parallel linear divides B only, a row-parallel one A
+    only (PEFT tp_layer.py).
+    """
     tiny = ModelShape("tiny", "qwen2", 1, 8, 4, 4, 2, 12, 64, 1e6, False, 64)
     mine = adapter_weights(plan(tiny, 2, tp=2, infer_tp=2), Settings(lora_r=3), 0)
-    qkv, proj, fc1, fc2 = 3 * 8 + 3 * 24 // 2, 3 * 8 // 2 + 3 * 8, 3 * 8 + 3 * 24 // 2, 3 * 12 // 2 + 3 * 8
+    qkv, proj, fc1, fc2 = (
+        3 * 8 + 3 * 24 // 2,
+        3 * 8 // 2 + 3 * 8,
+        3 * 8 + 3 * 24 // 2,
+        3 * 12 // 2 + 3 * 8,
+    )
     assert sum(mine) == qkv + proj + fc1 + fc2
 
 
@@ -124,49 +188,104 @@ def parts(memory, moment: str) -> dict[str, float]:
     return {part.name: part.bytes / GB for part in memory.moments[moment]}
 
 
-@pytest.mark.parametrize("world, layout, dense, experts", [  # worked out independently for Qwen3-30B-A3B in bfloat16
-    (16, dict(ep=16, infer_ep=16), 3.1, 3.6), (12, dict(ep=4, infer_ep=4), 3.1, 14.5),
-    (12, dict(tp=4, infer_tp=4), 0.8, 14.5)])
+@pytest.mark.parametrize(
+    "world, layout, dense, experts",
+    [  # worked out independently for Qwen3-30B-A3B in bfloat16
+        (16, dict(ep=16, infer_ep=16), 3.1, 3.6),
+        (12, dict(ep=4, infer_ep=4), 3.1, 14.5),
+        (12, dict(tp=4, infer_tp=4), 0.8, 14.5),
+    ],
+)
 def test_base_weights_of_a_rank(world, layout, dense, experts):
     found = parts(estimate(plan(QWEN3, world, **layout), Settings()), "update")
-    assert (round(found["frozen base, dense part"], 1), round(found["frozen base, experts"], 1)) == (dense, experts)
+    assert (
+        round(found["frozen base, dense part"], 1),
+        round(found["frozen base, experts"], 1),
+    ) == (dense, experts)
 
 
 def test_what_users_report():
-    """Boxes like this, EP 4, 2k tokens: base about 15 GB, LoRA 2 GB, activations and gradients 20-25 GB a rank
-    (without recomputation)."""
+    """Boxes like this, EP 4, 2k tokens: base about 15 GB, LoRA 2 GB, activations and gradients
+    20-25 GB a rank (without recomputation).
+    """
     it = plan(QWEN3, 16, Batch(seq_length=2048), ep=4, infer_ep=4)
     found = parts(estimate(it, Settings(recompute=False)), "update")
     assert 14 < found["frozen base, experts"] < 18
-    assert 20 <= sum(found[name] for name in ("activations kept", "gradients", "one layer at work")) <= 25
+    assert (
+        20
+        <= sum(found[name] for name in ("activations kept", "gradients", "one layer at work"))
+        <= 25
+    )
 
 
 def test_the_table_that_was_worked_out_by_hand():
-    """Three configs at the layouts of the hand-made table: what a rank keeps, GB, to the digits that were given."""
+    """Three configs at the layouts of the hand-made table: what a rank keeps, GB, to the digits
+    that were given.
+    """
     for shape, world, layout, batch, recompute, expected in [
-        (QWEN3, 16, dict(ep=8, infer_ep=8), Batch(), True,
-         {"frozen base, dense part": 3.1, "frozen base, experts": 7.2, "layer inputs kept": 0.5, "logits": 6.2}),
-        (QWEN15, 16, dict(ep=4, infer_ep=4), Batch(seq_length=1536, max_model_len=1536), True,
-         {"frozen base, dense part": 3.7, "frozen base, experts": 6.2, "layer inputs kept": 0.2, "logits": 3.7}),
-        (DENSE, 8, dict(tp=2), Batch(seq_length=1536, max_model_len=1536, micro_batch_size=2), False,
-         {"frozen base, dense part": 7.6, "logits": 3.7}),
+        (
+            QWEN3,
+            16,
+            dict(ep=8, infer_ep=8),
+            Batch(),
+            True,
+            {
+                "frozen base, dense part": 3.1,
+                "frozen base, experts": 7.2,
+                "layer inputs kept": 0.5,
+                "logits": 6.2,
+            },
+        ),
+        (
+            QWEN15,
+            16,
+            dict(ep=4, infer_ep=4),
+            Batch(seq_length=1536, max_model_len=1536),
+            True,
+            {
+                "frozen base, dense part": 3.7,
+                "frozen base, experts": 6.2,
+                "layer inputs kept": 0.2,
+                "logits": 3.7,
+            },
+        ),
+        (
+            DENSE,
+            8,
+            dict(tp=2),
+            Batch(seq_length=1536, max_model_len=1536, micro_batch_size=2),
+            False,
+            {"frozen base, dense part": 7.6, "logits": 3.7},
+        ),
     ]:
         memory = estimate(plan(shape, world, batch, **layout), Settings(recompute=recompute))
         found = parts(memory, "update")
         assert {name: round(found[name], 1) for name in expected} == expected
-        lora = sum(part.bytes for part in memory.moments["update"] if part.kind == "adapters and optimizer") / GB
+        lora = (
+            sum(
+                part.bytes
+                for part in memory.moments["update"]
+                if part.kind == "adapters and optimizer"
+            )
+            / GB
+        )
         # by hand 0.3: it divided all of A and B by TP
         assert round(lora, 1) == {QWEN3.name: 2.0, QWEN15.name: 1.0, DENSE.name: 0.4}[shape.name]
-        assert memory.kv_token == {QWEN3.name: 98_304, QWEN15.name: 196_608, DENSE.name: 57_344}[shape.name]
+        assert (
+            memory.kv_token
+            == {QWEN3.name: 98_304, QWEN15.name: 196_608, DENSE.name: 57_344}[shape.name]
+        )
 
 
 def test_optimizer_state_is_shared_over_the_ranks_that_hold_the_same():
-    """12 bytes a parameter: attention over DP 12, an expert over the 3 ranks that hold it. Without the distributed
-    optimizer, whole."""
+    """12 bytes a parameter: attention over DP 12, an expert over the 3 ranks that hold it. Without
+    the distributed optimizer, whole.
+    """
     it, settings = plan(QWEN3, 12, ep=4, infer_ep=4), Settings()
     dense, experts = adapter_weights(it, settings, 0)
     assert parts(estimate(it, settings), "update")["AdamW"] == pytest.approx(
-        (dense / 12 + experts / 3) * 12 / GB, rel=1e-6)
+        (dense / 12 + experts / 3) * 12 / GB, rel=1e-6
+    )
     alone = estimate(it, replace(settings, distributed_optimizer=False))
     assert parts(alone, "update")["AdamW"] == pytest.approx((dense + experts) * 12 / GB, rel=1e-6)
 
@@ -174,42 +293,60 @@ def test_optimizer_state_is_shared_over_the_ranks_that_hold_the_same():
 def test_offload_moves_what_is_trained_and_never_the_frozen_base():
     it = plan(QWEN3, 16, ep=16, infer_ep=16)
     awake = {}
-    for flags in ({}, {"offload_train_param": False}, {"offload_train_grad": False},
-                  {"offload_train_optimizer": False}):
+    for flags in (
+        {},
+        {"offload_train_param": False},
+        {"offload_train_grad": False},
+        {"offload_train_optimizer": False},
+    ):
         memory = estimate(it, Settings(**flags))
         awake[tuple(flags)] = set(parts(memory, "rollout"))
         assert "frozen base, experts" in awake[tuple(flags)]
         assert memory.total("rollout") == pytest.approx(0.6 * 64 * GB, rel=1e-6)
     assert awake[()] & {"adapters", "gradients", "AdamW"} == set()
-    assert [awake[(flag,)] - awake[()]
-            for flag in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")] == [
-        {"adapters"}, {"gradients"}, {"AdamW"}]
+    assert [
+        awake[(flag,)] - awake[()]
+        for flag in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")
+    ] == [{"adapters"}, {"gradients"}, {"AdamW"}]
     full = estimate(replace(it, lora=False, share_backbone=False), Settings())
-    assert not any(name.startswith("weights")
-                   for name in parts(full, "rollout")), "without LoRA the weights are offloaded"
+    assert not any(name.startswith("weights") for name in parts(full, "rollout")), (
+        "without LoRA the weights are offloaded"
+    )
     update = parts(full, "update")
-    assert update["gradients"] == pytest.approx(2 * (update["weights, dense part"] + update["weights, experts"]))
+    assert update["gradients"] == pytest.approx(
+        2 * (update["weights, dense part"] + update["weights, experts"])
+    )
 
 
 def test_recomputation():
     it = plan(DENSE, 8)
-    update = {layers: parts(estimate(it, Settings(recompute_num_layers=layers)), "update") for layers in (7, 28)}
+    update = {
+        layers: parts(estimate(it, Settings(recompute_num_layers=layers)), "update")
+        for layers in (7, 28)
+    }
     none = parts(estimate(it, Settings(recompute=False)), "update")
     layer = layer_activations(it, 2560, 1) / GB
     assert none["activations kept"] == pytest.approx(28 * layer) and "layer inputs kept" not in none
     assert update[7]["activations kept"] == pytest.approx(21 * layer)
-    assert update[7]["layer inputs kept"] == pytest.approx(
-        update[28]["layer inputs kept"] / 4) and "activations kept" not in update[28]
+    assert (
+        update[7]["layer inputs kept"] == pytest.approx(update[28]["layer inputs kept"] / 4)
+        and "activations kept" not in update[28]
+    )
 
 
 def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
     it = plan(QWEN3, 12, tp=1, pp=3, ep=4, infer_ep=4)
     memory = estimate(it, Settings())
-    assert memory.stage == 2 and parts(memory, "update")["frozen base, experts"] == pytest.approx(14.5 / 3, abs=0.05)
+    assert memory.stage == 2 and parts(memory, "update")["frozen base, experts"] == pytest.approx(
+        14.5 / 3, abs=0.05
+    )
     first = estimate(it, Settings(recompute=False))
     kept = next(part for part in first.moments["update"] if part.name == "activations kept")
-    assert first.stage == 0 and "3 micro-batches in flight" in kept.how and kept.bytes == 3 * 16 * layer_activations(
-        it, 2560, 1)
+    assert (
+        first.stage == 0
+        and "3 micro-batches in flight" in kept.how
+        and kept.bytes == 3 * 16 * layer_activations(it, 2560, 1)
+    )
     assert "logits" not in parts(first, "update") and "logits" in parts(memory, "update")
 
 
@@ -221,17 +358,26 @@ def test_uneven_stages_are_all_looked_at():
 def test_hccl_buffers_count_the_groups_that_send():
     it = plan(QWEN3, 12, tp=4, pp=3, infer_tp=4)
     assert communicators(it) == ["world", "TP", "PP", "EP", "vLLM TP", "vLLM EP", "vLLM MC2"]
-    found = next(part for part in estimate(it, Settings(hccl_buffer_mib=100)).moments["update"]
-                 if part.name == "HCCL buffers")
-    assert found.bytes == 7 * 2 * 100 * 2 ** 20
+    found = next(
+        part
+        for part in estimate(it, Settings(hccl_buffer_mib=100)).moments["update"]
+        if part.name == "HCCL buffers"
+    )
+    assert found.bytes == 7 * 2 * 100 * 2**20
     assert communicators(plan(DENSE, 1)) == []
 
 
 def test_the_weight_sync_holds_the_experts_three_times():
-    """Base, vLLM's copy, and the buffer in which they travel: at TP 1 EP 4 on 12 ranks it is the fullest moment."""
+    """Base, vLLM's copy, and the buffer in which they travel: at TP 1 EP 4 on 12 ranks it is the
+    fullest moment.
+    """
     memory = estimate(plan(QWEN3, 12, ep=4, infer_ep=4), Settings(gpu_memory_utilization=0.8))
     sync = parts(memory, "weight sync")
-    assert sync["frozen base, experts"] == sync["vLLM's weights, experts"] == sync["experts on their way"]
+    assert (
+        sync["frozen base, experts"]
+        == sync["vLLM's weights, experts"]
+        == sync["experts on their way"]
+    )
     assert memory.peak == memory.total("weight sync") > 0.9 * memory.capacity and memory.fits
 
 
@@ -239,21 +385,29 @@ def test_keys_and_values_are_divided_by_infer_tp():
     it = plan(DENSE, 8, infer_tp=4)
     memory = estimate(it, Settings())
     assert memory.kv_token == 28 * 2 * (4 // 4) * 128 * 2
-    assert memory.answers_at_once == memory.kv_cache // (
-        memory.kv_token * 2560) and memory.answers_needed == 64 * 8 // 2
+    assert (
+        memory.answers_at_once == memory.kv_cache // (memory.kv_token * 2560)
+        and memory.answers_needed == 64 * 8 // 2
+    )
 
 
 def test_what_does_not_fit_is_said():
     memory = estimate(plan(QWEN3, 4, ep=2, infer_ep=2), Settings())
     assert not memory.fits and memory.answers_at_once == 0
     assert any("weight sync needs" in fault for fault in memory.faults) and any(
-        "not enough for one answer" in fault for fault in memory.faults)
+        "not enough for one answer" in fault for fault in memory.faults
+    )
 
 
 def test_the_settings_of_a_config():
     raw = compose("grpo_qwen25_7b_gsm8k_8npu")
     settings = settings_of(read_recipe(raw))
-    assert (settings.recompute, settings.lora_r, settings.gpu_memory_utilization, settings.offload_train_grad) == (
-        False, 32, 0.6, True)
-    assert parts(estimate(plan_of(read_recipe(raw)), settings), "update")["activations kept"] == pytest.approx(
-        8, abs=1)
+    assert (
+        settings.recompute,
+        settings.lora_r,
+        settings.gpu_memory_utilization,
+        settings.offload_train_grad,
+    ) == (False, 32, 0.6, True)
+    assert parts(estimate(plan_of(read_recipe(raw)), settings), "update")[
+        "activations kept"
+    ] == pytest.approx(8, abs=1)

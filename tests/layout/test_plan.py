@@ -1,4 +1,6 @@
-"""Plans and shapes read from configs: every config for NPUs, and what a config may leave out or have wrong."""
+"""Plans and shapes read from configs: every config for NPUs, and what a config may leave out or
+have wrong.
+"""
 
 import json
 import re
@@ -18,8 +20,12 @@ from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.writer import to_config
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
-PUBLISHED = {"qwen3_30b_a3b": "qwen3_30b_a3b", "qwen15_moe_a27b": "qwen15_moe_a2_7b", "qwen25_7b": "qwen25_7b",
-             "qwen25_1_5b": "qwen25_1_5b"}
+PUBLISHED = {
+    "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
+    "qwen25_7b": "qwen25_7b",
+    "qwen25_1_5b": "qwen25_1_5b",
+}
 
 
 @pytest.mark.parametrize("name", NPU_CONFIGS)
@@ -29,13 +35,20 @@ def test_the_configs_are_legal_and_fit(name):
     known = NAMED_SHAPES[PUBLISHED[shape.name]]
     left_out = {"name", "norm_topk_prob", "rope_theta"}
     assert {key: value for key, value in vars(shape).items() if key not in left_out} == {
-        key: value for key, value in vars(known).items() if key not in left_out}
+        key: value for key, value in vars(known).items() if key not in left_out
+    }
 
     width = 8 if "2x8" in name else 16
     plan = plan_of(read_recipe(raw), shape, width)
     npus = re.search(r"_(?:(\d+)x)?(\d+)npu", name)
-    assert plan.layout.world == int(npus[1] or 1) * int(npus[2]) and plan.layout.nodes == int(npus[1] or 1)
-    assert plan.layout.tp == raw["actor_config"]["tensor_model_parallel_size"] and plan.lora and plan.share_backbone
+    assert plan.layout.world == int(npus[1] or 1) * int(npus[2]) and plan.layout.nodes == int(
+        npus[1] or 1
+    )
+    assert (
+        plan.layout.tp == raw["actor_config"]["tensor_model_parallel_size"]
+        and plan.lora
+        and plan.share_backbone
+    )
     assert plan.layout.infer_ep == raw["generate_config"]["infer_expert_parallel_size"]
     assert plan.batch.samples_per_prompt == raw["rl_config"]["n_samples_per_prompt"]
     assert not broken(plan)
@@ -58,29 +71,62 @@ def test_actor_config_overrides_the_model_and_megatron_training(raw):
 
 
 def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
-    """Not upstream's defaults (infer TP 8, mini-batches of one prompt, max_model_len 2048): they would make another
-    run of the same YAML."""
-    for section, keys in {"rl_config": ("mini_batch_size", "guarantee_order", "share_backbone", "hccl_buffersize"),
-                          "generate_config": ("infer_tensor_parallel_size", "infer_expert_parallel_size",
-                                              "enable_expert_parallel", "max_model_len", "max_num_batched_tokens",
-                                              "gpu_memory_utilization", "max_num_seqs", "offload_train_param"),
-                          "actor_config": ("expert_model_parallel_size", "moe_tp_extend_ep"),
-                          "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths",
-                                                "seq_length")}.items():
+    """Not upstream's defaults (infer TP 8, mini-batches of one prompt, max_model_len 2048): they
+    would make another run of the same YAML.
+    """
+    for section, keys in {
+        "rl_config": ("mini_batch_size", "guarantee_order", "share_backbone", "hccl_buffersize"),
+        "generate_config": (
+            "infer_tensor_parallel_size",
+            "infer_expert_parallel_size",
+            "enable_expert_parallel",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "gpu_memory_utilization",
+            "max_num_seqs",
+            "offload_train_param",
+        ),
+        "actor_config": ("expert_model_parallel_size", "moe_tp_extend_ep"),
+        "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths", "seq_length"),
+    }.items():
         for key in keys:
             del raw[section][key]
     recipe = read_recipe(raw)
     plan, settings = plan_of(recipe, NAMED_SHAPES["qwen3_30b_a3b"]), settings_of(recipe)
-    assert (plan.batch.mini_batch_size, plan.batch.guarantee_order, plan.share_backbone) == (64, True, False)
-    assert (plan.layout.infer_tp, plan.layout.infer_ep, plan.layout.enable_expert_parallel) == (1, 1, False)
+    assert (plan.batch.mini_batch_size, plan.batch.guarantee_order, plan.share_backbone) == (
+        64,
+        True,
+        False,
+    )
+    assert (plan.layout.infer_tp, plan.layout.infer_ep, plan.layout.enable_expert_parallel) == (
+        1,
+        1,
+        False,
+    )
     assert (plan.batch.max_model_len, plan.batch.seq_length, plan.batch.max_num_batched_tokens) == (
-        512 + 2048, 512 + 2048, 8192)
-    assert (plan.layout.ep, plan.layout.tp_extend_ep, plan.layout.sequence_parallel) == (1, False, False)
-    assert (settings.gpu_memory_utilization, settings.max_num_seqs, settings.offload_train_param, settings.lora_r) == (
-        0.5, 256, False, 8)
+        512 + 2048,
+        512 + 2048,
+        8192,
+    )
+    assert (plan.layout.ep, plan.layout.tp_extend_ep, plan.layout.sequence_parallel) == (
+        1,
+        False,
+        False,
+    )
+    assert (
+        settings.gpu_memory_utilization,
+        settings.max_num_seqs,
+        settings.offload_train_param,
+        settings.lora_r,
+    ) == (0.5, 256, False, 8)
     told = to_config(recipe)
-    assert told["generate_config"]["infer_tensor_parallel_size"] == 1 and told["rl_config"]["mini_batch_size"] == 64
-    assert told["generate_config"]["max_model_len"] == told["megatron_training"]["seq_length"] == 2560
+    assert (
+        told["generate_config"]["infer_tensor_parallel_size"] == 1
+        and told["rl_config"]["mini_batch_size"] == 64
+    )
+    assert (
+        told["generate_config"]["max_model_len"] == told["megatron_training"]["seq_length"] == 2560
+    )
     assert told["rl_config"]["hccl_buffersize"] == 256 and told["megatron_training"]["lora_r"] == 8
 
 
@@ -93,17 +139,43 @@ def test_layer_lists_and_dispatch_sizes(raw):
     assert plan.batch.dispatch["ref_dispatch_size"] is None
 
 
-@pytest.mark.parametrize("section, key, value, message", [
-    ("actor_config", "tensor_model_parallel_size", "two",
-     "actor_config.tensor_model_parallel_size = 'two' must be int"),
-    ("actor_config", "expert_model_parallel_size", 0,
-     "actor_config.expert_model_parallel_size = 0 must be at least 1"),
-    ("megatron_training", "global_batch_size", None, "global_batch_size is missing"),
-    ("megatron_training", "num_layer_list", "a,b", "num_layer_list = 'a,b' must be whole numbers"),
-    ("rl_config", "n_samples_per_prompt", 2.5, "rl_config.n_samples_per_prompt = 2.5 must be int"),
-    ("rl_config", "actor_resource", {}, "rl_config.actor_resource.num_npus is missing"),
-    ("generate_config", "enable_expert_parallel", "yes", "enable_expert_parallel = 'yes' must be bool"),
-])
+@pytest.mark.parametrize(
+    "section, key, value, message",
+    [
+        (
+            "actor_config",
+            "tensor_model_parallel_size",
+            "two",
+            "actor_config.tensor_model_parallel_size = 'two' must be int",
+        ),
+        (
+            "actor_config",
+            "expert_model_parallel_size",
+            0,
+            "actor_config.expert_model_parallel_size = 0 must be at least 1",
+        ),
+        ("megatron_training", "global_batch_size", None, "global_batch_size is missing"),
+        (
+            "megatron_training",
+            "num_layer_list",
+            "a,b",
+            "num_layer_list = 'a,b' must be whole numbers",
+        ),
+        (
+            "rl_config",
+            "n_samples_per_prompt",
+            2.5,
+            "rl_config.n_samples_per_prompt = 2.5 must be int",
+        ),
+        ("rl_config", "actor_resource", {}, "rl_config.actor_resource.num_npus is missing"),
+        (
+            "generate_config",
+            "enable_expert_parallel",
+            "yes",
+            "enable_expert_parallel = 'yes' must be bool",
+        ),
+    ],
+)
 def test_a_wrong_value_is_named(raw, section, key, value, message):
     raw[section][key] = value
     with pytest.raises(ConfigError) as refused:
@@ -117,18 +189,24 @@ def test_a_model_without_sizes_is_named(raw):
         shape_of_model(read_recipe(raw))
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("num_attention_heads", 0, "num_attention_heads = 0 must be a whole number of at least 1"),
-    ("hidden_size", -8, "hidden_size = -8 must be a whole number of at least 1"),
-    ("num_layers", 4.0, "num_layers = 4.0 must be a whole number"),
-    ("padded_vocab_size", 10 ** 10,
-     "padded_vocab_size = 10000000000 must be a whole number of at least 1 and at most"),
-    ("moe_router_topk", 300, "moe_router_topk = 300 must be at most num_experts = 128"),
-    ("moe_ffn_hidden_size", None, "moe_ffn_hidden_size of the model is missing"),
-    ("n_shared_experts", "4", "n_shared_experts = '4' must be a whole number"),
-    ("rotary_base", "big", "rotary_base = 'big' must be a finite number above 0"),
-    ("kv_channels", 0, "kv_channels = 0 must be a whole number of at least 1"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("num_attention_heads", 0, "num_attention_heads = 0 must be a whole number of at least 1"),
+        ("hidden_size", -8, "hidden_size = -8 must be a whole number of at least 1"),
+        ("num_layers", 4.0, "num_layers = 4.0 must be a whole number"),
+        (
+            "padded_vocab_size",
+            10**10,
+            "padded_vocab_size = 10000000000 must be a whole number of at least 1 and at most",
+        ),
+        ("moe_router_topk", 300, "moe_router_topk = 300 must be at most num_experts = 128"),
+        ("moe_ffn_hidden_size", None, "moe_ffn_hidden_size of the model is missing"),
+        ("n_shared_experts", "4", "n_shared_experts = '4' must be a whole number"),
+        ("rotary_base", "big", "rotary_base = 'big' must be a finite number above 0"),
+        ("kv_channels", 0, "kv_channels = 0 must be a whole number of at least 1"),
+    ],
+)
 def test_an_impossible_size_in_the_section_model(raw, key, value, message):
     raw["model"]["qwen3_30b_a3b"][key] = value
     with pytest.raises(ConfigError) as refused:
@@ -138,49 +216,121 @@ def test_an_impossible_size_in_the_section_model(raw, key, value, message):
 
 def test_shape_from_a_config_json(tmp_path):
     """As transformers writes it, and the same numbers as the table's."""
-    written = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
-               "num_key_value_heads": 4,
-               "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "rope_theta": 1e6,
-               "max_position_embeddings": 40960,
-               "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    written = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(written))
     shape = read_shape(tmp_path)
     assert {**vars(shape), "name": ""} == {**vars(NAMED_SHAPES["qwen3_30b_a3b"]), "name": ""}
-    with pytest.raises(ConfigError, match="unknown model 'qwen3_30b_a3', did you mean 'qwen3_30b_a3b'"):
+    with pytest.raises(
+        ConfigError, match="unknown model 'qwen3_30b_a3', did you mean 'qwen3_30b_a3b'"
+    ):
         read_shape("qwen3_30b_a3")
 
 
-WRITTEN = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
-           "num_key_value_heads": 2, "vocab_size": 320,
-           "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [],
-           "decoder_sparse_step": 1}
+WRITTEN = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
 
 
-@pytest.mark.parametrize("changed, message", [
-    *[({key: value}, f"{key} = {value!r} in config.json must be a whole number of at least 1")
-      for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
-                  "num_experts", "num_experts_per_tok", "moe_intermediate_size") for value in (0, -4, 4.0, "4", True,
-                  1e30, 10 ** 9 + 1)],
-    *[({key: None}, f"{key} = None in config.json must be a whole number")
-      for key in ("num_hidden_layers", "num_experts")],
-    ({"num_key_value_heads": None}, "Field 'num_key_value_heads' expected int, got NoneType (value: None)"),
-    *[({"head_dim": value}, f"head_dim = {value!r} in config.json must be a whole number")
-      for value in ("128", 0, -1)],
-    ({"hidden_size": 3}, "head_dim = 0 in config.json must be a whole number"),
-    ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x' in config.json must be a whole number"),
-    ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": -1},
-     "shared_expert_intermediate_size = -1 in config.json must be a whole number of at least 0"),
-    ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 in config.json must be at most num_experts = 8"),
-    ({"model_type": "qwen3", "intermediate_size": 0},
-     "intermediate_size = 0 in config.json must be a whole number of at least 1"),
-    *[({"rope_theta": value}, f"rope_theta = {value!r} in config.json must be a finite number above 0")
-      for value in ("big", 0, -1.0, True, float("nan"))],
-    ({"rope_scaling": [1]}, "rope_scaling = [1] in config.json must be an object or null"),
-    ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta = 'big' in config.json must be a finite number"),
-    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' in config.json must be true or false"),
-    *[({key: value}, f"{key} = {value!r} in config.json is not modelled here") for key, value in (
-        ("mlp_only_layers", [0]), ("decoder_sparse_step", 2), ("quantization_config", {"quant_method": "fp8"}))],
-])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        *[
+            ({key: value}, f"{key} = {value!r} in config.json must be a whole number of at least 1")
+            for key in (
+                "num_hidden_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "vocab_size",
+                "num_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+            )
+            for value in (0, -4, 4.0, "4", True, 1e30, 10**9 + 1)
+        ],
+        *[
+            ({key: None}, f"{key} = None in config.json must be a whole number")
+            for key in ("num_hidden_layers", "num_experts")
+        ],
+        (
+            {"num_key_value_heads": None},
+            "Field 'num_key_value_heads' expected int, got NoneType (value: None)",
+        ),
+        *[
+            ({"head_dim": value}, f"head_dim = {value!r} in config.json must be a whole number")
+            for value in ("128", 0, -1)
+        ],
+        ({"hidden_size": 3}, "head_dim = 0 in config.json must be a whole number"),
+        (
+            {"max_position_embeddings": "x"},
+            "max_position_embeddings = 'x' in config.json must be a whole number",
+        ),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": -1},
+            (
+                "shared_expert_intermediate_size = -1 in config.json must be a whole number of at "
+                "least 0"
+            ),
+        ),
+        (
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok = 9 in config.json must be at most num_experts = 8",
+        ),
+        (
+            {"model_type": "qwen3", "intermediate_size": 0},
+            "intermediate_size = 0 in config.json must be a whole number of at least 1",
+        ),
+        *[
+            (
+                {"rope_theta": value},
+                f"rope_theta = {value!r} in config.json must be a finite number above 0",
+            )
+            for value in ("big", 0, -1.0, True, float("nan"))
+        ],
+        ({"rope_scaling": [1]}, "rope_scaling = [1] in config.json must be an object or null"),
+        (
+            {"rope_parameters": {"rope_theta": "big"}},
+            "rope_theta = 'big' in config.json must be a finite number",
+        ),
+        (
+            {"tie_word_embeddings": "no"},
+            "tie_word_embeddings = 'no' in config.json must be true or false",
+        ),
+        *[
+            ({key: value}, f"{key} = {value!r} in config.json is not modelled here")
+            for key, value in (
+                ("mlp_only_layers", [0]),
+                ("decoder_sparse_step", 2),
+                ("quantization_config", {"quant_method": "fp8"}),
+            )
+        ],
+    ],
+)
 def test_a_config_json_that_cannot_be(tmp_path, changed, message):
     (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, **changed}))
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -188,21 +338,42 @@ def test_a_config_json_that_cannot_be(tmp_path, changed, message):
 
 
 def test_what_a_config_json_may_leave_out(tmp_path, monkeypatch):
-    """The name is the folder's, whatever it is called on the way; head_dim and rope_theta may be null, theta may be in
-    rope_parameters."""
+    """The name is the folder's, whatever it is called on the way; head_dim and rope_theta may be
+    null, theta may be in rope_parameters.
+    """
     (tmp_path / "config.json").write_text(
-        json.dumps({**WRITTEN, "head_dim": None, "rope_parameters": {"rope_theta": 5e5}, "quantization_config": None}))
+        json.dumps(
+            {
+                **WRITTEN,
+                "head_dim": None,
+                "rope_parameters": {"rope_theta": 5e5},
+                "quantization_config": None,
+            }
+        )
+    )
     monkeypatch.chdir(tmp_path)
     shape = read_shape(".")
-    assert (shape.name, shape.head_dim, shape.rope_theta, shape.num_key_value_heads) == (tmp_path.name, 16, 5e5, 2)
+    assert (shape.name, shape.head_dim, shape.rope_theta, shape.num_key_value_heads) == (
+        tmp_path.name,
+        16,
+        5e5,
+        2,
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty has no config.json"):
         read_shape("empty")
 
 
 def test_no_torch_is_imported():
-    program = ("import sys; import mindspeed_qerl.layout.planner, mindspeed_qerl.layout.show; "
-               "print([name for name in ('torch', 'numpy', 'matplotlib', 'hydra') if name in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True,
-                            cwd=Path(__file__).parents[2])
+    program = (
+        "import sys; import mindspeed_qerl.layout.planner, mindspeed_qerl.layout.show; "
+        "print([name for name in ('torch', 'numpy', 'matplotlib', 'hydra') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert result.stdout.strip() == "[]"

@@ -1,5 +1,6 @@
-"""Small directories of each model family with random weights, norms and biases included, so that no weight can be
-mistaken for another."""
+"""Small directories of each model family with random weights, norms and biases included, so that no
+weight can be mistaken for another.
+"""
 
 import multiprocessing
 import os
@@ -18,14 +19,27 @@ def make_model(family, directory, **changes):
     import transformers
 
     torch.manual_seed(7)
-    shape = dict(vocab_size=96, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, tie_word_embeddings=family == "qwen2", max_position_embeddings=256,
-                 initializer_range=0.1, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    shape = dict(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=family == "qwen2",
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
     if family.startswith("qwen3"):
         shape |= dict(head_dim=32, hidden_size=64)  # not hidden_size / heads
     if family.endswith("moe"):
-        shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
-                      norm_topk_prob=family == "qwen3_moe")
+        shape |= dict(
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=family == "qwen3_moe",
+        )
     if family == "qwen2_moe":
         shape |= dict(shared_expert_intermediate_size=64)
     config = transformers.AutoConfig.for_model(family, **{**shape, **changes})
@@ -40,15 +54,23 @@ def make_model(family, directory, **changes):
 
 
 def run_ranks(function, ranks, *args):
-    """`function(rank, *args)` in as many processes, forked from one that has imported Megatron, which takes longer
-    than most of what they do. They end at once: a spawned one tears the interpreter down first, and gloo's threads,
-    still waiting for a peer, may abort it meanwhile."""
+    """`function(rank, *args)` in as many processes, forked from one that has imported Megatron,
+    which takes longer than most of what they do. They end at once: a spawned one tears the
+    interpreter down first, and gloo's threads, still waiting for a peer, may abort it meanwhile.
+    """
     import torch.multiprocessing as mp
 
-    multiprocessing.set_forkserver_preload(["mindspeed_qerl.local.rank", "mindspeed_qerl.local.model",
-                                            "megatron.core.models.gpt.gpt_layer_specs",
-                                            "megatron.core.optimizer_param_scheduler", "torch.distributed.checkpoint",
-                                            "pytest", "peft"])
+    multiprocessing.set_forkserver_preload(
+        [
+            "mindspeed_qerl.local.rank",
+            "mindspeed_qerl.local.model",
+            "megatron.core.models.gpt.gpt_layer_specs",
+            "megatron.core.optimizer_param_scheduler",
+            "torch.distributed.checkpoint",
+            "pytest",
+            "peft",
+        ]
+    )
     mp.start_processes(function, args, ranks, start_method="forkserver")
 
 
@@ -59,8 +81,10 @@ def model_dirs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def expert_group():
-    """vLLM makes no expert parallel group in a process whose first engine is dense, and a later engine with experts
-    would fail: make one of this process alone. (A run has one engine a process.)"""
+    """vLLM makes no expert parallel group in a process whose first engine is dense, and a later
+    engine with experts would fail: make one of this process alone. (A run has one engine a
+    process.)
+    """
     from vllm.distributed import parallel_state
 
     make_groups = parallel_state.initialize_model_parallel
@@ -68,7 +92,9 @@ def expert_group():
     def make_all_groups(*args, **kwargs):
         make_groups(*args, **kwargs)
         if parallel_state._EP is None:
-            parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+            parallel_state._EP = parallel_state.init_model_parallel_group(
+                [[0]], 0, "gloo", group_name="ep"
+            )
 
     parallel_state.initialize_model_parallel = make_all_groups
     yield
@@ -89,9 +115,14 @@ def raw_config(model_dir, data_dir, **overrides):
 
     configs = Path(__file__).parents[2] / "configs"
     with initialize_config_dir(str(configs), version_base=None):
-        config = compose("grpo_tiny_moe_cpu", [f"megatron_training.tokenizer_name_or_path={model_dir}",
-                                               f"task.train_file={data_dir}/train_chat.parquet",
-                                               f"task.test_file={data_dir}/test_chat.parquet"])
+        config = compose(
+            "grpo_tiny_moe_cpu",
+            [
+                f"megatron_training.tokenizer_name_or_path={model_dir}",
+                f"task.train_file={data_dir}/train_chat.parquet",
+                f"task.test_file={data_dir}/test_chat.parquet",
+            ],
+        )
     raw = OmegaConf.to_container(config, resolve=True)
     for key, value in overrides.items():
         *sections, last = key.split("__")

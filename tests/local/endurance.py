@@ -1,23 +1,28 @@
-"""Disturb runs at random moments, resume them, and compare what they wrote with an unbroken run's, bit for bit.
+"""Disturb runs at random moments, resume them, and compare what they wrote with an unbroken run's,
+bit for bit.
 
-    python tests/local/endurance.py --kills 20
-    python tests/local/endurance.py --kills 300 --full-disks 100 --stops 50 --clock-jumps 30 --memory-limits 30
+    python tests/local/endurance.py --kills 20 python tests/local/endurance.py --kills 300
+    --full-disks 100 --stops 50 --clock-jumps 30 --memory-limits 30
 
-A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way it is disturbed again and again:
+A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way it is disturbed
+again and again:
 
-    kill          SIGKILL of a process drawn from all that the run has (driver, ranks, rollout engine, Ray's own), at a
-                  moment drawn between its start and its end, or in a part of the loop that is drawn: checkpoint, ...
-    stop          SIGSTOP of one; half of them are woken within seconds, the others never
-    full disk     the file system of the run's directory is full after a number of bytes that is drawn
-    clock jump    the wall clock of all its processes jumps by up to three days, either way, and stays there
-    memory limit  a cgroup with less memory than the run takes (needs root, and cgroups of the first version)
+    kill          SIGKILL of a process drawn from all that the run has (driver, ranks, rollout
+                  engine, Ray's own), at a moment drawn between its start and its end, or in a part
+                  of the loop that is drawn: checkpoint, ...
+    stop          SIGSTOP of one; half of them are woken within seconds, the others never full disk
+    the file system of the run's directory is full after a number of bytes that is drawn clock jump
+    the wall clock of all its processes jumps by up to three days, either way, and stays there
+    memory limit  a cgroup with less memory than the run takes (needs root, and cgroups of the first
+    version)
 
-Each time a run that ends must say why, in words that fit what was done to it, leave its checkpoints whole, and no
-process and nothing in the temporary directory and in /dev/shm, which are this script's own (unshare(1): as root, or
-with user namespaces; a clock is made to jump by a library that cc builds). What had no effect, a limit that was not
-reached, is not counted. Exit status 0 if all was made, nothing was found amiss, and every run ended with the unbroken
-one's metrics, evaluations, answers and last checkpoint. With --log FILE each disturbance is a line of JSON there, and
-those that it has are not made again.
+Each time a run that ends must say why, in words that fit what was done to it, leave its checkpoints
+whole, and no process and nothing in the temporary directory and in /dev/shm, which are this
+script's own (unshare(1): as root, or with user namespaces; a clock is made to jump by a library
+that cc builds). What had no effect, a limit that was not reached, is not counted. Exit status 0 if
+all was made, nothing was found amiss, and every run ended with the unbroken one's metrics,
+evaluations, answers and last checkpoint. With --log FILE each disturbance is a line of JSON there,
+and those that it has are not made again.
 """
 
 import argparse
@@ -55,12 +60,16 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("kill", "stop", "full disk", "clock jump", "memory limit")
 PHASES = ("rollout", "update", "sync", "checkpoint", "evaluation")
 MARK = "MSQ_ENDURANCE"  # in the environment of every process of a run
-HANGS = 60  # seconds in one part of the loop after which a run hangs, beyond those that all of it may take
+# seconds in one part of the loop after which a run hangs, beyond those that all of it may take
+HANGS = 60
 ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
 SAYS = {  # what the reason of a run that ended must have
-    "kill": "killed|died|ended without a word", "stop": f"was stopped {STOPPED:.0f} s ago",
-    "full disk": "No space left on device", "clock jump": "",
-    "memory limit": "killed|died|memory|ended without a word"}
+    "kill": "killed|died|ended without a word",
+    "stop": f"was stopped {STOPPED:.0f} s ago",
+    "full disk": "No space left on device",
+    "clock jump": "",
+    "memory limit": "killed|died|memory|ended without a word",
+}
 MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups' first version
 CLOCK = r"""
 #define _GNU_SOURCE
@@ -98,12 +107,25 @@ time_t time(time_t *now) {
 
 
 def command(model: Path, runs: Path) -> list[str]:
-    return ["--config-name", "grpo_tiny_moe_cpu",
-            f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}", "run.resume=auto",
-            "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
-            "rl_config.n_samples_per_prompt=16", "rl_config.verifier_function=[gsm8k]", "rl_config.init_kl_coef=0.01",
-            "actor_config.lr=1e-3", "actor_config.lr_decay_style=linear", "megatron_training.train_iters=24",
-            "megatron_training.save_interval=3", "eval.every=6", "eval.n_problems=4", "aqn.num_stages=3"]
+    return [
+        "--config-name",
+        "grpo_tiny_moe_cpu",
+        f"megatron_training.tokenizer_name_or_path={model}",
+        f"run.root={runs}",
+        "run.resume=auto",
+        "megatron_training.global_batch_size=4",
+        "rl_config.mini_batch_size=2",
+        "rl_config.n_samples_per_prompt=16",
+        "rl_config.verifier_function=[gsm8k]",
+        "rl_config.init_kl_coef=0.01",
+        "actor_config.lr=1e-3",
+        "actor_config.lr_decay_style=linear",
+        "megatron_training.train_iters=24",
+        "megatron_training.save_interval=3",
+        "eval.every=6",
+        "eval.n_problems=4",
+        "aqn.num_stages=3",
+    ]
 
 
 def drive() -> None:
@@ -122,19 +144,32 @@ def drive() -> None:
 
 
 def held(run: RunDirectory, iteration: int) -> dict:
-    """What a checkpoint says, with a hash of each tensor in the place of its files (whose bytes differ from run to
-    run)."""
-    state, folder = read_state(run.checkpoints_dir, iteration), checkpoint_folder(run.checkpoints_dir, iteration)
+    """What a checkpoint says, with a hash of each tensor in the place of its files (whose bytes
+    differ from run to run).
+    """
+    state, folder = (
+        read_state(run.checkpoints_dir, iteration),
+        checkpoint_folder(run.checkpoints_dir, iteration),
+    )
     tensors = chain.from_iterable(load_file(folder / name).items() for name in state["files"])
-    return {**state, "files": {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors}}
+    return {
+        **state,
+        "files": {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors},
+    }
 
 
 def recorded(run: RunDirectory) -> list[dict]:
     """Everything that a run writes step by step, times aside, and what its checkpoints hold."""
     files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
     states = [held(run, each) for each in checkpoint_iterations(run.checkpoints_dir)]
-    return [{name: value for name, value in row.items() if "time/" not in name and name not in ("seconds", "run")}
-            for row in (*chain.from_iterable(map(read_jsonl, files)), *states)]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if "time/" not in name and name not in ("seconds", "run")
+        }
+        for row in (*chain.from_iterable(map(read_jsonl, files)), *states)
+    ]
 
 
 def has_cgroups() -> bool:
@@ -151,7 +186,9 @@ def cgroup() -> Path:
 
 @dataclass
 class Place:
-    """Where one run lives: its file system, temporary directory, /dev/shm, cgroup and clock are its own."""
+    """Where one run lives: its file system, temporary directory, /dev/shm, cgroup and clock are its
+    own.
+    """
 
     folder: Path
     model: Path
@@ -159,15 +196,27 @@ class Place:
     runs: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runs, self.temporary = self.folder / "runs", Path(tempfile.mkdtemp(prefix="e", dir="/tmp"))
+        self.runs, self.temporary = (
+            self.folder / "runs",
+            Path(tempfile.mkdtemp(prefix="e", dir="/tmp")),
+        )
         self.phase_file, self.offset_file = self.folder / "phase", self.folder / "offset"
         self.runs.mkdir(parents=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "runs", self.runs], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "runs", self.runs], check=True
+        )
         self.offset_file.write_bytes(bytes(8))
-        self.environment = {**os.environ, MARK: str(self.phase_file), "TMPDIR": str(self.temporary),
-                            "RAY_worker_niceness": "0"}
+        self.environment = {
+            **os.environ,
+            MARK: str(self.phase_file),
+            "TMPDIR": str(self.temporary),
+            "RAY_worker_niceness": "0",
+        }
         if self.clock:
-            self.environment |= {"LD_PRELOAD": str(self.clock), "CLOCK_OFFSET": str(self.offset_file)}
+            self.environment |= {
+                "LD_PRELOAD": str(self.clock),
+                "CLOCK_OFFSET": str(self.offset_file),
+            }
 
     def close(self) -> None:
         subprocess.run(["umount", self.runs], check=True)
@@ -181,9 +230,17 @@ class Place:
             cgroup().mkdir()
             (cgroup() / "memory.limit_in_bytes").write_text(str(memory))
         with open(self.folder / "output", "w") as output:
-            return psutil.Popen([sys.executable, __file__, "drive", *command(self.model, self.runs)], cwd=ROOT,
-                                env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                preexec_fn=(lambda: (cgroup() / "cgroup.procs").write_text("0")) if memory else None)
+            return psutil.Popen(
+                [sys.executable, __file__, "drive", *command(self.model, self.runs)],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=(lambda: (cgroup() / "cgroup.procs").write_text("0"))
+                if memory
+                else None,
+            )
 
     def undo(self) -> None:
         """Room on the disk and in memory again."""
@@ -216,7 +273,10 @@ class Place:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == str(self.phase_file) and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == str(self.phase_file)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except psutil.Error:
                 pass
@@ -241,7 +301,10 @@ class Place:
             faults += [f"left: {file}" for file in folder.rglob("*") if file.is_file()]
         for run in self.all_runs():
             if run.status()["state"] == "finished":
-                faults += [f"left: {path}" for path in (*run.checkpoints_dir.glob(".*"), *run.path.rglob("*.tmp"))]
+                faults += [
+                    f"left: {path}"
+                    for path in (*run.checkpoints_dir.glob(".*"), *run.path.rglob("*.tmp"))
+                ]
             for iteration in checkpoint_iterations(run.checkpoints_dir):
                 try:
                     read_state(run.checkpoints_dir, iteration)
@@ -290,7 +353,9 @@ def has_ended(process: psutil.Popen, seconds: float) -> bool:
 
 
 def moment(process: psutil.Popen, place: Place, draw: random.Random, seconds: float) -> str | None:
-    """Waits for a moment that is drawn; the part of the loop that the run is in then, None if it has ended."""
+    """Waits for a moment that is drawn; the part of the loop that the run is in then, None if it
+    has ended.
+    """
     if has_ended(process, draw.uniform(0.5, seconds * 0.8)):
         return None
     if draw.random() < 0.6:
@@ -307,22 +372,37 @@ def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
     """A process of the run, and what it is."""
     victim = draw.choice(place.processes())
     words = " ".join(victim.cmdline()[:3])
-    names = {"endurance.py drive": "driver", "ray::": "rank or engine", "raylet/raylet": "raylet", "gcs_server": "GCS"}
+    names = {
+        "endurance.py drive": "driver",
+        "ray::": "rank or engine",
+        "raylet/raylet": "raylet",
+        "gcs_server": "GCS",
+    }
     return victim, next((name for mark, name in names.items() if mark in words), "another of Ray's")
 
 
-def disturb(kind: str, place: Place, draw: random.Random, unbroken: Unbroken
-            ) -> tuple[psutil.Popen, str | None, int | None]:
-    """Start the run, and disturb it; what was done (None if it ended before), and the process that was stopped for
-    ever."""
+def disturb(
+    kind: str, place: Place, draw: random.Random, unbroken: Unbroken
+) -> tuple[psutil.Popen, str | None, int | None]:
+    """Start the run, and disturb it; what was done (None if it ended before), and the process that
+    was stopped for ever.
+    """
     memory = int(draw.uniform(0.2, 1.1) * unbroken.memory) if kind == "memory limit" else None
     # most bytes are checkpoints': half of the disks are full before one
-    size = 4096 * draw.randint(1, draw.choice([64, unbroken.written // 4096])) if kind == "full disk" else None
+    size = (
+        4096 * draw.randint(1, draw.choice([64, unbroken.written // 4096]))
+        if kind == "full disk"
+        else None
+    )
     if size:
         place.room(place.used() + size)
     process = place.start(memory)
     if memory or size:
-        return process, f"{memory / 2**20:,.0f} MiB" if memory else f"{size / 2**10:,.0f} KiB more", None
+        return (
+            process,
+            f"{memory / 2**20:,.0f} MiB" if memory else f"{size / 2**10:,.0f} KiB more",
+            None,
+        )
     if not (phase := moment(process, place, draw, unbroken.seconds)):
         return process, None, None
     if kind == "clock jump":
@@ -353,12 +433,19 @@ def wrong_words(said: str, kind: str | None, stopped: int | None) -> str | None:
     return f"process {stopped} is not named" if stopped and f"pid {stopped}" not in said else None
 
 
-def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: Unbroken,
-                keep: Callable[[dict], None]) -> None:
+def run_through(
+    kinds: list[str],
+    place: Place,
+    draw: random.Random,
+    unbroken: Unbroken,
+    keep: Callable[[dict], None],
+) -> None:
     """One run to its end, disturbed as `kinds` says, from which is taken what was done."""
     while not place.finished():
         kind = kinds[-1] if kinds else None
-        process, what, stopped = disturb(kind, place, draw, unbroken) if kind else (place.start(), None, None)
+        process, what, stopped = (
+            disturb(kind, place, draw, unbroken) if kind else (place.start(), None, None)
+        )
         faults = []
         longest = unbroken.seconds + STOPPED + HANGS
         while not (ended := has_ended(process, 1)) and place.seconds_in_phase() < longest:
@@ -373,8 +460,13 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
         if not code and (kind == "memory limit" or kind == "full disk" and place.room_left()):
             what = None  # the limit was not reached
         place.undo()
-        # before its guard lives, or after the run is finished, a killed driver has nobody to speak for it
-        has_voice = said or code != -signal.SIGKILL or not (what == "driver in starting" or place.finished())
+        # before its guard lives, or after the run is finished, a killed driver has nobody to speak
+        # for it
+        has_voice = (
+            said
+            or code != -signal.SIGKILL
+            or not (what == "driver in starting" or place.finished())
+        )
         if code and has_voice and (wrong := wrong_words(said, kind, stopped)):
             faults.append(wrong)
         if code and not what:
@@ -385,7 +477,16 @@ def run_through(kinds: list[str], place: Place, draw: random.Random, unbroken: U
             kinds.pop()
         if what or faults:
             words = re.sub(r"/\S+", "PATH", re.sub(r"\d+", "N", said))[:200]
-            keep({"kind": kind, "what": what, "step": place.step(), "code": code, "said": words, "faults": faults})
+            keep(
+                {
+                    "kind": kind,
+                    "what": what,
+                    "step": place.step(),
+                    "code": code,
+                    "said": words,
+                    "faults": faults,
+                }
+            )
         if faults or (code and not what):
             print((place.folder / "output").read_text(), flush=True)
         if code and not what:
@@ -398,8 +499,10 @@ def report(lines: list[dict], missing: Counter) -> int:
         of_kind = [line for line in lines if line["kind"] == kind]
         good = [line for line in of_kind if not line["faults"]]
         print(f"\n{kind}: {len(good)} of {len(of_kind)} as if nothing had happened; the run")
-        for said, count in Counter("went on to its end" if not line["code"] else line["said"] or "was killed itself"
-                                   for line in good).most_common():
+        for said, count in Counter(
+            "went on to its end" if not line["code"] else line["said"] or "was killed itself"
+            for line in good
+        ).most_common():
             print(f"  {count:4} {said}")
         for line in of_kind:
             if line["faults"]:
@@ -410,7 +513,9 @@ def report(lines: list[dict], missing: Counter) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for kind in KINDS:
         parser.add_argument(f"--{kind.replace(' ', '-')}s", type=int, default=0, metavar="N")
     parser.add_argument("--log", type=Path, help="what was found is added to this file")
@@ -420,7 +525,9 @@ def main() -> int:
     if not any(getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS):
         parser.error("say how many disturbances: --kills 20")
     if arguments.memory_limits and not has_cgroups():
-        parser.error("--memory-limits needs root, and cgroups of the first version in /sys/fs/cgroup/memory")
+        parser.error(
+            "--memory-limits needs root, and cgroups of the first version in /sys/fs/cgroup/memory"
+        )
     if not os.environ.get("MSQ_ENDURANCE_INSIDE"):
         os.environ["MSQ_ENDURANCE_INSIDE"] = "1"
         mapped = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -436,8 +543,11 @@ def main() -> int:
 
     def keep(line: dict) -> None:
         lines.append(line)
-        print(f"{len(kinds):4} left; {line['kind']}: {line['what']}; step {line['step']}; exit {line['code']}; "
-              f"{'; '.join(line['faults']) or 'good'}; {line['said']}", flush=True)
+        print(
+            f"{len(kinds):4} left; {line['kind']}: {line['what']}; step {line['step']}; exit "
+            f"{line['code']}; {'; '.join(line['faults']) or 'good'}; {line['said']}",
+            flush=True,
+        )
         if arguments.log:
             with open(arguments.log, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -447,13 +557,20 @@ def main() -> int:
         make_tiny_model(model, Recipe(steps=0, train_problems=64, test_problems=16))
         if arguments.clock_jumps:
             clock = Path(folder) / "clock.so"
-            subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", clock, "-ldl"], input=CLOCK, text=True,
-                           check=True)
+            subprocess.run(
+                ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", clock, "-ldl"],
+                input=CLOCK,
+                text=True,
+                check=True,
+            )
         place = Place(Path(folder) / "unbroken", model, clock)
         unbroken = measure(place, arguments.memory_limits > 0)
         place.close()
-        print(f"unbroken: {unbroken.seconds:.0f} s, {unbroken.written / 2**20:.1f} MiB written, "
-              f"{unbroken.memory / 2**30:.1f} GiB of memory, {len(unbroken.rows)} rows", flush=True)
+        print(
+            f"unbroken: {unbroken.seconds:.0f} s, {unbroken.written / 2**20:.1f} MiB written, "
+            f"{unbroken.memory / 2**30:.1f} GiB of memory, {len(unbroken.rows)} rows",
+            flush=True,
+        )
         while kinds and time.monotonic() - begun < arguments.minutes * 60:
             place = Place(Path(folder) / f"run{len(kinds)}", model, clock)
             run_through(kinds, place, draw, unbroken, keep)

@@ -33,10 +33,15 @@ def test_what_was_saved_is_read(tmp_path):
     save(tmp_path / "checkpoints", 5, 10)
     state = checkpoint.read_state(tmp_path / "checkpoints")
     assert (state["iteration"], state["updates"]) == (10, 20) and state["files"].keys() == {
-        "one.safetensors", "two.safetensors"}
+        "one.safetensors",
+        "two.safetensors",
+    }
     assert checkpoint.read_state(tmp_path / "checkpoints", 5)["updates"] == 10
     checkpoint.check_fit(state, ADAPTERS)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"iter_0000005", "iter_0000010"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "iter_0000005",
+        "iter_0000010",
+    }
 
 
 def test_the_last_ones_are_kept(tmp_path):
@@ -54,43 +59,76 @@ def flip_a_byte(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name, damage, message", [
-    ("two.safetensors", os.unlink, r"two\.safetensors is missing"),
-    ("one.safetensors", truncate, r"one\.safetensors has 100 bytes and had \d+"),
-    ("state.json", lambda file: file.write_text(file.read_text().replace("10", "9", 1)),
-     r"its state\.json is of iteration 9"),
-    ("three.safetensors", lambda file: save_file({"x": torch.zeros(1)}, file),
-     r"three\.safetensors was not written with it"),
-    ("two.safetensors", flip_a_byte, r"the content of two\.safetensors has changed since it was written"),
-    ("state.json", truncate, r"its state\.json cannot be read"),
-    ("state.json", os.unlink, r"its state\.json cannot be read .*No such file"),
-])
+@pytest.mark.parametrize(
+    "name, damage, message",
+    [
+        ("two.safetensors", os.unlink, r"two\.safetensors is missing"),
+        ("one.safetensors", truncate, r"one\.safetensors has 100 bytes and had \d+"),
+        (
+            "state.json",
+            lambda file: file.write_text(file.read_text().replace("10", "9", 1)),
+            r"its state\.json is of iteration 9",
+        ),
+        (
+            "three.safetensors",
+            lambda file: save_file({"x": torch.zeros(1)}, file),
+            r"three\.safetensors was not written with it",
+        ),
+        (
+            "two.safetensors",
+            flip_a_byte,
+            r"the content of two\.safetensors has changed since it was written",
+        ),
+        ("state.json", truncate, r"its state\.json cannot be read"),
+        ("state.json", os.unlink, r"its state\.json cannot be read .*No such file"),
+    ],
+)
 def test_a_damaged_part_is_named_and_the_checkpoint_before_is_good(tmp_path, name, damage, message):
     save(tmp_path, 5, 10)
     damage(tmp_path / "iter_0000010" / name)
-    with pytest.raises(ValueError, match=message + r".* move iter_0000010 away to resume from iteration 5$"):
+    with pytest.raises(
+        ValueError, match=message + r".* move iter_0000010 away to resume from iteration 5$"
+    ):
         checkpoint.read_state(tmp_path)
     assert checkpoint.read_state(tmp_path, 5)["iteration"] == 5
 
 
 def test_there_is_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"has no checkpoint; one is made .* every megatron_training\.save_interval"):
+    with pytest.raises(
+        ValueError,
+        match=r"has no checkpoint; one is made .* every megatron_training\.save_interval",
+    ):
         checkpoint.read_state(tmp_path)
     save(tmp_path, 5)
     with pytest.raises(ValueError, match="no checkpoint of iteration 7; there are: 5"):
         checkpoint.read_state(tmp_path, 7)
 
 
-@pytest.mark.parametrize("other, message", [
-    (checkpoint.describe(SHAPE, LoRA(16, 64.0, ("linear_qkv", "linear_fc1"))),
-     r"lora\.r is 32 in the checkpoint and 16 here$"),
-    (checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv",))),
-     r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]"),
-    (checkpoint.describe(NAMED_SHAPES["qwen3_30b_a3b_2507"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))),
-     r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here"),
-    (checkpoint.describe(NAMED_SHAPES["qwen15_moe_a2_7b"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))),
-     r"model\.num_hidden_layers is 48 .* and 24 here"),
-])
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (
+            checkpoint.describe(SHAPE, LoRA(16, 64.0, ("linear_qkv", "linear_fc1"))),
+            r"lora\.r is 32 in the checkpoint and 16 here$",
+        ),
+        (
+            checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv",))),
+            r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]",
+        ),
+        (
+            checkpoint.describe(
+                NAMED_SHAPES["qwen3_30b_a3b_2507"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))
+            ),
+            r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here",
+        ),
+        (
+            checkpoint.describe(
+                NAMED_SHAPES["qwen15_moe_a2_7b"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))
+            ),
+            r"model\.num_hidden_layers is 48 .* and 24 here",
+        ),
+    ],
+)
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, other, message):
     save(tmp_path, 5)
     with pytest.raises(ValueError, match="of another model or other adapters: .*" + message):
@@ -113,32 +151,50 @@ def test_a_write_that_fails_leaves_the_checkpoints_before(tmp_path):
 def test_a_file_that_cannot_grow_is_an_error(tmp_path):
     """A limit on the size of files, as the kernel enforces it, in the middle of writing a tensor."""
     save(tmp_path, 5)
-    script = (f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_checkpoint import save\n"
-              f"from pathlib import Path; save(Path({str(tmp_path)!r}), 10)")
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False,
-                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)))
+    script = (
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_checkpoint "
+        f"import save\nfrom pathlib import Path; save(Path({str(tmp_path)!r}), 10)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)),
+    )
     assert child.returncode == 1 and "File too large" in child.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]
 
 
 def test_tensors_that_have_no_room_are_a_sentence(tmp_path):
-    script = ("import sys, torch; from mindspeed_qerl.local.checkpoint import write_tensors\n"
-              f"try: write_tensors({{'a': torch.ones(9999)}}, {str(tmp_path)!r})\n"
-              "except RuntimeError as error: print(error)")
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
-                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)))
+    script = (
+        "import sys, torch; from mindspeed_qerl.local.checkpoint import write_tensors\n"
+        f"try: write_tensors({{'a': torch.ones(9999)}}, {str(tmp_path)!r})\n"
+        "except RuntimeError as error: print(error)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)),
+    )
     assert child.stdout == "[Errno 27] File too large\n"
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    script = (f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import os, signal; from "
-              "test_checkpoint import checkpoint, write\nfrom pathlib import Path; "
-              f"checkpoint.save(Path({str(tmp_path)!r}), 10, {{}}, lambda folder: (write(folder), "
-              "os.kill(os.getpid(), signal.SIGKILL)), 2)")
+    script = (
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import os, signal; from "
+        "test_checkpoint import checkpoint, write\nfrom pathlib import Path; "
+        f"checkpoint.save(Path({str(tmp_path)!r}), 10, {{}}, lambda folder: (write(folder), "
+        "os.kill(os.getpid(), signal.SIGKILL)), 2)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     [left] = tmp_path.iterdir()
     assert checkpoint_iterations(tmp_path) == []
-    left.rename(tmp_path / f".iter_0000010.making-{os.getpid()}")  # in a new container a process has its number again
+    left.rename(
+        tmp_path / f".iter_0000010.making-{os.getpid()}"
+    )  # in a new container a process has its number again
     (tmp_path / ".iter_0000005.removing").mkdir()
     save(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]

@@ -1,5 +1,7 @@
-"""Every option of the loss with 1 to 4 data-parallel ranks and micro-batches of several sizes: the same losses,
-metrics and gradients of every adapter. What they should be is in tests/algorithm; here the ranks' code joins them."""
+"""Every option of the loss with 1 to 4 data-parallel ranks and micro-batches of several sizes: the
+same losses, metrics and gradients of every adapter. What they should be is in tests/algorithm; here
+the ranks' code joins them.
+"""
 
 import faulthandler
 from dataclasses import replace
@@ -15,7 +17,16 @@ from .conftest import make_model, recipe_of, run_ranks
 
 MINI, MINIS = 12, 2  # answers of an update, and updates
 ONE = (1, MINI)
-LAYOUTS = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 4), (4, 1), (4, 2)]  # ranks, answers of a micro-batch
+LAYOUTS = [
+    (1, 1),
+    (1, 5),
+    (2, 1),
+    (2, 4),
+    (3, 2),
+    (3, 4),
+    (4, 1),
+    (4, 2),
+]  # ranks, answers of a micro-batch
 GSPO = {"loss_mode": "gspo", "clip_ratio_low": 0.01, "clip_ratio_high": 0.02}
 OPTIONS = {  # name: (of Algorithm, of Correction, answers that are cut off and masked)
     "vanilla": ({}, {}, ""),
@@ -24,7 +35,11 @@ OPTIONS = {  # name: (of Algorithm, of Correction, answers that are cut off and 
     "dual clip": ({"clip_ratio_c": 1.2}, {}, ""),
     "seq-mean-token-sum": ({"loss_agg_mode": "seq-mean-token-sum"}, {}, ""),
     "seq-mean-token-mean": ({"loss_agg_mode": "seq-mean-token-mean"}, {}, ""),
-    "seq-mean-token-sum-norm": ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0}, {}, ""),
+    "seq-mean-token-sum-norm": (
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0},
+        {},
+        "",
+    ),
     "gspo, seq-mean-token-mean": (GSPO | {"loss_agg_mode": "seq-mean-token-mean"}, {}, ""),
     "token_tis": ({}, {"method": "token_tis", "cap": 1.3}, ""),
     "sequence_tis": ({}, {"method": "sequence_tis", "cap": 1.3}, ""),
@@ -38,19 +53,24 @@ OPTIONS = {  # name: (of Algorithm, of Correction, answers that are cut off and 
     "cut off": ({}, {}, "every second"),
     "cut off, all together": (
         {"loss_agg_mode": "seq-mean-token-mean", "kl_coefficient": 0.3, "entropy_coefficient": 0.2},
-        {"method": "icepop", "cap": 1.3, "floor": 0.8}, "every second"),
+        {"method": "icepop", "cap": 1.3, "floor": 0.8},
+        "every second",
+    ),
     "cut off, all of an update": ({"loss_agg_mode": "seq-mean-token-sum"}, {}, "an update"),
 }
 
 
 def batch_of_two_updates(logprobs=None):
-    """Answers of 1 to 12 tokens to prompts of 3 to 8. logprobs: of the policy that is trained; the one before the
-    update and the one that sampled are far enough from it for every bound to act."""
+    """Answers of 1 to 12 tokens to prompts of 3 to 8. logprobs: of the policy that is trained; the
+    one before the update and the one that sampled are far enough from it for every bound to act.
+    """
     rng = np.random.default_rng(0)
     count = MINI * MINIS
     prompts = [rng.integers(0, 96, rng.integers(3, 9)).tolist() for _ in range(count)]
     answers = [rng.integers(0, 96, rng.integers(1, 13)).tolist() for _ in range(count)]
-    batch = build_batch(prompts, answers, [[0.0] * len(answer) for answer in answers], 2 * rng.normal(size=count))
+    batch = build_batch(
+        prompts, answers, [[0.0] * len(answer) for answer in answers], 2 * rng.normal(size=count)
+    )
     if logprobs is None:
         return batch
     old = (logprobs + 0.2 * rng.normal(size=logprobs.shape)).astype(np.float32)
@@ -59,7 +79,9 @@ def batch_of_two_updates(logprobs=None):
 
 
 def cut_off(batch, which):
-    """`every second` of the first update by length: all answers of rank 1 of 2, and of ranks 1 and 3 of 4."""
+    """`every second` of the first update by length: all answers of rank 1 of 2, and of ranks 1 and
+    3 of 4.
+    """
     mask = batch.mask.copy()
     if which == "an update":
         mask[MINI:] = False
@@ -69,39 +91,61 @@ def cut_off(batch, which):
 
 
 def options_rank(rank, config, layouts, folder):
-    """One start: every option with each size of micro-batch; the metrics, and the gradients of each update."""
+    """One start: every option with each size of micro-batch; the metrics, and the gradients of each
+    update.
+    """
     from mindspeed_qerl.local.rank import TrainRank
     from mindspeed_qerl.lora.adapters import lora_layers
 
     faulthandler.dump_traceback_later(300, exit=True)  # ranks that wait for each other for ever
     torch.set_num_threads(1)
-    trainer, gradients = TrainRank(config, rank, f"file://{folder}/rendezvous{config.layout.world}"), []
-    for number, (_, layer) in enumerate(lora_layers(trainer.model)):  # B away from zero, so that A has a gradient
+    trainer, gradients = (
+        TrainRank(config, rank, f"file://{folder}/rendezvous{config.layout.world}"),
+        [],
+    )
+    for number, (_, layer) in enumerate(
+        lora_layers(trainer.model)
+    ):  # B away from zero, so that A has a gradient
         layer.lora_B.data.normal_(std=0.02, generator=torch.Generator().manual_seed(number))
     if layouts[0] == ONE:
         np.save(f"{folder}/logprobs.npy", trainer.logprobs(batch_of_two_updates()))
-    batch, reduce_and_clip = batch_of_two_updates(np.load(f"{folder}/logprobs.npy")), trainer._reduce_and_clip
+    batch, reduce_and_clip = (
+        batch_of_two_updates(np.load(f"{folder}/logprobs.npy")),
+        trainer._reduce_and_clip,
+    )
 
     def watched():
         norm = reduce_and_clip()
-        gradients.append(torch.cat([parameter.grad.reshape(-1) for parameter in trainer.parameters]))
+        gradients.append(
+            torch.cat([parameter.grad.reshape(-1) for parameter in trainer.parameters])
+        )
         return norm
 
-    trainer._reduce_and_clip, trainer.optimizer.step = watched, lambda: None  # both updates of the same weights
+    trainer._reduce_and_clip, trainer.optimizer.step = (
+        watched,
+        lambda: None,
+    )  # both updates of the same weights
     shares = deal_mini_batches(batch.lengths, MINI, config.layout.dp)[rank]
     results = {}
     for layout in layouts:
         for name, (algorithm, correction, truncated) in OPTIONS.items():
-            trainer.recipe = replace(config, algorithm=replace(config.algorithm, **algorithm),
-                                     correction=Correction(**correction),
-                                     batch=replace(config.batch, micro_batch_size=layout[1]))
+            trainer.recipe = replace(
+                config,
+                algorithm=replace(config.algorithm, **algorithm),
+                correction=Correction(**correction),
+                batch=replace(config.batch, micro_batch_size=layout[1]),
+            )
             trained = cut_off(batch, truncated)
             metrics = trainer.train([trained.rows(index) for index in shares])
-            results[layout, name] = ({key: value for key, value in metrics.items() if "time/" not in key},
-                                     gradients.copy())
+            results[layout, name] = (
+                {key: value for key, value in metrics.items() if "time/" not in key},
+                gradients.copy(),
+            )
             gradients.clear()
         trainer.recipe = replace(config, batch=replace(config.batch, micro_batch_size=layout[1]))
-        results[layout, "before"] = list(zip(shares, trainer.logprobs_before([batch.rows(index) for index in shares])))
+        results[layout, "before"] = list(
+            zip(shares, trainer.logprobs_before([batch.rows(index) for index in shares]))
+        )
     torch.save(results, f"{folder}/{config.layout.world}_{rank}.pt")
 
 
@@ -112,21 +156,32 @@ def results(data_dir, tmp_path_factory):
     model_dir, found = make_model("qwen3", folder / "model", num_hidden_layers=1), {}
     for ranks in (1, 2, 3, 4):
         config = recipe_of(
-            model_dir, data_dir, rl_config__actor_resource__num_npus=ranks, megatron_training__global_batch_size=12,
-            rl_config__mini_batch_size=12, actor_config__expert_model_parallel_size=1, actor_config__clip_grad=0.0,
-            rl_config__clip_ratio_low=0.15, rl_config__clip_ratio_high=0.2)
+            model_dir,
+            data_dir,
+            rl_config__actor_resource__num_npus=ranks,
+            megatron_training__global_batch_size=12,
+            rl_config__mini_batch_size=12,
+            actor_config__expert_model_parallel_size=1,
+            actor_config__clip_grad=0.0,
+            rl_config__clip_ratio_low=0.15,
+            rl_config__clip_ratio_high=0.2,
+        )
         layouts = [layout for layout in (ONE, *LAYOUTS) if layout[0] == ranks]
         run_ranks(options_rank, ranks, config, layouts, str(folder))
         for rank in range(ranks):
-            for key, result in torch.load(folder / f"{ranks}_{rank}.pt", weights_only=False).items():
+            for key, result in torch.load(
+                folder / f"{ranks}_{rank}.pt", weights_only=False
+            ).items():
                 found.setdefault(key, []).append(result)
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "{} ranks, micro-batches of {}".format(*layout))
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: "{} ranks, micro-batches of {}".format(*layout)
+)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_ranks_and_micro_batches_change_nothing(results, option, layout):
-    (expected, gradients), = results[ONE, option]
+    ((expected, gradients),) = results[ONE, option]
     assert len(gradients) == (1 if option.endswith("an update") else MINIS) == expected["updates"]
     for metrics, of_rank in results[layout, option]:
         assert metrics.keys() == expected.keys()
@@ -139,12 +194,14 @@ def test_ranks_and_micro_batches_change_nothing(results, option, layout):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_does_something_on_this_batch(results, option):
-    (metrics, gradients), = results[ONE, option]
-    (usual, of_usual), = results[ONE, "vanilla"]
+    ((metrics, gradients),) = results[ONE, option]
+    ((usual, of_usual),) = results[ONE, "vanilla"]
     assert metrics["clip_fraction_low"] > 0 < metrics["clip_fraction_high"]
     for name in ("rollout_correction/truncated_fraction", "rollout_correction/masked_fraction"):
         assert 0 < metrics.get(name, 0.5) < 1
-    unlike_usual = max((one - other).norm() / other.norm() for one, other in zip(gradients, of_usual))
+    unlike_usual = max(
+        (one - other).norm() / other.norm() for one, other in zip(gradients, of_usual)
+    )
     if option not in ("vanilla", "KL in the reward"):
         assert unlike_usual > 1e-3 or metrics["updates"] < usual["updates"]
     assert (metrics["loss/kl"] != 0) == (option.startswith("KL k") or "together" in option)

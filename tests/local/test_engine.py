@@ -16,27 +16,48 @@ from mindspeed_qerl.local.loop import LocalEngine
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import Completion
-from mindspeed_qerl.local.sampled import Sampled, check_answers, select, tokens_to_replay, tokens_to_train
+from mindspeed_qerl.local.sampled import (
+    Sampled,
+    check_answers,
+    select,
+    tokens_to_replay,
+    tokens_to_train,
+)
 from mindspeed_qerl.recipe.types import Algorithm, Batch, Layout, Run, Selection
 from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.tasks.rows import row_of
 
-ANSWERS = [Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], False), Completion([4], [-0.4], True),
-           Completion([1, 1, 1], [-0.5, -0.6, -0.7], True)]
+ANSWERS = [
+    Completion([1, 2], [-0.1, -0.2], False),
+    Completion([3], [-0.3], False),
+    Completion([4], [-0.4], True),
+    Completion([1, 1, 1], [-0.5, -0.6, -0.7], True),
+]
 ROW = row_of({"prompt": "2+2?", "answer": "4"})
 
 
 def sampled(rewards, answers=ANSWERS, prompts=((5, 6), (5, 6), (7,), (7,))):
     rewards = np.array(rewards, dtype=float)
-    return Sampled([ROW] * len(answers), [list(prompt) for prompt in prompts], list(answers), ["?"] * len(answers),
-                   rewards, {"gsm8k": rewards > 1})
+    return Sampled(
+        [ROW] * len(answers),
+        [list(prompt) for prompt in prompts],
+        list(answers),
+        ["?"] * len(answers),
+        rewards,
+        {"gsm8k": rewards > 1},
+    )
 
 
 def recipe(mini_batch_size=1, **options):
-    algorithm, selection = ({name: value for name, value in options.items() if name in part.__pydantic_fields__}
-                            for part in (Algorithm, Selection))
-    return SimpleNamespace(batch=Batch(samples_per_prompt=2, mini_batch_size=mini_batch_size, global_batch_size=2),
-                           algorithm=Algorithm(**algorithm), selection=Selection(**selection))
+    algorithm, selection = (
+        {name: value for name, value in options.items() if name in part.__pydantic_fields__}
+        for part in (Algorithm, Selection)
+    )
+    return SimpleNamespace(
+        batch=Batch(samples_per_prompt=2, mini_batch_size=mini_batch_size, global_batch_size=2),
+        algorithm=Algorithm(**algorithm),
+        selection=Selection(**selection),
+    )
 
 
 def test_every_answer_is_trained_with_its_groups_advantage():
@@ -44,11 +65,18 @@ def test_every_answer_is_trained_with_its_groups_advantage():
     assert batch.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0], abs=1e-5)
     assert batch.tokens.tolist() == [[5, 6, 1, 2], [5, 6, 3, 0], [7, 4, 0, 0], [7, 1, 1, 1]]
     assert batch.mask.sum() == sum(len(answer.token_ids) for answer in ANSWERS)
-    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7])
+    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx(
+        [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
+    )
 
 
-@pytest.mark.parametrize("options, advantages", [
-    ({"norm_adv_by_std_in_grpo": False}, [0.5, -0.5, -1.5, 1.5]), ({"adv_estimator": "rloo"}, [1, -1, -3, 3])])
+@pytest.mark.parametrize(
+    "options, advantages",
+    [
+        ({"norm_adv_by_std_in_grpo": False}, [0.5, -0.5, -1.5, 1.5]),
+        ({"adv_estimator": "rloo"}, [1, -1, -3, 3]),
+    ],
+)
 def test_advantages_go_by_their_options(options, advantages):
     batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(**options))
     assert batch.advantages.tolist() == advantages
@@ -60,15 +88,26 @@ def test_answers_that_were_cut_off_are_not_trained_where_that_is_asked():
 
 
 def before(old, reference):
-    """Stands for `LocalEngine.logprobs_before`: the same number for each token, also where there is none."""
-    return lambda batch: tuple(np.full(batch.mask.shape, value, np.float32) for value in (old, reference))
+    """Stands for `LocalEngine.logprobs_before`: the same number for each token, also where there is
+    none.
+    """
+    return lambda batch: tuple(
+        np.full(batch.mask.shape, value, np.float32) for value in (old, reference)
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"mask_truncated_completions": True}, {"mini_batch_size": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask_truncated_completions": True}, {"mini_batch_size": 3}]
+)
 def test_kl_in_the_reward_costs_every_answer_its_tokens_before_the_group_is_compared(options):
     """0.5 nats a token by k1: answers of 2, 1, 1 and 3 tokens, the last two cut off."""
-    asked = recipe(kl_coefficient=0.2, kl_penalty="kl", use_kl_in_reward=True, norm_adv_by_std_in_grpo=False,
-                   **options)
+    asked = recipe(
+        kl_coefficient=0.2,
+        kl_penalty="kl",
+        use_kl_in_reward=True,
+        norm_adv_by_std_in_grpo=False,
+        **options,
+    )
     batch, metrics = select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, -1.5))
     assert batch.advantages[:4].tolist() == pytest.approx([0.45, -0.45, 0.1, -0.1])
     assert metrics == {"reward/kl": pytest.approx(0.5 * 7 / 4)}
@@ -87,21 +126,32 @@ def test_kl_that_is_no_number_names_the_answer(value):
 
 @pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
 def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
-    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage only."""
-    asked = SimpleNamespace(batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4), layout=layout)
+    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage
+    only.
+    """
+    asked = SimpleNamespace(
+        batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4), layout=layout
+    )
     lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
     tokens = 10 * np.arange(8)[:, None] + np.arange(9)
     mask = np.arange(1, 9) < lengths[:, None]
-    batch = TokenBatch(tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32))
+    batch = TokenBatch(
+        tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32)
+    )
 
     class Rank:
         def __init__(self, number):
             self.is_last = number // (layout.world // layout.pp) == layout.pp - 1
 
         def call(self, method, shards):
-            assert method == "logprobs_before" and [len(shard) for shard in shards] == [4 // layout.dp] * 2
-            return [tuple(sign * shard.tokens[:, 1:] * shard.mask * self.is_last for sign in (1, -1))
-                    for shard in shards]
+            assert (
+                method == "logprobs_before"
+                and [len(shard) for shard in shards] == [4 // layout.dp] * 2
+            )
+            return [
+                tuple(sign * shard.tokens[:, 1:] * shard.mask * self.is_last for sign in (1, -1))
+                for shard in shards
+            ]
 
     ranks = [Rank(number) for number in range(layout.world)]
     processes = SimpleNamespace(ranks=ranks, gather=lambda calls: list(calls.values()))
@@ -119,11 +169,15 @@ def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
     assert batch.mask.sum(1).tolist() == [1, 3, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("metric, limit, batches, kept", [
-    (None, 9, 3, [1, 2, 4]),        # enough after three batches; the fourth group with signal is left
-    (None, 2, 2, [1, 2]),           # too few within the limit: those are trained
-    (None, 0, 3, [1, 2, 4]),        # no limit
-    ("gsm8k", 4, 4, [4])])          # of the verifier alone
+@pytest.mark.parametrize(
+    "metric, limit, batches, kept",
+    [
+        (None, 9, 3, [1, 2, 4]),  # enough after three batches; the fourth group with signal is left
+        (None, 2, 2, [1, 2]),  # too few within the limit: those are trained
+        (None, 0, 3, [1, 2, 4]),  # no limit
+        ("gsm8k", 4, 4, [4]),
+    ],
+)  # of the verifier alone
 def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, batches, kept):
     drawn = [[1, 1, 1, 0], [0, 1, 0, 0], [2, 0, 0, 1], [1, 1, 0, 0]]
     asked = []
@@ -132,12 +186,19 @@ def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, 
         asked.append((step, batch))
         return sampled(drawn[batch]), f"noise of batch {batch}"
 
-    options = dict(filter_groups_enable=True, filter_groups_train_batch_size=3, filter_groups_max_batches=limit,
-                   filter_groups_metric=metric)
+    options = dict(
+        filter_groups_enable=True,
+        filter_groups_train_batch_size=3,
+        filter_groups_max_batches=limit,
+        filter_groups_metric=metric,
+    )
     engine = SimpleNamespace(recipe=recipe(**options), sample=sample)
     found, groups, noise = LocalEngine.gather(engine, 7)
     assert groups.tolist() == kept and asked == [(7, batch) for batch in range(batches)]
-    assert noise == "noise of batch 0" and found.rewards.tolist() == np.concatenate(drawn[:batches]).tolist()
+    assert (
+        noise == "noise of batch 0"
+        and found.rewards.tolist() == np.concatenate(drawn[:batches]).tolist()
+    )
 
 
 def test_dynamic_sampling_without_a_limit_says_that_it_is_still_asking():
@@ -147,42 +208,74 @@ def test_dynamic_sampling_without_a_limit_says_that_it_is_still_asking():
         asked.append(batch)
         return sampled([1, 1, 1, 0 if batch > 20 else 1]), None
 
-    options = dict(filter_groups_enable=True, filter_groups_train_batch_size=1, filter_groups_max_batches=0)
-    engine = SimpleNamespace(recipe=recipe(**options), sample=sample, progress=SimpleNamespace(message=said.append))
+    options = dict(
+        filter_groups_enable=True, filter_groups_train_batch_size=1, filter_groups_max_batches=0
+    )
+    engine = SimpleNamespace(
+        recipe=recipe(**options), sample=sample, progress=SimpleNamespace(message=said.append)
+    )
     LocalEngine.gather(engine, 7)
     assert len(asked) == 22 and [words.partition(",")[0] for words in said] == [
-        f"Warning: step 7 asked {batches} batches" for batches in (10, 20)]
+        f"Warning: step 7 asked {batches} batches" for batches in (10, 20)
+    ]
 
 
-@pytest.mark.parametrize("logprobs, given", [
-    ([-0.1, math.nan], "nan as a log probability"), ([-math.inf, 0.0], "-inf as a log probability"),
-    ([0.5, 0.0], "0.5 as a log probability"), ([-0.1], "1 log probabilities")])
+@pytest.mark.parametrize(
+    "logprobs, given",
+    [
+        ([-0.1, math.nan], "nan as a log probability"),
+        ([-math.inf, 0.0], "-inf as a log probability"),
+        ([0.5, 0.0], "0.5 as a log probability"),
+        ([-0.1], "1 log probabilities"),
+    ],
+)
 def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
     answers = [ANSWERS[0], Completion([3, 4], logprobs, False)]
-    with pytest.raises(WorkerError, match=rf"vLLM gave {given} for the 2 tokens of the answer '\?' to '2\+2\?'"):
+    with pytest.raises(
+        WorkerError, match=rf"vLLM gave {given} for the 2 tokens of the answer '\?' to '2\+2\?'"
+    ):
         check_answers(sampled([0, 1], answers, [[5], [5]]), None)
     check_answers(sampled([0, 1], ANSWERS[:2], [[5], [5]]), None)
 
 
-@pytest.mark.parametrize("routes, fault", [
-    (None, "it has no routes"),
-    (np.zeros((1, 2, 2)), r"its routes have the shape \[1, 2, 2\], and 2 tokens in 2 layers"),
-    (np.full((2, 2, 2), (0, 8)), r"layer 0 sends token 0 to an expert that is none of its 8: \[0, 8\]"),
-    (np.full((2, 2, 2), 5), r"layer 0 sends token 0 to the same expert twice: \[5, 5\]")])
+@pytest.mark.parametrize(
+    "routes, fault",
+    [
+        (None, "it has no routes"),
+        (np.zeros((1, 2, 2)), r"its routes have the shape \[1, 2, 2\], and 2 tokens in 2 layers"),
+        (
+            np.full((2, 2, 2), (0, 8)),
+            r"layer 0 sends token 0 to an expert that is none of its 8: \[0, 8\]",
+        ),
+        (np.full((2, 2, 2), 5), r"layer 0 sends token 0 to the same expert twice: \[5, 5\]"),
+    ],
+)
 def test_routes_that_cannot_be_name_the_answer(routes, fault):
     routers, good = Routers((0, 1), experts=8, top_k=2), np.full((2, 2, 2), (3, 1), dtype=np.uint8)
-    answers = [Completion([3, 4], [-0.1, -0.2], False, good[[0, 0]]), Completion([3, 4], [-0.1, -0.2], False, routes)]
-    with pytest.raises(WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"):
+    answers = [
+        Completion([3, 4], [-0.1, -0.2], False, good[[0, 0]]),
+        Completion([3, 4], [-0.1, -0.2], False, routes),
+    ]
+    with pytest.raises(
+        WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"
+    ):
         check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
     answers[1] = replace(answers[1], routes=good)
     check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
 
 
 def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_trained():
-    answers = [replace(answer, routes=np.full((tokens, 2, 2), (row, 7), dtype=np.uint8))
-               for row, (answer, tokens) in enumerate(zip(ANSWERS, (3, 2, 1, 3)))]
-    batch, _ = select(sampled([1, 0, 2, 2], answers), np.arange(2), recipe(routing_replay="rollout"))
-    assert batch.routes.shape == (4, batch.tokens.shape[1] - 1, 2, 2) and batch.routes.dtype == np.uint8
+    answers = [
+        replace(answer, routes=np.full((tokens, 2, 2), (row, 7), dtype=np.uint8))
+        for row, (answer, tokens) in enumerate(zip(ANSWERS, (3, 2, 1, 3)))
+    ]
+    batch, _ = select(
+        sampled([1, 0, 2, 2], answers), np.arange(2), recipe(routing_replay="rollout")
+    )
+    assert (
+        batch.routes.shape == (4, batch.tokens.shape[1] - 1, 2, 2)
+        and batch.routes.dtype == np.uint8
+    )
     for row, answer in enumerate(answers):
         assert np.array_equal(batch.routes[row, : batch.lengths[row] - 1], answer.routes)
     assert tokens_to_replay(batch, recipe()) == (batch.lengths - 1).sum()
@@ -196,18 +289,26 @@ def with_batch(answers, **options):
 
 
 def test_the_tokens_to_train_are_counted_on_the_answers():
-    finished = [Completion([1, 2], [-0.1, -0.2], False), Completion([2], [-0.3], False), *ANSWERS[2:]]
+    finished = [
+        Completion([1, 2], [-0.1, -0.2], False),
+        Completion([2], [-0.3], False),
+        *ANSWERS[2:],
+    ]
     assert tokens_to_train(*with_batch(finished), ends={2}) == 7
     assert tokens_to_train(*with_batch(finished, mask_truncated_completions=True), ends={2}) == 3
     assert tokens_to_train(*with_batch(ANSWERS), ends=()) == 7  # of a model that names no end token
-    with pytest.raises(WorkerError, match=r"1 of 2 answers .* none of the end tokens \[2\]: the first one's is 3"):
+    with pytest.raises(
+        WorkerError, match=r"1 of 2 answers .* none of the end tokens \[2\]: the first one's is 3"
+    ):
         tokens_to_train(*with_batch(ANSWERS), ends={2})
     given, kept, asked, batch = with_batch(ANSWERS)
     batch.mask[3, -1] = False
     with pytest.raises(WorkerError, match=r"^6 tokens were trained, and 7 were sampled and kept"):
         tokens_to_train(given, kept, asked, batch, ends=())
     with pytest.raises(WorkerError, match=r"the advantages of 1 of 2 groups do not add up to 0"):
-        tokens_to_train(given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=())
+        tokens_to_train(
+            given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=()
+        )
 
 
 def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
@@ -220,12 +321,21 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
             proofs.append(step)
         return [{"linear_qkv": entry if step else entry | {"moved": 0.0, "expected": 0.0}}]
 
-    processes = SimpleNamespace(ranks=[], start_on_rollouts=lambda *call: call, on_rollouts=on_rollouts,
-                                gather=lambda calls, given: on_rollouts(*calls))
+    processes = SimpleNamespace(
+        ranks=[],
+        start_on_rollouts=lambda *call: call,
+        on_rollouts=on_rollouts,
+        gather=lambda calls, given: on_rollouts(*calls),
+    )
     data = SimpleNamespace(train=SimpleNamespace(rows=[ROW]))
-    engine = LocalEngine(SimpleNamespace(run=Run(train_iters=8, prove_every=3)), SimpleNamespace(
-        record=lambda **facts: recorded.append(facts["lora_proved_after"])), None,
-        SimpleNamespace(message=print), processes, data)
+    engine = LocalEngine(
+        SimpleNamespace(run=Run(train_iters=8, prove_every=3)),
+        SimpleNamespace(record=lambda **facts: recorded.append(facts["lora_proved_after"])),
+        None,
+        SimpleNamespace(message=print),
+        processes,
+        data,
+    )
     engine.sync_parts = 0
     for step in range(9):
         engine.sync(step)
@@ -234,7 +344,9 @@ def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
     step = 5
     engine.sync(step)
     step = 6
-    with pytest.raises(WorkerError, match=r"the sync after step 6: linear_qkv: the rollout engine's weights differ"):
+    with pytest.raises(
+        WorkerError, match=r"the sync after step 6: linear_qkv: the rollout engine's weights differ"
+    ):
         engine.sync(step)
 
 
@@ -246,8 +358,11 @@ def test_a_log_probability_of_the_trained_model_that_is_none_names_the_answer(tm
     TrainRank._check(rank, batch, logprobs)
     for value in (math.nan, -math.inf, 0.5):
         logprobs[3, 1] = value
-        with pytest.raises(RuntimeError, match=rf"gave {value} as the log probability of token 2 of 3 of the answer "
-                                               r"'\[1 1 1\]'"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"gave {value} as the log probability of token 2 of 3 of the answer "
+            r"'\[1 1 1\]'",
+        ):
             TrainRank._check(rank, batch, logprobs)
 
 
@@ -257,13 +372,20 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
     checkpoint.save(tmp_path, 5, {"updates": 10, **state}, lambda folder: None, keep=1)
     calls = []
     processes = SimpleNamespace(on_ranks=lambda *call: calls.append(call))
-    recipe = SimpleNamespace(batch=SimpleNamespace(global_batch_size=4), run=SimpleNamespace(seed=1))
+    recipe = SimpleNamespace(
+        batch=SimpleNamespace(global_batch_size=4), run=SimpleNamespace(seed=1)
+    )
     run = SimpleNamespace(checkpoints_dir=tmp_path, metrics_file=tmp_path / "metrics.jsonl")
-    run.metrics_file.write_text('{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0}\n'
-                                '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
+    run.metrics_file.write_text(
+        '{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0}\n'
+        '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n'
+    )
     progress = SimpleNamespace(message=print)
     data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
-    engine, unbroken = LocalEngine(recipe, run, None, progress, processes, data), PromptOrder(10, seed=1)
+    engine, unbroken = (
+        LocalEngine(recipe, run, None, progress, processes, data),
+        PromptOrder(10, seed=1),
+    )
     engine.checks = StepChecks(recipe, 3, routed=True)
     assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
     unbroken.take(position)

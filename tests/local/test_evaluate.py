@@ -1,5 +1,5 @@
-"""The evaluation tool: greedy answers against transformers with PEFT, its numbers against its own answers counted
-anew, what it refuses.
+"""The evaluation tool: greedy answers against transformers with PEFT, its numbers against its own
+answers counted anew, what it refuses.
 
 That a run's checkpoint gives the answers that the run gave is in test_run.py.
 """
@@ -49,8 +49,10 @@ def peft_model(tiny_model, tmp_path_factory):
     import transformers
 
     torch.manual_seed(3)
-    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
-                                peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"]))
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"]),
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -60,118 +62,250 @@ def peft_model(tiny_model, tmp_path_factory):
 
 
 def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
-        tiny_model, peft_model, tmp_path, monkeypatch, capsys):
+    tiny_model, peft_model, tmp_path, monkeypatch, capsys
+):
     import torch
     import transformers
 
     folder, model = peft_model
-    monkeypatch.setattr(sys, "argv", [str(part) for part in (
-        TOOL, "--model", tiny_model, "--adapter", folder, "--data", tiny_model / "data/test_chat.parquet", "--output",
-        tmp_path / "out", "--samples", 3, "--dtype", "float32", "--prompt", "plain", "--max-tokens", 12, "--verifier",
-        "gsm8k", "--kv-cache-gib", 1)])
-    with pytest.raises(SystemExit) as end:  # in this process: importing vLLM takes longer than all the rest
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            str(part)
+            for part in (
+                TOOL,
+                "--model",
+                tiny_model,
+                "--adapter",
+                folder,
+                "--data",
+                tiny_model / "data/test_chat.parquet",
+                "--output",
+                tmp_path / "out",
+                "--samples",
+                3,
+                "--dtype",
+                "float32",
+                "--prompt",
+                "plain",
+                "--max-tokens",
+                12,
+                "--verifier",
+                "gsm8k",
+                "--kv-cache-gib",
+                1,
+            )
+        ],
+    )
+    with pytest.raises(
+        SystemExit
+    ) as end:  # in this process: importing vLLM takes longer than all the rest
         runpy.run_path(str(TOOL), run_name="__main__")
     printed = capsys.readouterr().out
     assert end.value.code == 0
     assert "data/test_chat.parquet, 8 questions, verifier gsm8k" in printed
-    greedy, sampled = read_jsonl(tmp_path / "out/greedy.jsonl"), read_jsonl(tmp_path / "out/answers.jsonl")
+    greedy, sampled = (
+        read_jsonl(tmp_path / "out/greedy.jsonl"),
+        read_jsonl(tmp_path / "out/answers.jsonl"),
+    )
     assert len(greedy) == len(sampled) == 8
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     for row in greedy:
         prompt = tokenizer(f"{row['question']}\n", return_tensors="pt").input_ids
         with torch.no_grad():
-            tokens = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, prompt.shape[1]:]
+            tokens = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[
+                0, prompt.shape[1] :
+            ]
         assert row["responses"] == [tokenizer.decode(tokens, skip_special_tokens=True)]
 
     numbers = json.loads((tmp_path / "out/summary.json").read_text())["sampled"]
     verify = VERIFIERS["gsm8k"]
     scores = [[verify([text], [row["answer"]])[0] for text in row["responses"]] for row in sampled]
-    assert all(len(row) == 3 for row in scores) and len({text for row in sampled for text in row["responses"]}) > 8
+    assert (
+        all(len(row) == 3 for row in scores)
+        and len({text for row in sampled for text in row["responses"]}) > 8
+    )
     assert numbers["accuracy"] == pytest.approx(sum(map(sum, scores)) / 24)
     assert numbers["pass@3"] == pytest.approx(sum(map(max, scores)) / 8)
-    assert numbers["truncated_fraction"] == pytest.approx(sum(sum(row["truncated"]) for row in sampled) / 24)
-    assert f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}" in printed and "maj@k" in printed
+    assert numbers["truncated_fraction"] == pytest.approx(
+        sum(sum(row["truncated"]) for row in sampled) / 24
+    )
+    assert (
+        f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}" in printed
+        and "maj@k" in printed
+    )
 
 
 def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
-    """Again with other answers beside them: the same. Of two equal questions, and of another seed: others."""
+    """Again with other answers beside them: the same. Of two equal questions, and of another seed:
+    others.
+    """
     [first, *_] = (tiny_model / "data/raw/test.jsonl").read_text().splitlines()
     prompt = json.dumps({"prompt": json.loads(first)["question"] + "\n", "answer": "x"})
     (tmp_path / "rows.jsonl").write_text(f"{prompt}\n" * 4)
     (tmp_path / "longer.py").write_text(
-        "def longer(responses, answers, rows):\n    return list(map(len, responses))\n")
+        "def longer(responses, answers, rows):\n    return list(map(len, responses))\n"
+    )
     sys.path.append(str(tmp_path))
-    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="longer:longer",
-                      samples=3, max_tokens=12, dtype="float32", kv_cache_gib=1, max_num_seqs=12)
+    what = Evaluation(
+        str(tiny_model),
+        str(tmp_path / "rows.jsonl"),
+        prompt="plain",
+        verifier="longer:longer",
+        samples=3,
+        max_tokens=12,
+        dtype="float32",
+        kv_cache_gib=1,
+        max_num_seqs=12,
+    )
     asked = {"once": what, "again": replace(what, max_num_seqs=5), "other": replace(what, seed=2)}
-    numbers = {name: evaluate(one, tmp_path / name, print)["sampled"] for name, one in asked.items()}
-    texts = {name: [text for row in read_jsonl(tmp_path / name / "answers.jsonl") for text in row["responses"]]
-             for name in asked}
-    assert texts["once"] == texts["again"] and len(set(texts["once"])) > 6 and not set(texts["once"]) & set(
-        texts["other"])
+    numbers = {
+        name: evaluate(one, tmp_path / name, print)["sampled"] for name, one in asked.items()
+    }
+    texts = {
+        name: [
+            text
+            for row in read_jsonl(tmp_path / name / "answers.jsonl")
+            for text in row["responses"]
+        ]
+        for name in asked
+    }
+    assert (
+        texts["once"] == texts["again"]
+        and len(set(texts["once"])) > 6
+        and not set(texts["once"]) & set(texts["other"])
+    )
     assert numbers["once"]["accuracy"] == pytest.approx(sum(map(len, texts["once"])) / 12)
     assert not any(key.startswith(("rule/", "maj@")) for key in numbers["once"])
 
 
 def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
-    """vLLM would cut one, which it cannot do with a seed for each answer where the generator is a CPU's."""
+    """vLLM would cut one, which it cannot do with a seed for each answer where the generator is a
+    CPU's.
+    """
     # of fewer than 32 tokens, which no prompt has from another
-    rows = [json.dumps({"prompt": f"{number} + 1 = ? " * 2, "answer": "1"}) for number in range(100, 400)]
+    rows = [
+        json.dumps({"prompt": f"{number} + 1 = ? " * 2, "answer": "1"})
+        for number in range(100, 400)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    what = Evaluation(str(tiny_model), str(tmp_path / "rows.jsonl"), prompt="plain", verifier="gsm8k", samples=2,
-                      max_tokens=2, dtype="float32", kv_cache_gib=1, max_num_seqs=600)
+    what = Evaluation(
+        str(tiny_model),
+        str(tmp_path / "rows.jsonl"),
+        prompt="plain",
+        verifier="gsm8k",
+        samples=2,
+        max_tokens=2,
+        dtype="float32",
+        kv_cache_gib=1,
+        max_num_seqs=600,
+    )
     assert evaluate(what, tmp_path / "out", print)["sampled"]["n_problems"] == 300
 
 
 def test_what_one_question_cannot_tell_is_null(tiny_model, tmp_path, monkeypatch):
-    """Greedy only: `--problems 1 --samples 0`. With a reward that is not 0 or 1 there is no interval either."""
-    (tmp_path / "half.py").write_text("def half(responses, answers, rows):\n    return [0.5] * len(responses)\n")
+    """Greedy only: `--problems 1 --samples 0`. With a reward that is not 0 or 1 there is no
+    interval either.
+    """
+    (tmp_path / "half.py").write_text(
+        "def half(responses, answers, rows):\n    return [0.5] * len(responses)\n"
+    )
     sys.path.append(str(tmp_path))
     answer = SimpleNamespace(token_ids=[5], truncated=False)
-    monkeypatch.setattr(evaluation, "_sampler", lambda *_: lambda prompts, n, *_: [[answer] * n for _ in prompts])
-    what = Evaluation(str(tiny_model), str(tiny_model / "data/test_chat.parquet"), prompt="plain", samples=0,
-                      verifier="half:half", problems=1)
+    monkeypatch.setattr(
+        evaluation, "_sampler", lambda *_: lambda prompts, n, *_: [[answer] * n for _ in prompts]
+    )
+    what = Evaluation(
+        str(tiny_model),
+        str(tiny_model / "data/test_chat.parquet"),
+        prompt="plain",
+        samples=0,
+        verifier="half:half",
+        problems=1,
+    )
     assert evaluate(what, tmp_path / "out", print)["greedy"]["accuracy"] == 0.5
     text = (tmp_path / "out/summary.json").read_text()
-    greedy = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["greedy"]
+    greedy = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
+        "greedy"
+    ]
     assert greedy["standard_error"] is greedy["interval_low"] is greedy["interval_high"] is None
 
 
 @pytest.fixture
 def run_without_checkpoint(tiny_model, data_dir, tmp_path):
-    return RunDirectory.create(tmp_path / "runs", "a_run", config=raw_config(tiny_model, data_dir), command=["cli"],
-                               seed=7, data_files={})
+    return RunDirectory.create(
+        tmp_path / "runs",
+        "a_run",
+        config=raw_config(tiny_model, data_dir),
+        command=["cli"],
+        seed=7,
+        data_files={},
+    )
 
 
 def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_checkpoint, tmp_path):
     found = of_run(run_without_checkpoint.path, step=0)
-    assert found == Evaluation(model=str(tiny_model), data=f"{data_dir}/test_chat.parquet",
-                               run=str(run_without_checkpoint.path), step=0, seed=7, prompt="plain",
-                               verifier="gsm8k_strict", samples=4, temperature=1.0, max_tokens=24,
-                               max_prompt_length=96, max_num_seqs=256, dtype="float32")
-    assert of_run(run_without_checkpoint.path, step=0, samples=2, verifier="gsm8k", dtype="bfloat16") == replace(
-        found, samples=2, verifier="gsm8k", dtype="bfloat16")
-    raw = raw_config(tiny_model, data_dir, hardware_error__evaluation="gaussian", eval__temperature=0)
+    assert found == Evaluation(
+        model=str(tiny_model),
+        data=f"{data_dir}/test_chat.parquet",
+        run=str(run_without_checkpoint.path),
+        step=0,
+        seed=7,
+        prompt="plain",
+        verifier="gsm8k_strict",
+        samples=4,
+        temperature=1.0,
+        max_tokens=24,
+        max_prompt_length=96,
+        max_num_seqs=256,
+        dtype="float32",
+    )
+    assert of_run(
+        run_without_checkpoint.path, step=0, samples=2, verifier="gsm8k", dtype="bfloat16"
+    ) == replace(found, samples=2, verifier="gsm8k", dtype="bfloat16")
+    raw = raw_config(
+        tiny_model, data_dir, hardware_error__evaluation="gaussian", eval__temperature=0
+    )
     del raw["eval"]["samples_per_problem"]
-    foreign = RunDirectory.create(tmp_path / "runs", "other", config=raw, command=["cli"], seed=7, data_files={})
-    assert of_run(foreign.path, step=0) == replace(found, run=str(foreign.path), samples=0, hardware_error={
-        "kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64})
+    foreign = RunDirectory.create(
+        tmp_path / "runs", "other", config=raw, command=["cli"], seed=7, data_files={}
+    )
+    assert of_run(foreign.path, step=0) == replace(
+        found,
+        run=str(foreign.path),
+        samples=0,
+        hardware_error={"kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64},
+    )
     raw |= {"hardware_error": {}, "rollout_quantization": {"format": "nvfp4", "lora": "beside"}}
-    rounded = RunDirectory.create(tmp_path / "runs", "rounded", config=raw, command=["cli"], seed=7, data_files={})
+    rounded = RunDirectory.create(
+        tmp_path / "runs", "rounded", config=raw, command=["cli"], seed=7, data_files={}
+    )
     assert of_run(rounded.path, step=0) == replace(found, run=str(rounded.path), samples=0)
     raw["rollout_quantization"]["evaluation"] = True
-    rounded = RunDirectory.create(tmp_path / "runs", "as_sampled", config=raw, command=["cli"], seed=7, data_files={})
-    assert of_run(rounded.path, step=0) == replace(found, run=str(rounded.path), samples=0,
-                                                   quantization=Quantization("nvfp4", "beside", evaluation=True))
-    assert of_run(rounded.path, step=0, quantization={"format": "mxfp4"}).quantization == Quantization(
-        "mxfp4", "beside", evaluation=True)
+    rounded = RunDirectory.create(
+        tmp_path / "runs", "as_sampled", config=raw, command=["cli"], seed=7, data_files={}
+    )
+    assert of_run(rounded.path, step=0) == replace(
+        found,
+        run=str(rounded.path),
+        samples=0,
+        quantization=Quantization("nvfp4", "beside", evaluation=True),
+    )
+    assert of_run(
+        rounded.path, step=0, quantization={"format": "mxfp4"}
+    ).quantization == Quantization("mxfp4", "beside", evaluation=True)
     del raw["task"]
-    unsaid = RunDirectory.create(tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={})
+    unsaid = RunDirectory.create(
+        tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={}
+    )
     with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
         of_run(unsaid.path, step=0)
-    with pytest.raises(ConfigError,
-                       match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)",
+    ):
         of_run(run_without_checkpoint.path)
 
 
@@ -179,47 +313,118 @@ def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp
     raw, test = raw_config(tiny_model, data_dir), tmp_path / "test.parquet"
     shutil.copy(raw["task"]["test_file"], test)
     raw["task"]["test_file"] = str(test)
-    run = RunDirectory.create(tmp_path / "runs", "a_run", config=raw, command=["cli"], seed=7,
-                              data_files={"test": test, **model_files(tiny_model)})
+    run = RunDirectory.create(
+        tmp_path / "runs",
+        "a_run",
+        config=raw,
+        command=["cli"],
+        seed=7,
+        data_files={"test": test, **model_files(tiny_model)},
+    )
     assert of_run(run.path, step=0).data == str(test)
     shutil.copy(raw["task"]["train_file"], test)
-    with pytest.raises(ConfigError, match="seen other files than are there now.*--data.*\n.*test data .*: sha256 was"):
+    with pytest.raises(
+        ConfigError,
+        match="seen other files than are there now.*--data.*\n.*test data .*: sha256 was",
+    ):
         of_run(run.path, step=0)
     assert of_run(run.path, step=0, data=str(test)).data == str(test)  # as it was asked for
 
 
 def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_path):
-    run, other = (RunDirectory.create(tmp_path, name, config=raw_config(tiny_model, data_dir), command=["cli"], seed=7,
-                                      data_files={}) for name in ("a_run", "another"))
-    checkpoint.save(run.checkpoints_dir, 3, {"run": other.id, **checkpoint.describe(
-        read_shape(tiny_model), LoRA(4, 8.0, ("linear_qkv",)))}, lambda folder: None, 1)
+    run, other = (
+        RunDirectory.create(
+            tmp_path,
+            name,
+            config=raw_config(tiny_model, data_dir),
+            command=["cli"],
+            seed=7,
+            data_files={},
+        )
+        for name in ("a_run", "another")
+    )
+    checkpoint.save(
+        run.checkpoints_dir,
+        3,
+        {
+            "run": other.id,
+            **checkpoint.describe(read_shape(tiny_model), LoRA(4, 8.0, ("linear_qkv",))),
+        },
+        lambda folder: None,
+        1,
+    )
     with pytest.raises(ValueError, match=f"iter_0000003 is of another run .id {other.id}; "):
         evaluate(of_run(run.path), tmp_path / "out", print)
 
 
-@pytest.mark.parametrize(("given", "error", "message"), [
-    ({"quantization": Quantization("nvfp4", "beside"), "dtype": "bfloat16"}, ConfigError,
-     "'beside' with dtype = bfloat16: .* Give --dtype float32, or --quantization-lora merged"),
-    ({"verifier": "exact"}, ConfigError,
-     "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
-    ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
-    ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
-    ({"temperature": 0.0}, ConfigError,
-     "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples"),
-    ({"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}}, ConfigError,
-     "gaussian_std must be between 0 and 1"),
-    ({"data": "no.parquet"}, OSError, "no.parquet"),
-    ({"prompt": "chat"}, ConfigError, "has no chat template. Give a chat model, or set task.prompt=plain"),
-    ({"max_prompt_length": 2}, ConfigError, "is longer than rl_config.max_prompt_length = 2 tokens"),
-    ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
-    ({"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2}, ConfigError,
-     "in one process only: give --tensor-parallel-size 1"),
-    ({"quantization": Quantization("fp8"), "tensor_parallel_size": 2}, ConfigError,
-     "quantization none\\) are modelled in one process only: give --tensor-parallel-size 1"),
-    ({"quantization": Quantization("fp8"), "emulate_npu": True}, ConfigError, "add --no-emulate-npu"),
-])
-def test_bad_input_is_refused_before_anything_is_written(tiny_model, tmp_path, given, error, message):
-    what = {"model": str(tiny_model), "data": f"{tiny_model}/data/test_chat.parquet", "prompt": "plain"} | given
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"quantization": Quantization("nvfp4", "beside"), "dtype": "bfloat16"},
+            ConfigError,
+            (
+                "'beside' with dtype = bfloat16: .* Give --dtype float32, or --quantization-lora "
+                "merged"
+            ),
+        ),
+        (
+            {"verifier": "exact"},
+            ConfigError,
+            (
+                "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written "
+                "module:function"
+            ),
+        ),
+        ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
+        ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
+        (
+            {"temperature": 0.0},
+            ConfigError,
+            "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples",
+        ),
+        (
+            {"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}},
+            ConfigError,
+            "gaussian_std must be between 0 and 1",
+        ),
+        ({"data": "no.parquet"}, OSError, "no.parquet"),
+        (
+            {"prompt": "chat"},
+            ConfigError,
+            "has no chat template. Give a chat model, or set task.prompt=plain",
+        ),
+        (
+            {"max_prompt_length": 2},
+            ConfigError,
+            "is longer than rl_config.max_prompt_length = 2 tokens",
+        ),
+        ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
+        (
+            {"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2},
+            ConfigError,
+            "in one process only: give --tensor-parallel-size 1",
+        ),
+        (
+            {"quantization": Quantization("fp8"), "tensor_parallel_size": 2},
+            ConfigError,
+            "quantization none\\) are modelled in one process only: give --tensor-parallel-size 1",
+        ),
+        (
+            {"quantization": Quantization("fp8"), "emulate_npu": True},
+            ConfigError,
+            "add --no-emulate-npu",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    tiny_model, tmp_path, given, error, message
+):
+    what = {
+        "model": str(tiny_model),
+        "data": f"{tiny_model}/data/test_chat.parquet",
+        "prompt": "plain",
+    } | given
     with pytest.raises(error, match=message):
         evaluate(Evaluation(**what), tmp_path / "out", print)
     assert not (tmp_path / "out").exists()
@@ -229,27 +434,48 @@ def test_layers_that_are_modelled_need_vllm_for_cpus(tiny_model, tmp_path, monke
     platforms = pytest.importorskip("vllm.platforms")
     monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(device_name="npu"))
     what = Evaluation(str(tiny_model), "data", quantization=Quantization("nvfp4"))
-    with pytest.raises(ConfigError, match="are modelled on vLLM for CPUs, and this machine's is for NPUs"):
+    with pytest.raises(
+        ConfigError, match="are modelled on vLLM for CPUs, and this machine's is for NPUs"
+    ):
         evaluate(what, tmp_path / "out", print)
 
 
 def test_an_evaluation_is_written_once(tiny_model, tmp_path):
-    with pytest.raises(FileExistsError, match="an evaluation is written once. Choose another name, or remove it"):
+    with pytest.raises(
+        FileExistsError, match="an evaluation is written once. Choose another name, or remove it"
+    ):
         evaluate(Evaluation(str(tiny_model), "data"), tmp_path, print)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--model", "m"], "give --run, or --model, --data and --output"),
-    (["--run", "r", "--adapter", "a"], "its adapters are its own"),
-    (["--model", "m", "--data", "d", "--output", "o", "--step", "3"], "--name and --step go with --run"),
-    (["--run", "r", "--gaussian-std", "0.1"], "--gaussian-std and --block go with --hardware-error"),
-    (["--run", "r", "--hardware-error", "rust"], "invalid choice: 'rust'")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "m"], "give --run, or --model, --data and --output"),
+        (["--run", "r", "--adapter", "a"], "its adapters are its own"),
+        (
+            ["--model", "m", "--data", "d", "--output", "o", "--step", "3"],
+            "--name and --step go with --run",
+        ),
+        (
+            ["--run", "r", "--gaussian-std", "0.1"],
+            "--gaussian-std and --block go with --hardware-error",
+        ),
+        (["--run", "r", "--hardware-error", "rust"], "invalid choice: 'rust'"),
+    ],
+)
 def test_wrong_arguments(arguments, message):
-    done = subprocess.run([sys.executable, TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and message in done.stderr
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    done = subprocess.run([sys.executable, TOOL, "--run", tmp_path], cwd=ROOT, capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, TOOL, "--run", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr

@@ -1,5 +1,6 @@
-"""Each model of other hardware against its formula written out, forward and backward, and whether it reaches every
-layer of every engine."""
+"""Each model of other hardware against its formula written out, forward and backward, and whether
+it reaches every layer of every engine.
+"""
 
 import math
 from dataclasses import replace
@@ -19,7 +20,9 @@ from .test_megatron import ONE, layout_config, random_batch, transformers_logpro
 
 def matrices(m=3, k=100, n=5, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(m, k, generator=generator, dtype=dtype), torch.randn(k, n, generator=generator, dtype=dtype)
+    return torch.randn(m, k, generator=generator, dtype=dtype), torch.randn(
+        k, n, generator=generator, dtype=dtype
+    )
 
 
 def bf16(x):
@@ -36,8 +39,15 @@ def test_blocks_in_bfloat16_are_rounded_one_after_the_other(dtype):
         for column in range(b.shape[1]):
             total = 0.0
             for start in range(0, 100, 32):
-                total = bf16(total + bf16(np.dot(a[row, start:start + 32].float().numpy(),
-                                                 b[start:start + 32, column].float().numpy())))
+                total = bf16(
+                    total
+                    + bf16(
+                        np.dot(
+                            a[row, start : start + 32].float().numpy(),
+                            b[start : start + 32, column].float().numpy(),
+                        )
+                    )
+                )
             assert found[row, column].item() == total
 
 
@@ -62,8 +72,9 @@ def test_gaussian_error_is_relative_and_drawn_anew():
         arithmetic.generator.manual_seed(1)
         again = a @ b
     error = (first / (a @ b) - 1).double()
-    assert error.std().item() == pytest.approx(0.05, rel=0.02) and abs(error.mean()) < 4 * 0.05 / math.sqrt(
-        error.numel())
+    assert error.std().item() == pytest.approx(0.05, rel=0.02) and abs(
+        error.mean()
+    ) < 4 * 0.05 / math.sqrt(error.numel())
     assert not torch.equal(first, second) and torch.equal(first, again)
 
 
@@ -94,11 +105,21 @@ def test_every_way_to_a_linear_layer_is_taken(inference):
     plain = torch.nn.Linear(16, 8, bias=False)
     arithmetic = HardwareErrorMode(["bf16_blocks"], block=16)
     with torch.inference_mode(inference), arithmetic:
-        found = [layer(x), plain(x), torch.bmm(x, x.mT), x[0] @ x[0].T, torch.addmm(x[0, :, 0], x[0], x[0].T)]
+        found = [
+            layer(x),
+            plain(x),
+            torch.bmm(x, x.mT),
+            x[0] @ x[0].T,
+            torch.addmm(x[0, :, 0], x[0], x[0].T),
+        ]
     assert arithmetic.products == 5
-    expected = [torch.nn.functional.linear(x, layer.weight).bfloat16() + layer.bias,
-                torch.nn.functional.linear(x, plain.weight).bfloat16(),
-                torch.bmm(x, x.mT).bfloat16(), (x[0] @ x[0].T).bfloat16(), x[0, :, 0] + (x[0] @ x[0].T).bfloat16()]
+    expected = [
+        torch.nn.functional.linear(x, layer.weight).bfloat16() + layer.bias,
+        torch.nn.functional.linear(x, plain.weight).bfloat16(),
+        torch.bmm(x, x.mT).bfloat16(),
+        (x[0] @ x[0].T).bfloat16(),
+        x[0, :, 0] + (x[0] @ x[0].T).bfloat16(),
+    ]
     for one, other in zip(found, expected):
         torch.testing.assert_close(one.float(), other.float(), rtol=0.01, atol=0.01)
         assert one.dtype == torch.float32
@@ -123,7 +144,9 @@ def test_nothing_is_left_behind():
 
 
 class Scaled(HardwareErrorMode):
-    """Every product 1 % too large: smooth, so that engines compare closely, and felt wherever it is applied."""
+    """Every product 1 % too large: smooth, so that engines compare closely, and felt wherever it is
+    applied.
+    """
 
     def _product(self, a, b):
         self.products += 1
@@ -135,8 +158,12 @@ ARGUMENTS = dict(kinds=["silu_table", "reordered"], block=8)
 
 
 # Llama's layers are Qwen2's, and Qwen3-MoE's are Qwen3's and Qwen2-MoE's
-@pytest.fixture(params=[pytest.param(family, marks=[pytest.mark.full] * (family in ("llama", "qwen3_moe")))
-                        for family in FAMILIES])
+@pytest.fixture(
+    params=[
+        pytest.param(family, marks=[pytest.mark.full] * (family in ("llama", "qwen3_moe")))
+        for family in FAMILIES
+    ]
+)
 def family(request):
     return request.param
 
@@ -144,7 +171,9 @@ def family(request):
 def foreign_transformers(model_dir, batch, arithmetic):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, experts_implementation="eager"
+    )
     with arithmetic(**ARGUMENTS):
         return transformers_logprobs(model, batch)
 
@@ -159,14 +188,23 @@ def megatron_rank(rank, config, batch, folder):
         with arithmetic(**ARGUMENTS):
             found.append(trainer.logprobs(batch))
     trainer.train([batch])
-    torch.save((found, trainer.hardware_error.products, trainer.logprobs(batch, reference=True)), f"{folder}/found.pt")
+    torch.save(
+        (found, trainer.hardware_error.products, trainer.logprobs(batch, reference=True)),
+        f"{folder}/found.pt",
+    )
 
 
-def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, data_dir, tmp_path, family):
-    """So no layer of Megatron's is passed by; and a rank whose config says so trains on it, and leaves it after."""
+def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(
+    model_dirs, data_dir, tmp_path, family
+):
+    """So no layer of Megatron's is passed by; and a rank whose config says so trains on it, and
+    leaves it after.
+    """
     batch = random_batch()
-    config = replace(layout_config(ONE, model_dirs[family], data_dir),
-                     hardware_error=HardwareError(training="gaussian"))
+    config = replace(
+        layout_config(ONE, model_dirs[family], data_dir),
+        hardware_error=HardwareError(training="gaussian"),
+    )
     run_ranks(megatron_rank, 1, config, batch, str(tmp_path))
     found, products, after = torch.load(tmp_path / "found.pt", weights_only=False)
     clean = transformers_logprobs(model_dirs[family], batch)
@@ -178,22 +216,46 @@ def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(model_dirs
     assert np.abs((after - clean) * batch.mask).max() < 1e-5
 
 
-def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(model_dirs, expert_group, family, monkeypatch):
+def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
+    model_dirs, expert_group, family, monkeypatch
+):
     """The fused experts' kernel included."""
-    engine = rollout.RolloutEngine(str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16,
-                                   kv_cache_gib=1)
+    engine = rollout.RolloutEngine(
+        str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1
+    )
     sequences = np.random.default_rng(1).integers(0, 96, (6, 20)).tolist()
-    batch = build_batch([row[:1] for row in sequences], [row[1:] for row in sequences], [[0.0] * 19] * 6, np.zeros(6))
+    batch = build_batch(
+        [row[:1] for row in sequences],
+        [row[1:] for row in sequences],
+        [[0.0] * 19] * 6,
+        np.zeros(6),
+    )
     for arithmetic in ARITHMETICS:
         monkeypatch.setattr(rollout, "HardwareErrorMode", arithmetic)
         expected = foreign_transformers(model_dirs[family], batch, arithmetic)
-        assert np.abs(np.array(engine.logprobs(sequences, hardware_error=ARGUMENTS)) - expected).max() < 1e-5
+        assert (
+            np.abs(np.array(engine.logprobs(sequences, hardware_error=ARGUMENTS)) - expected).max()
+            < 1e-5
+        )
     clean = transformers_logprobs(model_dirs[family], batch)
     assert np.abs(np.array(engine.logprobs(sequences)) - clean).max() < 1e-5  # and it is gone again
     sampling = dict(max_tokens=6, temperature=1.0)
-    plain, (once, again, other) = engine.generate(sequences, 2, 0, sampling), (
-        engine.generate(sequences, 2, seed, sampling, hardware_error=dict(kinds=["gaussian"])) for seed in (0, 0, 1))
+    plain, (once, again, other) = (
+        engine.generate(sequences, 2, 0, sampling),
+        (
+            engine.generate(sequences, 2, seed, sampling, hardware_error=dict(kinds=["gaussian"]))
+            for seed in (0, 0, 1)
+        ),
+    )
     assert once[0] == again[0] != plain[0] and other[0] != once[0]
-    greedy = [engine.generate(sequences, 1, seed, dict(max_tokens=6, temperature=0.0), hardware_error=dict(
-        kinds=["gaussian"]))[0] for seed in (0, 1)]
+    greedy = [
+        engine.generate(
+            sequences,
+            1,
+            seed,
+            dict(max_tokens=6, temperature=0.0),
+            hardware_error=dict(kinds=["gaussian"]),
+        )[0]
+        for seed in (0, 1)
+    ]
     assert greedy[0] != greedy[1], "errors are drawn anew, where nothing else is"

@@ -19,25 +19,44 @@ def no_port():
 
 def of_another_class(worker):
     """Workers of a class that is not there: they raise where they are built."""
-    return lambda name, module, cls, *places, **arguments: worker(name, "json", "NoSuchClass", *places)
+    return lambda name, module, cls, *places, **arguments: worker(
+        name, "json", "NoSuchClass", *places
+    )
 
 
-@pytest.mark.parametrize("name, broken, error, message", [
-    ("Worker", of_another_class(module.Worker), WorkerError, "has no attribute 'NoSuchClass'"),
-    ("free_port", no_port, OSError, "no port is free"),
-], ids=["in a worker that is built", "between two workers"])
-def test_a_failure_anywhere_leaves_nothing_behind(monkeypatch, moe_dir, data_dir, tmp_path, name, broken, error,
-                                                  message):
+@pytest.mark.parametrize(
+    "name, broken, error, message",
+    [
+        ("Worker", of_another_class(module.Worker), WorkerError, "has no attribute 'NoSuchClass'"),
+        ("free_port", no_port, OSError, "no port is free"),
+    ],
+    ids=["in a worker that is built", "between two workers"],
+)
+def test_a_failure_anywhere_leaves_nothing_behind(
+    monkeypatch, moe_dir, data_dir, tmp_path, name, broken, error, message
+):
     raw = raw_config(moe_dir, data_dir)
     run = RunDirectory.create(tmp_path, "run", config=raw, command=["test"], seed=1, data_files={})
     directories, start = [], private_ray.start
-    monkeypatch.setattr(private_ray, "start", lambda **options: directories.append(start(**options)) or directories[0])
+    monkeypatch.setattr(
+        private_ray,
+        "start",
+        lambda **options: directories.append(start(**options)) or directories[0],
+    )
     monkeypatch.setattr(module, name, broken)
-    children, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(error, match=message), module.launch(recipe_of(moe_dir, data_dir), run) as processes:
+    children, handler = (
+        set(psutil.Process().children(recursive=True)),
+        signal.getsignal(signal.SIGTERM),
+    )
+    with (
+        pytest.raises(error, match=message),
+        module.launch(recipe_of(moe_dir, data_dir), run) as processes,
+    ):
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
         processes.wait_until_ready()
     assert len(directories) == 1 and not directories[0].exists()
     assert set(psutil.Process().children(recursive=True)) <= children
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert [path.name for path in (run.path / "logs").iterdir() if not path.name.endswith(".log")] == []
+    assert [
+        path.name for path in (run.path / "logs").iterdir() if not path.name.endswith(".log")
+    ] == []

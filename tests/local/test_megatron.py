@@ -1,4 +1,6 @@
-"""The Megatron model of each family in each kind of layout, against transformers and against one rank."""
+"""The Megatron model of each family in each kind of layout, against transformers and against one
+rank.
+"""
 
 import json
 import shutil
@@ -26,7 +28,8 @@ from .conftest import FAMILIES, make_model, recipe_of, run_ranks
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
 ONE = "one rank"
-LAYOUTS = {  # name: (ranks, TP, PP, EP, sequence parallel, layers computed again for their gradient)
+# name: (ranks, TP, PP, EP, sequence parallel, layers computed again for their gradient)
+LAYOUTS = {
     ONE: (1, 1, 1, 1, False, 0),
     "DP 2": (2, 1, 1, 1, False, 1),
     "EP 2": (2, 1, 1, 2, False, 0),
@@ -39,13 +42,22 @@ LAYOUTS = {  # name: (ranks, TP, PP, EP, sequence parallel, layers computed agai
     "TP 2, DP 2": (4, 2, 1, 1, False, 0),
     "TP 2, PP 2, DP 2": (8, 2, 2, 1, False, 2),
 }
-CASES = [(layout, family) for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.items() for family in FAMILIES
-         if (family in MOE) or (ep == 1)
-         if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)]  # experts with TP make it so anyway
+CASES = [
+    (layout, family)
+    for layout, (_, tp, _, ep, sequence, _) in LAYOUTS.items()
+    for family in FAMILIES
+    if (family in MOE) or (ep == 1)
+    if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)
+]  # experts with TP make it so anyway
 # `make test-full`; the others hold what they hold
 IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2", "TP 2, DP 2", "TP 2, PP 2, DP 2")
-PARAMETERS = [pytest.param(*case, marks=[pytest.mark.full] if case[0] in IN_FULL else []) for case in CASES]
-RECOMPUTE = {"megatron_training__recompute_granularity": "full", "megatron_training__recompute_method": "block"}
+PARAMETERS = [
+    pytest.param(*case, marks=[pytest.mark.full] if case[0] in IN_FULL else []) for case in CASES
+]
+RECOMPUTE = {
+    "megatron_training__recompute_granularity": "full",
+    "megatron_training__recompute_method": "block",
+}
 STEPS, SAVED = 5, 3  # iterations, and the one after which a checkpoint is made
 
 
@@ -53,24 +65,46 @@ def random_batch(count=8, vocab=96):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, rng.integers(3, 9)).tolist() for _ in range(count)]
     answers = [rng.integers(0, vocab, rng.integers(2, 12)).tolist() for _ in range(count)]
-    return build_batch(prompts, answers, [(-2 - rng.random(len(a))).tolist() for a in answers], rng.normal(size=count))
+    return build_batch(
+        prompts,
+        answers,
+        [(-2 - rng.random(len(a))).tolist() for a in answers],
+        rng.normal(size=count),
+    )
 
 
 def exported(trainer):
-    """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones on the first rank of
-    a tensor parallel group."""
-    parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in trainer.model.named_parameters()}
-    whole = {name: trainer._whole(parameters[name].detach(), mapping.shared)
-             for name, mapping in trainer.table.items()}
-    return {hf: part.clone() for name, value in whole.items() if value is not None
-            for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))}
+    """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones
+    on the first rank of a tensor parallel group.
+    """
+    parameters = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in trainer.model.named_parameters()
+    }
+    whole = {
+        name: trainer._whole(parameters[name].detach(), mapping.shared)
+        for name, mapping in trainer.table.items()
+    }
+    return {
+        hf: part.clone()
+        for name, value in whole.items()
+        if value is not None
+        for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))
+    }
 
 
 def train_step(trainer, shard, squares):
-    """One iteration; the squared norm of the adapters that this rank answers for is put behind `squares`."""
+    """One iteration; the squared norm of the adapters that this rank answers for is put behind
+    `squares`.
+    """
     metrics = trainer.train([shard])
-    squares.append(sum(float(np.square(part.astype(np.float64)).sum())
-                       for _, *pair in trainer.adapter_factors().values() for part in pair))
+    squares.append(
+        sum(
+            float(np.square(part.astype(np.float64)).sum())
+            for _, *pair in trainer.adapter_factors().values()
+            for part in pair
+        )
+    )
     return metrics
 
 
@@ -88,8 +122,9 @@ class BatchedProducts(TorchDispatchMode):
 
 
 def train_rank(rank, configs, folder):
-    """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of its own, family by
-    family."""
+    """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of
+    its own, family by family.
+    """
     from megatron.core import parallel_state
 
     from mindspeed_qerl.local.rank import TrainRank
@@ -101,8 +136,13 @@ def train_rank(rank, configs, folder):
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
         rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
         shard = batch.rows(rows)
-        result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "report": trainer.describe()[0],
-                  "logprobs": trainer.logprobs(shard), "exported": exported(trainer), "adapter_squares": []}
+        result = {
+            "rows": rows if parallel_state.is_pipeline_last_stage() else [],
+            "report": trainer.describe()[0],
+            "logprobs": trainer.logprobs(shard),
+            "exported": exported(trainer),
+            "adapter_squares": [],
+        }
         trainer.save(f"{folder}/{family}_untrained")
         # B away from zero, so that A has a gradient as well; the same in each layout
         for name, layer in lora_layers(trainer.model):
@@ -110,21 +150,38 @@ def train_rank(rank, configs, folder):
             generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
-            layer.lora_B.data.copy_(mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b)
+            layer.lora_B.data.copy_(
+                mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b
+            )
         with BatchedProducts() as products:
             result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
         result["batched_products"] = products.shapes
-        whole = {mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
-                 for mapping, layer in trainer._owned()}
-        result["gradients"] = {(*hf, part): gradient.clone() for hf, pair in whole.items() if pair
-                               for part, gradient in zip("AB", pair)}
-        result["metrics"] += [train_step(trainer, shard, result["adapter_squares"]) for _ in range(SAVED - 1)]
+        whole = {
+            mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
+            for mapping, layer in trainer._owned()
+        }
+        result["gradients"] = {
+            (*hf, part): gradient.clone()
+            for hf, pair in whole.items()
+            if pair
+            for part, gradient in zip("AB", pair)
+        }
+        result["metrics"] += [
+            train_step(trainer, shard, result["adapter_squares"]) for _ in range(SAVED - 1)
+        ]
         trainer.save(f"{folder}/{family}_saved")
         result["saved_logprobs"] = trainer.logprobs(shard)
-        result["metrics"] += [train_step(trainer, shard, result["adapter_squares"]) for _ in range(STEPS - SAVED)]
-        result["adapters"] = {name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)}
-        result["merged"] = {name: weight for part in range(len(trainer.parts))
-                            for name, weight in trainer.merged_weights(part).items()}
+        result["metrics"] += [
+            train_step(trainer, shard, result["adapter_squares"]) for _ in range(STEPS - SAVED)
+        ]
+        result["adapters"] = {
+            name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)
+        }
+        result["merged"] = {
+            name: weight
+            for part in range(len(trainer.parts))
+            for name, weight in trainer.merged_weights(part).items()
+        }
         result["factors"] = trainer.adapter_factors()
         result["trained_logprobs"] = trainer.logprobs(shard)
         result["reference_logprobs"] = trainer.logprobs(shard, reference=True)
@@ -142,24 +199,39 @@ def resume_rank(rank, config, saved, folder):
     batch = random_batch()
     shard = batch.rows(deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)])
     trainer.restore(saved, SAVED, SAVED)
-    torch.save({"metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)],
-                "factors": trainer.adapter_factors()},
-               f"{folder}/{rank}.pt")
+    torch.save(
+        {
+            "metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)],
+            "factors": trainer.adapter_factors(),
+        },
+        f"{folder}/{rank}.pt",
+    )
 
 
 def layout_config(layout, model_dir, data_dir):
     ranks, tp, pp, ep, sequence, recompute = LAYOUTS[layout]
     again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
     return recipe_of(
-        model_dir, data_dir, **again, rl_config__actor_resource__num_npus=ranks, rl_config__init_kl_coef=0.1,
-        megatron_training__sequence_parallel=sequence, actor_config__tensor_model_parallel_size=tp,
-        actor_config__pipeline_model_parallel_size=pp, actor_config__expert_model_parallel_size=ep,
-        actor_config__micro_batch_size=2, actor_config__lr=1e-3, actor_config__clip_grad=0.05)
+        model_dir,
+        data_dir,
+        **again,
+        rl_config__actor_resource__num_npus=ranks,
+        rl_config__init_kl_coef=0.1,
+        megatron_training__sequence_parallel=sequence,
+        actor_config__tensor_model_parallel_size=tp,
+        actor_config__pipeline_model_parallel_size=pp,
+        actor_config__expert_model_parallel_size=ep,
+        actor_config__micro_batch_size=2,
+        actor_config__lr=1e-3,
+        actor_config__clip_grad=0.05,
+    )
 
 
 @pytest.fixture(scope="module")
 def results(model_dirs, data_dir, tmp_path_factory):
-    """{(layout, family): [result of each rank]} of the same work in each layout, made when first asked for."""
+    """{(layout, family): [result of each rank]} of the same work in each layout, made when first
+    asked for.
+    """
     made = {}
 
     def of(layout, family):
@@ -169,10 +241,13 @@ def results(model_dirs, data_dir, tmp_path_factory):
             configs = {f: layout_config(layout, model_dirs[f], data_dir) for f in families}
             run_ranks(train_rank, ranks, configs, str(folder))
             for f in families:
-                made[layout, f] = [torch.load(folder / f"{f}{rank}.pt", weights_only=False)
-                                   | {"saved": folder / f"{f}_saved"}
-                                   for rank in range(ranks)]
+                made[layout, f] = [
+                    torch.load(folder / f"{f}{rank}.pt", weights_only=False)
+                    | {"saved": folder / f"{f}_saved"}
+                    for rank in range(ranks)
+                ]
         return made[layout, family]
+
     return of
 
 
@@ -201,13 +276,17 @@ def assembled(ranks, key, batch):
 @pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_logprobs_are_those_of_transformers(results, model_dirs, layout, family):
     batch = random_batch()
-    difference = assembled(results(layout, family), "logprobs", batch) - transformers_logprobs(model_dirs[family],
-                           batch) * batch.mask
+    difference = (
+        assembled(results(layout, family), "logprobs", batch)
+        - transformers_logprobs(model_dirs[family], batch) * batch.mask
+    )
     assert np.abs(difference).max() < 1e-5
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
-def test_from_hugging_face_to_megatron_and_back_is_bit_identical(results, model_dirs, layout, family):
+def test_from_hugging_face_to_megatron_and_back_is_bit_identical(
+    results, model_dirs, layout, family
+):
     from safetensors.torch import load_file
 
     base, seen = load_file(model_dirs[family] / "model.safetensors"), set()
@@ -219,11 +298,17 @@ def test_from_hugging_face_to_megatron_and_back_is_bit_identical(results, model_
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
-def test_merged_weights_give_transformers_the_trained_policy(results, model_dirs, tmp_path, layout, family):
+def test_merged_weights_give_transformers_the_trained_policy(
+    results, model_dirs, tmp_path, layout, family
+):
     from safetensors.torch import load_file, save_file
 
     ranks, model_dir = results(layout, family), model_dirs[family]
-    merged = {name: torch.from_numpy(array) for result in ranks for name, array in result["merged"].items()}
+    merged = {
+        name: torch.from_numpy(array)
+        for result in ranks
+        for name, array in result["merged"].items()
+    }
     base = load_file(model_dir / "model.safetensors")
     # every attention, MLP and expert weight, each once
     assert {name for name in base if name.endswith("_proj.weight")} == set(merged)
@@ -243,13 +328,21 @@ def test_reference_logprobs_are_the_base_models_after_training(results, layout, 
         np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
 
 
-@pytest.mark.parametrize("layout, family", [("EP 2", "qwen3_moe"), ("TP 2, sequence parallel", "qwen3"),
-                                            ("TP 2, PP 2, EP 2", "qwen2_moe")])
+@pytest.mark.parametrize(
+    "layout, family",
+    [
+        ("EP 2", "qwen3_moe"),
+        ("TP 2, sequence parallel", "qwen3"),
+        ("TP 2, PP 2, EP 2", "qwen2_moe"),
+    ],
+)
 def test_merged_weight_is_base_plus_scaled_product(results, model_dirs, layout, family):
     checkpoint, seen = Checkpoint(model_dirs[family]), 0
     for result in results(layout, family):
         for name, (_, b, a) in result["factors"].items():
-            expected = checkpoint.read(name).double().numpy() + b.astype(np.float64) @ a.astype(np.float64)
+            expected = checkpoint.read(name).double().numpy() + b.astype(np.float64) @ a.astype(
+                np.float64
+            )
             np.testing.assert_allclose(result["merged"][name], expected, atol=1e-6)
             seen += 1
     assert seen == sum(name.endswith("_proj.weight") for name in checkpoint.files)
@@ -258,7 +351,9 @@ def test_merged_weight_is_base_plus_scaled_product(results, model_dirs, layout, 
 @pytest.mark.parametrize("layout, family", [case for case in PARAMETERS if case.values[0] != ONE])
 def test_ranks_train_like_one(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
-    gradients = {name: gradient for result in ranks for name, gradient in result["gradients"].items()}
+    gradients = {
+        name: gradient for result in ranks for name, gradient in result["gradients"].items()
+    }
     assert set(gradients) == set(one["gradients"])
     for name, gradient in one["gradients"].items():
         # 0 for an expert that no token chose
@@ -266,20 +361,38 @@ def test_ranks_train_like_one(results, layout, family):
     for step in range(STEPS):
         for result in ranks:
             assert result["metrics"][step]["selection/trained_tokens"] == random_batch().mask.sum()
-            for key in ("loss/policy", "loss/kl", "loss/total", "grad_norm", "mismatch/k3",
-                        "mismatch/max_abs_prob_diff"):
+            for key in (
+                "loss/policy",
+                "loss/kl",
+                "loss/total",
+                "grad_norm",
+                "mismatch/k3",
+                "mismatch/max_abs_prob_diff",
+            ):
                 assert result["metrics"][step][key] == pytest.approx(
-                    one["metrics"][step][key], rel=1e-4, abs=1e-4), key
-    norms, expected = (np.sqrt(np.sum([result["adapter_squares"] for result in of], axis=0)) for of in (ranks, (one,)))
+                    one["metrics"][step][key], rel=1e-4, abs=1e-4
+                ), key
+    norms, expected = (
+        np.sqrt(np.sum([result["adapter_squares"] for result in of], axis=0))
+        for of in (ranks, (one,))
+    )
     np.testing.assert_allclose(norms, expected, rtol=1e-4)
     assert one["metrics"][0]["grad_norm"] > 0.05  # so clipping was at work
     assert one["metrics"][-1]["loss/kl"] > 0
 
 
-@pytest.mark.parametrize("before, after, family", [
-    ("EP 2", "EP 2", "qwen3_moe"), (ONE, "TP 2, EP 2", "qwen2_moe"), ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"),
-    ("TP 2, sequence parallel", "PP 2", "qwen2")])
-def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data_dir, tmp_path, before, after, family):
+@pytest.mark.parametrize(
+    "before, after, family",
+    [
+        ("EP 2", "EP 2", "qwen3_moe"),
+        (ONE, "TP 2, EP 2", "qwen2_moe"),
+        ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"),
+        ("TP 2, sequence parallel", "PP 2", "qwen2"),
+    ],
+)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(
+    results, model_dirs, data_dir, tmp_path, before, after, family
+):
     unbroken, ranks = results(before, family), LAYOUTS[after][0]
     config = layout_config(after, model_dirs[family], data_dir)
     run_ranks(resume_rank, ranks, config, str(unbroken[0]["saved"]), str(tmp_path))
@@ -287,34 +400,56 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(results, model_dirs, data
     keys = ("loss/policy", "loss/kl", "loss/total", "grad_norm", "lr", "mismatch/k3")
     exactly = 0 if before == after else 1e-4
     for one, other in zip(unbroken[0]["metrics"][SAVED:], resumed[0]["metrics"], strict=True):
-        assert [other[key] for key in keys] == pytest.approx([one[key] for key in keys], rel=exactly, abs=exactly)
-    factors, expected = ({name: (b, a) for result in of for name, (_, b, a) in result["factors"].items()}
-                         for of in (resumed, unbroken))
+        assert [other[key] for key in keys] == pytest.approx(
+            [one[key] for key in keys], rel=exactly, abs=exactly
+        )
+    factors, expected = (
+        {name: (b, a) for result in of for name, (_, b, a) in result["factors"].items()}
+        for of in (resumed, unbroken)
+    )
     assert factors.keys() == expected.keys()
     for name, pair in factors.items():
         for found, wanted in zip(pair, expected[name]):
             np.testing.assert_allclose(found, wanted, rtol=exactly, atol=exactly)
 
 
-@pytest.mark.parametrize("layout, family", [("TP 2, PP 2, EP 2", "qwen3_moe"), ("EP 2", "qwen2_moe"),
-                                            ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")])
-def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, data_dir, tmp_path, layout, family):
-    """PEFT on transformers, the merged model in transformers, and Megatron's ranks give the same logprobs."""
+@pytest.mark.parametrize(
+    "layout, family",
+    [
+        ("TP 2, PP 2, EP 2", "qwen3_moe"),
+        ("EP 2", "qwen2_moe"),
+        ("TP 2, sequence parallel", "qwen3"),
+        ("PP 2", "qwen2"),
+    ],
+)
+def test_exports_of_a_checkpoint_are_the_trained_policy(
+    results, model_dirs, data_dir, tmp_path, layout, family
+):
+    """PEFT on transformers, the merged model in transformers, and Megatron's ranks give the same
+    logprobs.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     ranks, base, batch = results(layout, family), model_dirs[family], random_batch()
     config = layout_config(layout, base, data_dir)
     describe = checkpoint.describe(read_shape(base), config.lora)
-    checkpoint.save(tmp_path / "checkpoints", SAVED, describe,
-                    lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True), 1)
+    checkpoint.save(
+        tmp_path / "checkpoints",
+        SAVED,
+        describe,
+        lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True),
+        1,
+    )
     adapters = checkpoint.load_adapters(tmp_path / "checkpoints")
     save_peft(adapters, base, tmp_path / "adapter")
     save_merged(adapters, base, tmp_path / "merged")
-    merged = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32),
-                                   batch)
-    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-                                          tmp_path / "adapter")
+    merged = transformers_logprobs(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32), batch
+    )
+    with_peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
+    )
     megatron = assembled(ranks, "saved_logprobs", batch)
     assert np.abs(merged * batch.mask - megatron).max() < 1e-5
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
@@ -323,40 +458,67 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(results, model_dirs, dat
 
 
 def test_a_checkpoint_before_the_first_update(results):
-    """As of iterations in which no answer told anything: AdamW has no moments yet, and they are as good as zero."""
+    """As of iterations in which no answer told anything: AdamW has no moments yet, and they are as
+    good as zero.
+    """
     from safetensors.torch import load_file
 
-    folder = Path(results("TP 2, PP 2, EP 2", "qwen3_moe")[0]["saved"]).with_name("qwen3_moe_untrained")
-    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    folder = Path(results("TP 2, PP 2, EP 2", "qwen3_moe")[0]["saved"]).with_name(
+        "qwen3_moe_untrained"
+    )
+    tensors = {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     moments = {name: tensor for name, tensor in tensors.items() if "exp_avg" in name}
-    assert len(moments) == 2 / 3 * len(tensors) > 10 and not any(tensor.any() for tensor in moments.values())
+    assert len(moments) == 2 / 3 * len(tensors) > 10 and not any(
+        tensor.any() for tensor in moments.values()
+    )
     assert all(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_A"))
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_the_output_weight_is_not_copied_for_each_position(results, layout, family):
-    """A gradient of the logits that is not in memory order makes torch's matmul a product by position."""
+    """A gradient of the logits that is not in memory order makes torch's matmul a product by
+    position.
+    """
     assert not [shape for result in results(layout, family) for shape in result["batched_products"]]
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_every_adapter_learned_and_is_counted_once(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
-    mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(family, 2)  # each expert, shared ones too, in each of two layers
-    for key, counted in (("modules", {"linear_qkv": 2, "linear_proj": 2, "linear_fc1": mlps, "linear_fc2": mlps}),
-                         ("parameters", {target: entry["parameters"] for target, entry in one["report"].items()})):
-        assert {target: sum(result["report"][target][key] for result in ranks) for target in counted} == counted
+    mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(
+        family, 2
+    )  # each expert, shared ones too, in each of two layers
+    for key, counted in (
+        ("modules", {"linear_qkv": 2, "linear_proj": 2, "linear_fc1": mlps, "linear_fc2": mlps}),
+        ("parameters", {target: entry["parameters"] for target, entry in one["report"].items()}),
+    ):
+        assert {
+            target: sum(result["report"][target][key] for result in ranks) for target in counted
+        } == counted
     assert all(norm > 0 for result in ranks for norm in result["adapters"].values())
 
 
 def test_qkv_is_interleaved_by_group_as_megatron_reads_it():
-    """SelfAttention.get_query_key_value_tensors views the output as [groups, (heads/groups + 2) * d]
-    (attention.py)."""
+    """SelfAttention.get_query_key_value_tensors views the output as [groups, (heads/groups + 2) *
+    d] (attention.py).
+    """
     heads, groups, d, hidden = 4, 2, 3, 5
-    q, k, v = (torch.arange(n * d * hidden).reshape(n * d, hidden) + 1000 * i
-               for i, n in enumerate((heads, groups, groups)))
-    expected = torch.cat([torch.cat([q[2 * g * d:2 * (g + 1) * d], k[g * d:(g + 1) * d], v[g * d:(g + 1) * d]])
-                          for g in range(groups)])
+    q, k, v = (
+        torch.arange(n * d * hidden).reshape(n * d, hidden) + 1000 * i
+        for i, n in enumerate((heads, groups, groups))
+    )
+    expected = torch.cat(
+        [
+            torch.cat(
+                [q[2 * g * d : 2 * (g + 1) * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]]
+            )
+            for g in range(groups)
+        ]
+    )
     merged = merge_qkv([q, k, v], groups)
     assert torch.equal(merged, expected)
     for part, back in zip((q, k, v), split_qkv(merged, groups, d)):
@@ -364,14 +526,18 @@ def test_qkv_is_interleaved_by_group_as_megatron_reads_it():
 
 
 def test_tensor_parallel_parts_are_those_megatron_reads():
-    """A gated fc1 holds on each rank its part of gate, then its part of up (mlp.py: torch.chunk(x, 2, dim=-1))."""
+    """A gated fc1 holds on each rank its part of gate, then its part of up (mlp.py: torch.chunk(x,
+    2, dim=-1)).
+    """
     weight = torch.arange(24).reshape(8, 3)
     gate, up = weight[:4], weight[4:]
     assert torch.equal(GATED.shard(weight, 1, 2), torch.cat([gate[2:], up[2:]]))
     assert torch.equal(COLUMN.shard(weight, 1, 4), weight[2:4])
     assert torch.equal(ROW.shard(weight.T, 0, 2), weight[:4].T)
     for shared, whole, size in ((GATED, weight, 4), (COLUMN, weight, 2), (ROW, weight.T, 4)):
-        assert torch.equal(shared.join([shared.shard(whole, rank, size) for rank in range(size)]), whole)
+        assert torch.equal(
+            shared.join([shared.shard(whole, rank, size) for rank in range(size)]), whole
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -380,12 +546,18 @@ def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
     stages = stage_layers(shape, Layout(world=2, pp=2))
     assert stages == [range(1), range(1, 2)]
     parts = [range(4), range(4, 8)] if shape.moe else [range(0)]
-    tables = [mappings(shape, layers, experts, stage == 0, stage == 1)
-              for stage, layers in enumerate(stages) for experts in parts]
+    tables = [
+        mappings(shape, layers, experts, stage == 0, stage == 1)
+        for stage, layers in enumerate(stages)
+        for experts in parts
+    ]
     names = {name for table in tables for mapping in table for name in mapping.hf}
     assert names == set(Checkpoint(model_dirs[family]).files)
-    once = [name for mapping in mappings(shape, range(2), range(shape.num_experts))
-            for name in mapping.hf]
+    once = [
+        name
+        for mapping in mappings(shape, range(2), range(shape.num_experts))
+        for name in mapping.hf
+    ]
     assert sorted(once) == sorted(names)
 
 
@@ -400,11 +572,18 @@ def load_rank(rank, config, folder):
 
 def test_uneven_pipeline_stages(data_dir, tmp_path):
     model_dir = make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=3)
-    config = recipe_of(model_dir, data_dir, rl_config__actor_resource__num_npus=2,
-                       actor_config__pipeline_model_parallel_size=2,
-                              actor_config__expert_model_parallel_size=1, megatron_training__num_layer_list="1,2")
+    config = recipe_of(
+        model_dir,
+        data_dir,
+        rl_config__actor_resource__num_npus=2,
+        actor_config__pipeline_model_parallel_size=2,
+        actor_config__expert_model_parallel_size=1,
+        megatron_training__num_layer_list="1,2",
+    )
     run_ranks(load_rank, 2, config, str(tmp_path))
-    (first, _), (second, logprobs) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    (first, _), (second, logprobs) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)
+    )
     batch = random_batch()
     assert (first, second) == (1, 2)
     assert np.abs((logprobs - transformers_logprobs(model_dir, batch)) * batch.mask).max() < 1e-5
@@ -413,8 +592,11 @@ def test_uneven_pipeline_stages(data_dir, tmp_path):
 def change_tensors(directory, change):
     from safetensors.torch import load_file, save_file
 
-    save_file(change(load_file(directory / "model.safetensors")), directory / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        change(load_file(directory / "model.safetensors")),
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def change_config(directory, **values):
@@ -425,40 +607,88 @@ def change_config(directory, **values):
     file.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("family, tensors, config, message", [
-    ("qwen3_moe", lambda w: {k: v for k, v in w.items() if "experts.3.up_proj" not in k}, {},
-     r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which config\.json calls for \(2 are"),
-    ("qwen3", None, {"num_hidden_layers": 1},
-     r"has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not call for"),
-    ("qwen3", None, {"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2\.input_layernorm\.weight'"),
-    ("qwen2", lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] + 1}, {},
-     r"tie_word_embeddings = true, but lm_head\.weight differs from model\.embed_tokens\.weight"),
-    ("qwen3", lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"}, {},
-     r"no tensor 'lm_head\.weight'.*or set tie_word_embeddings"),
-    ("qwen3", lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()}, {},
-     r"model\.layers\.0\.self_attn\.o_proj\.weight is bfloat16 and config\.json says float32"),
-    ("qwen3", lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()}, {},
-     r"model\.layers\.0\.self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16"),
-    ("qwen3",
-     lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0 ** -(torch.arange(0, 32, 2) / 32)}, {},
-     r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32 in config\.json give"),
-])
-def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(tmp_path, family, tensors, config, message):
+@pytest.mark.parametrize(
+    "family, tensors, config, message",
+    [
+        (
+            "qwen3_moe",
+            lambda w: {k: v for k, v in w.items() if "experts.3.up_proj" not in k},
+            {},
+            r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which config\.json calls for \(2 are",
+        ),
+        (
+            "qwen3",
+            None,
+            {"num_hidden_layers": 1},
+            r"has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not call for",
+        ),
+        (
+            "qwen3",
+            None,
+            {"num_hidden_layers": 3},
+            r"no tensor 'model\.layers\.2\.input_layernorm\.weight'",
+        ),
+        (
+            "qwen2",
+            lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] + 1},
+            {},
+            r"tie_word_embeddings = true, but lm_head\.weight differs from model\.embed_tokens\.weight",
+        ),
+        (
+            "qwen3",
+            lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"},
+            {},
+            r"no tensor 'lm_head\.weight'.*or set tie_word_embeddings",
+        ),
+        (
+            "qwen3",
+            lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()},
+            {},
+            r"model\.layers\.0\.self_attn\.o_proj\.weight is bfloat16 and config\.json says float32",
+        ),
+        (
+            "qwen3",
+            lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()},
+            {},
+            r"model\.layers\.0\.self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16",
+        ),
+        (
+            "qwen3",
+            lambda w: (
+                w
+                | {
+                    "model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0
+                    ** -(torch.arange(0, 32, 2) / 32)
+                }
+            ),
+            {},
+            r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32 in config\.json give",
+        ),
+    ],
+)
+def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
+    tmp_path, family, tensors, config, message
+):
     directory = make_model(family, tmp_path / "model")
     if tensors:
         change_tensors(directory, tensors)
     change_config(directory, **config)
     shape, names = read_shape(directory), Checkpoint(directory).files
     with pytest.raises(ConfigError, match=message):
-        check_tensors(Checkpoint(directory), shape, [name for name in names if "inv_freq" not in name
-                                                     and name != "lm_head.weight"])
+        check_tensors(
+            Checkpoint(directory),
+            shape,
+            [name for name in names if "inv_freq" not in name and name != "lm_head.weight"],
+        )
 
 
 def test_norms_and_routers_may_be_wider_than_the_other_weights(tmp_path):
     directory = make_model("qwen3_moe", tmp_path / "model")
     wide = ("norm", "mlp.gate.weight", "lm_head")
-    change_tensors(directory, lambda w: {k: v if any(part in k for part in wide) else v.bfloat16()
-                                         for k, v in w.items()})
+    change_tensors(
+        directory,
+        lambda w: {k: v if any(part in k for part in wide) else v.bfloat16() for k, v in w.items()},
+    )
     change_config(directory, dtype="bfloat16")
     checkpoint = Checkpoint(directory)
     check_tensors(checkpoint, read_shape(directory), checkpoint.files)
@@ -470,18 +700,35 @@ def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
         check_tensors(checkpoint, read_shape(model_dirs[family]), checkpoint.files)
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"dtype": "bfloat16"}, r"ConfigError: .*model\.embed_tokens\.weight is float32 and config\.json says bfloat16"),
-    ({"num_hidden_layers": 1},
-     r"ConfigError: .* has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not"),
-    ({"intermediate_size": 96}, (r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's "
-                                r"config\.json calls for \(192, 64\)")),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (
+            {"dtype": "bfloat16"},
+            r"ConfigError: .*model\.embed_tokens\.weight is float32 and config\.json says bfloat16",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            r"ConfigError: .* has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not",
+        ),
+        (
+            {"intermediate_size": 96},
+            (
+                r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's "
+                r"config\.json calls for \(192, 64\)"
+            ),
+        ),
+    ],
+)
 def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
     directory = make_model("qwen3", tmp_path / "model")
     change_config(directory, **config)
-    asked = recipe_of(directory, data_dir, rl_config__actor_resource__num_npus=1,
-                      actor_config__expert_model_parallel_size=1)
+    asked = recipe_of(
+        directory,
+        data_dir,
+        rl_config__actor_resource__num_npus=1,
+        actor_config__expert_model_parallel_size=1,
+    )
     with pytest.raises(mp.ProcessRaisedException, match=message):
         run_ranks(load_rank, 1, asked, str(tmp_path))
 

@@ -1,4 +1,6 @@
-"""Quantised rollouts in vLLM against transformers, whose layers are handed the rounded weights and activations."""
+"""Quantised rollouts in vLLM against transformers, whose layers are handed the rounded weights and
+activations.
+"""
 
 import math
 import os
@@ -34,8 +36,13 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
 
 
-@pytest.fixture(scope="module", params=[family if family in ("qwen2", "qwen2_moe") else pytest.param(
-    family, marks=pytest.mark.full) for family in FAMILIES])
+@pytest.fixture(
+    scope="module",
+    params=[
+        family if family in ("qwen2", "qwen2_moe") else pytest.param(family, marks=pytest.mark.full)
+        for family in FAMILIES
+    ],
+)
 def model_dir(request, model_dirs):
     return model_dirs[request.param]
 
@@ -43,8 +50,15 @@ def model_dir(request, model_dirs):
 @pytest.fixture(scope="module")
 def engine(model_dir):
     os.environ["OMP_NUM_THREADS"] = "2"
-    return RolloutEngine(str(model_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
-                         aqn=dict(schedule=SCHEDULE, seed=3), quantization=Quantization("int8_w8a8"))
+    return RolloutEngine(
+        str(model_dir),
+        "float32",
+        max_model_len=64,
+        max_num_seqs=16,
+        kv_cache_gib=1,
+        aqn=dict(schedule=SCHEDULE, seed=3),
+        quantization=Quantization("int8_w8a8"),
+    )
 
 
 def requantize(engine, *settings, **more):
@@ -54,39 +68,53 @@ def requantize(engine, *settings, **more):
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = PackedLinear()
     checkpoint = Checkpoint(engine.model_dir)
-    names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
-             for parameter, weight in engine._kernel_weights().items()}
-    engine.quantized = QuantizedModel(engine.model, names, checkpoint, Quantization(*settings, **more))
+    names = {
+        parameter: [name for name, _ in engine._take_apart({parameter: weight})]
+        for parameter, weight in engine._kernel_weights().items()
+    }
+    engine.quantized = QuantizedModel(
+        engine.model, names, checkpoint, Quantization(*settings, **more)
+    )
     sync(engine, {name: checkpoint.read(name) for name in base})
 
 
 class Rounding(TorchFunctionMode):
-    """Linear layers, those of experts included, round what they are given; `adapters`, a model of the same kind, have
-    it as it is, and are added."""
+    """Linear layers, those of experts included, round what they are given; `adapters`, a model of
+    the same kind, have it as it is, and are added.
+    """
 
     def __init__(self, model, activation, adapters=None):
         super().__init__()
         self.activation = activation
         others = dict(adapters.named_parameters()) if adapters else {}
-        self.weights = [(parameter, others.get(name)) for name, parameter in model.named_parameters()
-                        if "_proj" in name and not name.endswith("bias")]
+        self.weights = [
+            (parameter, others.get(name))
+            for name, parameter in model.named_parameters()
+            if "_proj" in name and not name.endswith("bias")
+        ]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not torch.nn.functional.linear:
             return function(*args, **(kwargs or {}))
         x, weight, *bias = args
         for whole, adapters in self.weights:
-            first = (weight.data_ptr() - whole.data_ptr()) // 4  # one expert's is a part of the stacked
+            first = (
+                weight.data_ptr() - whole.data_ptr()
+            ) // 4  # one expert's is a part of the stacked
             if 0 <= first < whole.numel():
                 y = function(self.activation(x), weight, *bias)
                 if adapters is None:
                     return y
-                return y + function(x, adapters.view(-1)[first : first + weight.numel()].view(weight.shape))
+                return y + function(
+                    x, adapters.view(-1)[first : first + weight.numel()].view(weight.shape)
+                )
         return function(*args, **(kwargs or {}))
 
 
 def transformers_logprobs(model_dir, weights, activation=None, adapters=None):
-    """By `weights`; with layers that round what they are given, beside `adapters` that are given it as it is."""
+    """By `weights`; with layers that round what they are given, beside `adapters` that are given it
+    as it is.
+    """
     model = reference_model(model_dir, weights)
     model.set_experts_implementation("eager")
     if not activation:
@@ -109,8 +137,11 @@ def test_logprobs_are_transformers_with_the_rounded_weights(engine, model_dir, n
     requantize(engine, name)
     weights, of_format = changed_weights(model_dir), FORMATS[name]
     sync(engine, weights)
-    expected = transformers_logprobs(model_dir, {of: of_format.weight(weight) for of, weight in weights.items()},
-                                     of_format.activation)
+    expected = transformers_logprobs(
+        model_dir,
+        {of: of_format.weight(weight) for of, weight in weights.items()},
+        of_format.activation,
+    )
     found = np.array(engine.logprobs(sequences()))
     assert_same(found, expected, name)
     plain = transformers_logprobs(model_dir, weights)
@@ -130,7 +161,9 @@ def test_beside_leaves_the_adapters_as_they_are(engine, model_dir, name):
     if of_format.activation:
         expected = transformers_logprobs(model_dir, rounded, of_format.activation, adapters)
     else:
-        expected = transformers_logprobs(model_dir, {of: rounded[of] + adapters[of] for of in weights})
+        expected = transformers_logprobs(
+            model_dir, {of: rounded[of] + adapters[of] for of in weights}
+        )
     assert_same(engine.logprobs(sequences()), expected, name, atol=2e-5)
     plain = transformers_logprobs(model_dir, weights)
     assert np.abs(np.array(engine.logprobs(sequences(), quantized=False)) - plain).max() < 1e-5
@@ -164,9 +197,11 @@ def test_answers_carry_the_logprobs_of_the_quantised_policy_with_its_noise(engin
     groups, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
     assert report.sigma == SCHEDULE.sigma(STEP) > 0
     answers = [(prompt, answer) for prompt, group in zip(prompts, groups) for answer in group]
-    scored = engine.logprobs([prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP)
+    scored = engine.logprobs(
+        [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
+    )
     for (prompt, answer), logprobs in zip(answers, scored, strict=True):
-        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1:], atol=1e-5)
+        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1 :], atol=1e-5)
     as_synced, _ = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, quantized=False)
     quantized, engine.quantized = engine.quantized, None
     try:
@@ -180,13 +215,18 @@ def test_answers_carry_the_logprobs_of_the_quantised_policy_with_its_noise(engin
 def test_the_probe_tells_format_and_noise_apart(engine, model_dir):
     requantize(engine, "nvfp4")
     sync(engine, changed_weights(model_dir))
-    prompts, answers = [row[:8] for row in sequences()], [row[8 : 14 + i] for i, row in enumerate(sequences())]
+    prompts, answers = (
+        [row[:8] for row in sequences()],
+        [row[8 : 14 + i] for i, row in enumerate(sequences())],
+    )
     found = engine.probe(prompts, answers, STEP)
     together = [prompt + answer for prompt, answer in zip(prompts, answers)]
 
     def k3_and_size(**policy):
-        clean, other = ([np.array(row[7:]) for row in engine.logprobs(together, **given)]
-                        for given in ({"quantized": False}, policy))
+        clean, other = (
+            [np.array(row[7:]) for row in engine.logprobs(together, **given)]
+            for given in ({"quantized": False}, policy)
+        )
         ratio = np.exp(np.concatenate(clean) - np.concatenate(other))
         return np.mean(ratio - 1 - np.log(ratio)), ratio.sum() ** 2 / len(ratio) / (ratio**2).sum()
 
@@ -198,8 +238,13 @@ def test_the_probe_tells_format_and_noise_apart(engine, model_dir):
     noise = engine.injector.apply(STEP).measured_std
     engine.injector.remove()
     assert noise == pytest.approx(SCHEDULE.sigma(STEP), rel=0.2)
-    assert found["quantization/equivalent_sigma"] == pytest.approx(noise * math.sqrt(of_format[0] / of_noise[0]))
-    assert engine.probe(prompts, answers, None).keys() == {"quantization/k3", "quantization/effective_sample_size"}
+    assert found["quantization/equivalent_sigma"] == pytest.approx(
+        noise * math.sqrt(of_format[0] / of_noise[0])
+    )
+    assert engine.probe(prompts, answers, None).keys() == {
+        "quantization/k3",
+        "quantization/effective_sample_size",
+    }
     longest = engine.llm.llm_engine.model_config.max_model_len
     full = engine.probe([prompts[0]], [(answers[0] * longest)[: longest - 8]], None)
     assert full["quantization/k3"] > 0
@@ -210,8 +255,10 @@ def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):
         def read(self, name):
             return super().read(name).bfloat16()
 
-    names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
-             for parameter, weight in engine._kernel_weights().items()}
+    names = {
+        parameter: [name for name, _ in engine._take_apart({parameter: weight})]
+        for parameter, weight in engine._kernel_weights().items()
+    }
     weights = QuantizedModel(engine.model, names, Half(model_dir), Quantization("nvfp4")).weights
     for name, weight in changed_weights(model_dir).items():
         weights.receive(name, weight)
@@ -224,15 +271,26 @@ def test_ignored_weights_stay_as_they_are(engine, model_dir):
     requantize(engine, "nvfp4", ignore=("model.layers.0.*", "*.q_proj.weight"))
     weights = changed_weights(model_dir)
     sync(engine, weights)
-    expected = transformers_logprobs(model_dir, {
-        name: weight if ".layers.0." in name or "q_proj" in name else FORMATS["nvfp4"].weight(weight)
-        for name, weight in weights.items()})
+    expected = transformers_logprobs(
+        model_dir,
+        {
+            name: weight
+            if ".layers.0." in name or "q_proj" in name
+            else FORMATS["nvfp4"].weight(weight)
+            for name, weight in weights.items()
+        },
+    )
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
-    names = {parameter: [name for name, _ in engine._take_apart({parameter: weight})]
-             for parameter, weight in engine._kernel_weights().items()}
+    names = {
+        parameter: [name for name, _ in engine._take_apart({parameter: weight})]
+        for parameter, weight in engine._kernel_weights().items()
+    }
     for name, pattern, message in (
-            ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
-            ("nvfp4", "*", "names every linear weight"),
-            ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj")):
+        ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
+        ("nvfp4", "*", "names every linear weight"),
+        ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            QuantizedModel(engine.model, names, Checkpoint(model_dir), Quantization(name, ignore=(pattern,)))
+            QuantizedModel(
+                engine.model, names, Checkpoint(model_dir), Quantization(name, ignore=(pattern,))
+            )

@@ -1,4 +1,6 @@
-"""What vLLM really computes after a sync, with and without noise, against transformers on the same weights."""
+"""What vLLM really computes after a sync, with and without noise, against transformers on the same
+weights.
+"""
 
 import os
 import shutil
@@ -43,8 +45,14 @@ def model_dir(model_dirs, family):
 @pytest.fixture(scope="module")
 def engine(model_dir):
     os.environ["OMP_NUM_THREADS"] = "2"
-    return RolloutEngine(str(model_dir), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1,
-                         aqn=dict(schedule=SCHEDULE, seed=3))
+    return RolloutEngine(
+        str(model_dir),
+        "float32",
+        max_model_len=64,
+        max_num_seqs=16,
+        kv_cache_gib=1,
+        aqn=dict(schedule=SCHEDULE, seed=3),
+    )
 
 
 def reference_model(model_dir, weights=None):
@@ -53,17 +61,27 @@ def reference_model(model_dir, weights=None):
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        save_file({**load_file(model_dir / "model.safetensors"), **(weights or {})}, f"{folder}/model.safetensors",
-                  {"format": "pt"})
+        save_file(
+            {**load_file(model_dir / "model.safetensors"), **(weights or {})},
+            f"{folder}/model.safetensors",
+            {"format": "pt"},
+        )
         shutil.copy(model_dir / "config.json", folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("changed, words", [
-    ({"rope_theta": 2e6}, "rope_theta 1000000.0 in vLLM, 2000000.0 in training"),
-    ({"head_dim": 64}, "rotary width 32 in vLLM, 64"),
-    ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-06 in vLLM, 1e-05"), ({"model_type": None}, "architecture ")])
-def test_what_vllm_built_is_compared_with_what_ranks_build(engine, model_dir, family, changed, words):
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"rope_theta": 2e6}, "rope_theta 1000000.0 in vLLM, 2000000.0 in training"),
+        ({"head_dim": 64}, "rotary width 32 in vLLM, 64"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-06 in vLLM, 1e-05"),
+        ({"model_type": None}, "architecture "),
+    ],
+)
+def test_what_vllm_built_is_compared_with_what_ranks_build(
+    engine, model_dir, family, changed, words
+):
     shape = read_shape(model_dir)
     check_built(engine.model, shape)
     if "model_type" in changed:
@@ -79,14 +97,26 @@ def sequences():
 def reference_logprobs(model):
     tokens = torch.tensor(sequences())
     with torch.no_grad():
-        return model(tokens).logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
+        return (
+            model(tokens)
+            .logits[:, :-1]
+            .float()
+            .log_softmax(-1)
+            .gather(-1, tokens[:, 1:, None])
+            .squeeze(-1)
+            .numpy()
+        )
 
 
 def changed_weights(model_dir, seed=0):
     """Every attention and expert weight moved, as a sync after an update would."""
     generator, checkpoint = torch.Generator().manual_seed(seed), Checkpoint(model_dir)
-    return {name: checkpoint.read(name) + 0.05 * torch.randn(checkpoint.read(name).shape, generator=generator)
-            for name in checkpoint.files if name.endswith("_proj.weight")}
+    return {
+        name: checkpoint.read(name)
+        + 0.05 * torch.randn(checkpoint.read(name).shape, generator=generator)
+        for name in checkpoint.files
+        if name.endswith("_proj.weight")
+    }
 
 
 def sync(engine, weights):
@@ -94,8 +124,12 @@ def sync(engine, weights):
     names = sorted(arrays)
     engine.start_sync()
     # two parts, each from two ranks
-    engine.load({name: arrays[name] for name in names[::4]}, {name: arrays[name] for name in names[1::4]})
-    engine.load({name: arrays[name] for name in names[2::4]}, {name: arrays[name] for name in names[3::4]})
+    engine.load(
+        {name: arrays[name] for name in names[::4]}, {name: arrays[name] for name in names[1::4]}
+    )
+    engine.load(
+        {name: arrays[name] for name in names[2::4]}, {name: arrays[name] for name in names[3::4]}
+    )
     engine.finish_sync()
 
 
@@ -105,15 +139,25 @@ def test_logprobs_after_a_sync_are_transformers(engine, model_dir, seed):
     sync(engine, weights)
     expected = reference_logprobs(reference_model(model_dir, weights))
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
-    assert np.abs(expected - reference_logprobs(reference_model(model_dir))).max() > 0.05  # the sync was worth testing
+    assert (
+        np.abs(expected - reference_logprobs(reference_model(model_dir))).max() > 0.05
+    )  # the sync was worth testing
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("gate_proj", "up_proj"), ("o_proj",)])
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "down_proj"), ("gate_proj", "up_proj"), ("o_proj",)]
+)
 def test_a_sync_of_some_targets_leaves_the_others_as_they_are(engine, model_dir, targets):
     sync(engine, changed_weights(model_dir, 2))
-    some = {name: weight for name, weight in changed_weights(model_dir, 3).items() if name.split(".")[-2] in targets}
+    some = {
+        name: weight
+        for name, weight in changed_weights(model_dir, 3).items()
+        if name.split(".")[-2] in targets
+    }
     sync(engine, some)
-    expected = reference_logprobs(reference_model(model_dir, {**changed_weights(model_dir, 2), **some}))
+    expected = reference_logprobs(
+        reference_model(model_dir, {**changed_weights(model_dir, 2), **some})
+    )
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
 
 
@@ -127,34 +171,45 @@ def test_noisy_logprobs_are_those_of_transformers_with_the_same_noise(engine, mo
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     noisy = reference_logprobs(model)
     assert np.abs(np.array(engine.logprobs(sequences(), noise_step=STEP)) - noisy).max() < 1e-5
-    assert np.abs(np.array(engine.logprobs(sequences())) - clean).max() < 1e-5  # and it is gone again
+    assert (
+        np.abs(np.array(engine.logprobs(sequences())) - clean).max() < 1e-5
+    )  # and it is gone again
     assert np.abs(noisy - clean).max() > 0.01
 
 
 def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
-    """The logprobs returned with sampled tokens are those the noisy model gives when it is fed the same tokens."""
+    """The logprobs returned with sampled tokens are those the noisy model gives when it is fed the
+    same tokens.
+    """
     sync(engine, changed_weights(model_dir))
     prompts = [row[:8] for row in sequences()]
     completions, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
     assert report.sigma == SCHEDULE.sigma(STEP) > 0
     if "experts" in str(engine.model):
-        assert report.layers == 2 and all(name.endswith("post_attention_layernorm") for name in report.names)
+        assert report.layers == 2 and all(
+            name.endswith("post_attention_layernorm") for name in report.names
+        )
     else:
         assert report.layers == 5  # two a layer, and the final one
     answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
-    scored = engine.logprobs([prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP)
+    scored = engine.logprobs(
+        [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
+    )
     for (prompt, answer), logprobs in zip(answers, scored, strict=True):
-        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1:], atol=1e-5)
+        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1 :], atol=1e-5)
 
 
 def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(engine, model_dir):
-    """Those of transformers; an answer that was not cut off has its end token, one that was has all it may have."""
+    """Those of transformers; an answer that was not cut off has its end token, one that was has all
+    it may have.
+    """
     weights, prompts = changed_weights(model_dir), [row[:8] for row in sequences()]
     sync(engine, weights)
     completions, _ = engine.generate(prompts, 16, seed=4, sampling={**SAMPLING, "temperature": 2.0})
     answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + answer.token_ids) for prompt, answer in answers],
-                                             batch_first=True)  # what comes after an answer changes nothing in it
+    tokens = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(prompt + answer.token_ids) for prompt, answer in answers], batch_first=True
+    )  # what comes after an answer changes nothing in it
     with torch.no_grad():
         logprobs = (reference_model(model_dir, weights)(tokens).logits[:, 7:] / 2.0).log_softmax(-1)
     for (_, answer), of_answer in zip(answers, logprobs):
@@ -166,28 +221,46 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
 
 
 def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(engine, model_dir):
-    """Logprobs of answers are transformers', whatever the call before had cached of the same prompts: other weights,
-    or the same with noise. Tokens are counted where they enter the model."""
+    """Logprobs of answers are transformers', whatever the call before had cached of the same
+    prompts: other weights, or the same with noise. Tokens are counted where they enter the model.
+    """
     prompts, computed = np.random.default_rng(5).integers(3, 96, (3, 40)).tolist(), []
     sampling = dict(max_tokens=6, temperature=1.0, ignore_eos=True)
-    hook = engine.model.model.embed_tokens.register_forward_hook(lambda *call: computed.append(len(call[2])))
+    hook = engine.model.model.embed_tokens.register_forward_hook(
+        lambda *call: computed.append(len(call[2]))
+    )
     for seed, noise_step in ((6, STEP), (6, None), (7, None)):
         weights = changed_weights(model_dir, seed)
         sync(engine, weights)
         computed.clear()
-        completions, _ = engine.generate(prompts, 4, seed=1, sampling=sampling, noise_step=noise_step)
-        # 32 of a prompt's 40 tokens once, the rest and all but an answer's last token for each of its four answers
+        completions, _ = engine.generate(
+            prompts, 4, seed=1, sampling=sampling, noise_step=noise_step
+        )
+        # 32 of a prompt's 40 tokens once, the rest and all but an answer's last token for each of
+        # its four answers
         assert sum(computed) == 3 * (32 + 4 * (8 + 6 - 1))
         if noise_step is None:
-            tokens = torch.tensor([prompt + answer.token_ids for prompt, group in zip(prompts, completions)
-                                   for answer in group])
+            tokens = torch.tensor(
+                [
+                    prompt + answer.token_ids
+                    for prompt, group in zip(prompts, completions)
+                    for answer in group
+                ]
+            )
             with torch.no_grad():
-                logprobs = reference_model(model_dir, weights)(tokens).logits[:, 39:-1].log_softmax(-1)
-            np.testing.assert_allclose([answer.logprobs for group in completions for answer in group],
-                                       logprobs.gather(-1, tokens[:, 40:, None])[..., 0], atol=1e-5)
+                logprobs = (
+                    reference_model(model_dir, weights)(tokens).logits[:, 39:-1].log_softmax(-1)
+                )
+            np.testing.assert_allclose(
+                [answer.logprobs for group in completions for answer in group],
+                logprobs.gather(-1, tokens[:, 40:, None])[..., 0],
+                atol=1e-5,
+            )
     computed.clear()
     engine.generate(prompts, 4, seed=1, sampling=sampling, hardware_error=dict(kinds=["reordered"]))
-    assert sum(computed) == 3 * 4 * (40 + 6 - 1), "on other hardware each answer has errors of its own"
+    assert sum(computed) == 3 * 4 * (40 + 6 - 1), (
+        "on other hardware each answer has errors of its own"
+    )
     hook.remove()
 
 
@@ -213,14 +286,28 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
 
 def factors(model_dir, seed):
     """Random (alpha/r) B and A for every adapted tensor, and the weights they lead to."""
-    generator, checkpoint, result, weights = torch.Generator().manual_seed(seed), Checkpoint(model_dir), {}, {}
-    targets = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
-               "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+    generator, checkpoint, result, weights = (
+        torch.Generator().manual_seed(seed),
+        Checkpoint(model_dir),
+        {},
+        {},
+    )
+    targets = {
+        "q_proj": "linear_qkv",
+        "k_proj": "linear_qkv",
+        "v_proj": "linear_qkv",
+        "o_proj": "linear_proj",
+        "gate_proj": "linear_fc1",
+        "up_proj": "linear_fc1",
+        "down_proj": "linear_fc2",
+    }
     for name in checkpoint.files:
         if name.endswith("_proj.weight"):
             base = checkpoint.read(name)
-            b, a = (torch.randn(shape, generator=generator) * 0.1
-                    for shape in ((base.shape[0], 4), (4, base.shape[1])))
+            b, a = (
+                torch.randn(shape, generator=generator) * 0.1
+                for shape in ((base.shape[0], 4), (4, base.shape[1]))
+            )
             result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
             weights[name] = base + b @ a
     return result, weights
@@ -231,17 +318,29 @@ def test_movement_proves_each_target_to_rounding(engine, model_dir, family):
     sync(engine, weights)
     for target, entry in engine.movement(lora).items():
         assert entry["max_error"] <= 2 * entry["resolution"], target
-        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+        assert (
+            entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+        )
     mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(family, 2)
     assert {target: entry["tensors"] for target, entry in engine.movement(lora).items()} == {
-        "linear_qkv": 6, "linear_proj": 2, "linear_fc1": 2 * mlps, "linear_fc2": mlps}
+        "linear_qkv": 6,
+        "linear_proj": 2,
+        "linear_fc1": 2 * mlps,
+        "linear_fc2": mlps,
+    }
 
 
-@pytest.mark.parametrize("lost, target",
-                         [("layers.1.self_attn.k_proj", "linear_qkv"), ("layers.0.self_attn.o_proj", "linear_proj"),
-                          ("layers.0.mlp.up_proj", "linear_fc1"), ("layers.1.mlp.experts.7.down_proj", "linear_fc2"),
-                          ("layers.0.mlp.experts.5.up_proj", "linear_fc1"),
-                          ("layers.1.mlp.shared_expert.gate_proj", "linear_fc1")])
+@pytest.mark.parametrize(
+    "lost, target",
+    [
+        ("layers.1.self_attn.k_proj", "linear_qkv"),
+        ("layers.0.self_attn.o_proj", "linear_proj"),
+        ("layers.0.mlp.up_proj", "linear_fc1"),
+        ("layers.1.mlp.experts.7.down_proj", "linear_fc2"),
+        ("layers.0.mlp.experts.5.up_proj", "linear_fc1"),
+        ("layers.1.mlp.shared_expert.gate_proj", "linear_fc1"),
+    ],
+)
 def test_movement_shows_a_single_lost_tensor(engine, model_dir, lost, target):
     lora, weights = factors(model_dir, 1)
     name = f"model.{lost}.weight"
@@ -249,7 +348,9 @@ def test_movement_shows_a_single_lost_tensor(engine, model_dir, lost, target):
         pytest.skip("another family's")
     sync(engine, {**weights, name: Checkpoint(model_dir).read(name)})
     movement = engine.movement(lora)
-    assert {t for t, entry in movement.items() if entry["max_error"] > 2 * entry["resolution"]} == {target}
+    assert {t for t, entry in movement.items() if entry["max_error"] > 2 * entry["resolution"]} == {
+        target
+    }
     assert movement[target]["lost"] == pytest.approx(1, rel=1e-3)
     assert all(entry["lost"] < 1e-3 for t, entry in movement.items() if t != target)
 
@@ -263,32 +364,59 @@ def test_movement_is_of_what_the_kernels_compute_with(engine, model_dir, monkeyp
         broken.setattr(PackedLinear, "forget", lambda packed: None)
         sync(engine, weights)
         movement = engine.movement(lora)
-        assert [movement[target]["lost"] for target in ("linear_qkv", "linear_proj")] == pytest.approx([1, 1])
+        assert [
+            movement[target]["lost"] for target in ("linear_qkv", "linear_proj")
+        ] == pytest.approx([1, 1])
     sync(engine, {})
-    assert all(entry["max_error"] <= 2 * entry["resolution"] for entry in engine.movement(lora).values())
+    assert all(
+        entry["max_error"] <= 2 * entry["resolution"] for entry in engine.movement(lora).values()
+    )
 
 
 def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):
     lora, _ = factors(model_dir, 0)
     sync(engine, {name: Checkpoint(model_dir).read(name) for name in lora})
     zero = {name: (target, 0 * b, a) for name, (target, b, a) in lora.items()}
-    assert all(entry["max_error"] == 0 == entry["moved"] for entry in engine.movement(zero).values())
+    assert all(
+        entry["max_error"] == 0 == entry["moved"] for entry in engine.movement(zero).values()
+    )
 
 
 def tensor_parallel_rank(rank, model_dir, port, folder):
-    """One of two engines that share a model, after two syncs, the second of which misses a tensor on this rank."""
+    """One of two engines that share a model, after two syncs, the second of which misses a tensor
+    on this rank.
+    """
     torch.set_num_threads(1)
     routers = read_shape(model_dir).routers
-    engine = RolloutEngine(str(model_dir), "float32", 64, 16, 1, dict(schedule=SCHEDULE, seed=3),
-                           routers if routers.layers else None, Quantization("nvfp4", lora="beside"), tp_rank=rank,
-                           tp_size=2, port=port)
+    engine = RolloutEngine(
+        str(model_dir),
+        "float32",
+        64,
+        16,
+        1,
+        dict(schedule=SCHEDULE, seed=3),
+        routers if routers.layers else None,
+        Quantization("nvfp4", lora="beside"),
+        tp_rank=rank,
+        tp_size=2,
+        port=port,
+    )
     lora, weights = factors(model_dir, 0)
     sync(engine, weights)
-    result = {"movement": engine.movement(lora), "quantized": engine.logprobs(sequences()),
-              "logprobs": engine.logprobs(sequences(), quantized=False),
-              "noisy": engine.logprobs(sequences(), STEP, quantized=False),
-              "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP,
-                                         record_routes=bool(routers.layers))[0]}
+    result = {
+        "movement": engine.movement(lora),
+        "quantized": engine.logprobs(sequences()),
+        "logprobs": engine.logprobs(sequences(), quantized=False),
+        "noisy": engine.logprobs(sequences(), STEP, quantized=False),
+        "answers": engine.generate(
+            [row[:8] for row in sequences()],
+            2,
+            4,
+            SAMPLING,
+            STEP,
+            record_routes=bool(routers.layers),
+        )[0],
+    }
     lost = "model.layers.1.self_attn.o_proj.weight"
     sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost)} if rank else weights)
     torch.save({**result, "after_a_loss": engine.movement(lora)}, f"{folder}/{rank}.pt")
@@ -303,33 +431,45 @@ def shared_by_vllm():
 def test_two_tensor_parallel_engines_are_one_model(tp_family, tmp_path):
     from mindspeed_qerl.aqn.injector import NoiseInjector
 
-    model_dir = make_model(tp_family, tmp_path / "model",
-                           **({"moe_intermediate_size": 64} if "moe" in tp_family else {}))
+    model_dir = make_model(
+        tp_family,
+        tmp_path / "model",
+        **({"moe_intermediate_size": 64} if "moe" in tp_family else {}),
+    )
     shared = set(shared_by_vllm())
-    torch.multiprocessing.spawn(tensor_parallel_rank, (model_dir, free_port(), str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(
+        tensor_parallel_rank, (model_dir, free_port(), str(tmp_path)), nprocs=2
+    )
     assert set(shared_by_vllm()) <= shared
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     _, weights = factors(model_dir, 0)
     model = reference_model(model_dir, weights)
     assert np.abs(np.array(first["logprobs"]) - reference_logprobs(model)).max() < 1e-5
     base = {name: Checkpoint(model_dir).read(name) for name in weights}
-    rounded = {name: FORMATS["nvfp4"].weight(base[name]) + weights[name] - base[name] for name in weights}
+    rounded = {
+        name: FORMATS["nvfp4"].weight(base[name]) + weights[name] - base[name] for name in weights
+    }
     expected = reference_logprobs(reference_model(model_dir, rounded))
     assert np.abs(np.array(first["quantized"]) - expected).max() < 2e-5
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     assert np.abs(np.array(first["noisy"]) - reference_logprobs(model)).max() < 1e-5
     assert first["answers"] == second["answers"] and first["logprobs"] == second["logprobs"]
-    of_ranks = ([answer for group in rank["answers"] for answer in group] for rank in (first, second))
+    of_ranks = (
+        [answer for group in rank["answers"] for answer in group] for rank in (first, second)
+    )
     for ours, theirs in zip(*of_ranks):
         np.testing.assert_array_equal(ours.routes, theirs.routes)  # None of a dense model
         assert ours.routes is None or len(ours.routes) == 7 + len(ours.token_ids)
     for target, entry in join([first["movement"], second["movement"]]).items():
         assert entry["max_error"] <= 2 * entry["resolution"], target
-        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+        assert (
+            entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
+        )
         assert first["movement"][target]["expected"] < 0.9 * entry["expected"]  # each has a part
     after = join([first["after_a_loss"], second["after_a_loss"]])
-    assert {target for target, entry in after.items() if entry["max_error"] > 2 * entry["resolution"]} == {
-        "linear_proj"}
+    assert {
+        target for target, entry in after.items() if entry["max_error"] > 2 * entry["resolution"]
+    } == {"linear_proj"}
 
 
 def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):
@@ -339,41 +479,83 @@ def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):
         NoiseInjector(engine.model, SCHEDULE, targets=["*.no_such_norm"], seed=3)
 
 
-# What oneDNN may use, as an older processor: bfloat16 and float16 have no products of its below AVX-512.
-ISAS = ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="a processor without AVX-512: the same as AVX2"))]
-HALVES = {"qwen2_moe": dict(num_experts_per_tok=8),  # all: no rounding can change a route
-          "qwen3": dict(hidden_size=72, intermediate_size=50, vocab_size=97)}
+# What oneDNN may use, as an older processor: bfloat16 and float16 have no products of its below
+# AVX-512.
+ISAS = [
+    "AVX2",
+    pytest.param(
+        "DEFAULT",
+        marks=pytest.mark.skipif(
+            not torch.cpu._is_avx512_supported(),
+            reason="a processor without AVX-512: the same as AVX2",
+        ),
+    ),
+]
+HALVES = {
+    "qwen2_moe": dict(num_experts_per_tok=8),  # all: no rounding can change a route
+    "qwen3": dict(hidden_size=72, intermediate_size=50, vocab_size=97),
+}
 
 
 def layers_and_engines_of_a_processor(rank, models, path):
-    """What `PackedLinear` computes by dtype, width and bias, and bfloat16 engines after a sync, and after one that
-    missed a tensor."""
+    """What `PackedLinear` computes by dtype, width and bias, and bfloat16 engines after a sync, and
+    after one that missed a tensor.
+    """
     from vllm.platforms import current_platform
 
     engines = {}
     for family, model_dir in models.items():
-        engine = RolloutEngine(str(model_dir), "bfloat16", 64, 16, 1, dict(schedule=SCHEDULE, seed=3))
+        engine = RolloutEngine(
+            str(model_dir), "bfloat16", 64, 16, 1, dict(schedule=SCHEDULE, seed=3)
+        )
         lora, weights = factors(model_dir, 0)
         sync(engine, weights)
-        engines[family] = {"movement": engine.movement(lora), "logprobs": engine.logprobs(sequences()),
-                           "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0]}
+        engines[family] = {
+            "movement": engine.movement(lora),
+            "logprobs": engine.logprobs(sequences()),
+            "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0],
+        }
         lost = "model.layers.1.self_attn.o_proj.weight"
         sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost).float()})
         engines[family]["after_a_loss"] = engine.movement(lora)
     current_platform.import_kernels()
     generator, layers = torch.Generator().manual_seed(0), []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for width_out, width_in, bias in ((64, 96, False), (33, 47, True), (1, 72, True), (200, 1, False)):
-            x, weight, other, b = (torch.randn(shape, generator=generator).to(dtype) for shape in (
-                (5, width_in), (width_out, width_in), (width_out, width_in), (width_out,)))
+        for width_out, width_in, bias in (
+            (64, 96, False),
+            (33, 47, True),
+            (1, 72, True),
+            (200, 1, False),
+        ):
+            x, weight, other, b = (
+                torch.randn(shape, generator=generator).to(dtype)
+                for shape in (
+                    (5, width_in),
+                    (width_out, width_in),
+                    (width_out, width_in),
+                    (width_out,),
+                )
+            )
             layer, b = PackedLinear(), b if bias else None
-            result = {"x": x, "weight": weight.clone(), "bias": b, "y": layer(x, weight, b), "packed": layer.dtype,
-                      "held": layer.held(weight)}
+            result = {
+                "x": x,
+                "weight": weight.clone(),
+                "bias": b,
+                "y": layer(x, weight, b),
+                "packed": layer.dtype,
+                "held": layer.held(weight),
+            }
             weight.copy_(other)
             result |= {"stale_y": layer(x, weight), "stale_held": layer.held(weight)}
             layer.forget()
-            layers.append({**result, "next": other, "next_y": layer(x, weight), "next_held": layer.held(weight)})
+            layers.append(
+                {
+                    **result,
+                    "next": other,
+                    "next_y": layer(x, weight),
+                    "next_held": layer.held(weight),
+                }
+            )
     torch.save({"engines": engines, "layers": layers}, path)
     os._exit(0)
 
@@ -386,7 +568,9 @@ def processor(request, tmp_path_factory):
         models[name] = make_model(name, folder / name, dtype="bfloat16", **changes)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("ONEDNN_MAX_CPU_ISA", request.param)
-        torch.multiprocessing.spawn(layers_and_engines_of_a_processor, (models, str(folder / "found.pt")))
+        torch.multiprocessing.spawn(
+            layers_and_engines_of_a_processor, (models, str(folder / "found.pt"))
+        )
     return request.param, models, torch.load(folder / "found.pt", weights_only=False)
 
 
@@ -394,13 +578,20 @@ def test_linear_layers_compute_on_every_processor_with_what_they_hold(processor)
     isa, _, found = processor
     for layer in found["layers"]:
         x, weight, dtype = layer["x"], layer["weight"], layer["x"].dtype
-        for y, w, bias in ((layer["y"], weight, layer["bias"]), (layer["stale_y"], layer["stale_held"], None),
-                           (layer["next_y"], layer["next"], None)):
+        for y, w, bias in (
+            (layer["y"], weight, layer["bias"]),
+            (layer["stale_y"], layer["stale_held"], None),
+            (layer["next_y"], layer["next"], None),
+        ):
             product, bias = x.double() @ w.double().T, torch.zeros(1) if bias is None else bias
             # each result rounded, product and sum; the terms added up in float32
             bound = torch.finfo(dtype).eps * (2 * product.abs() + bias.abs().double())
-            bound += len(x[0]) * torch.finfo(torch.float32).eps * (x.abs().double() @ w.abs().double().T)
-            assert y.dtype == dtype and ((y.double() - product - bias.double()).abs() <= bound).all()
+            bound += (
+                len(x[0]) * torch.finfo(torch.float32).eps * (x.abs().double() @ w.abs().double().T)
+            )
+            assert (
+                y.dtype == dtype and ((y.double() - product - bias.double()).abs() <= bound).all()
+            )
         assert torch.equal(layer["held"], weight) and torch.equal(layer["next_held"], layer["next"])
         if (dtype, isa) != (torch.float16, "DEFAULT"):  # which has products on some processors only
             assert layer["packed"] == (torch.float32 if isa == "AVX2" else dtype)
@@ -412,11 +603,15 @@ def test_bfloat16_engines_compute_on_every_processor_what_was_synced(processor):
     for family, model_dir in models.items():
         engine = found["engines"][family]
         _, weights = factors(model_dir, 0)
-        model = reference_model(model_dir, {name: weight.bfloat16() for name, weight in weights.items()})
+        model = reference_model(
+            model_dir, {name: weight.bfloat16() for name, weight in weights.items()}
+        )
         exact, rounded = reference_logprobs(model), reference_logprobs(model.bfloat16())
         assert np.abs(engine["logprobs"] - exact).max() < 2 * np.abs(rounded - exact).max() < 0.5
         assert all(len(answer.logprobs) for group in engine["answers"] for answer in group)
         for target, entry in engine["movement"].items():
             assert entry["max_error"] == 0 == entry["lost"] and entry["moved"] > 0.1, target
-        lost = {target for target, entry in engine["after_a_loss"].items() if entry["max_error"] > 0}
+        lost = {
+            target for target, entry in engine["after_a_loss"].items() if entry["max_error"] > 0
+        }
         assert lost == {"linear_proj"}

@@ -1,5 +1,6 @@
-"""Routing replay against transformers: what vLLM records, and what Megatron computes with the routes of another run,
-transformers with those experts forced upon it."""
+"""Routing replay against transformers: what vLLM records, and what Megatron computes with the
+routes of another run, transformers with those experts forced upon it.
+"""
 
 import os
 import zlib
@@ -28,32 +29,48 @@ LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradien
     "TP 2, EP 2": (4, 2, 1, 2, 1),
     "TP 2, PP 2, EP 2": (8, 2, 2, 2, 2),
 }
-DEFAULT = {("one rank", "qwen3_moe"), ("one rank, recompute", "qwen2_moe"), ("PP 2", "qwen2_moe"),
-           ("TP 2, EP 2", "qwen3_moe")}
-CASES = [pytest.param(layout, family, marks=[] if (layout, family) in DEFAULT else [pytest.mark.full])
-         for layout in LAYOUTS for family in FAMILIES]
+DEFAULT = {
+    ("one rank", "qwen3_moe"),
+    ("one rank, recompute", "qwen2_moe"),
+    ("PP 2", "qwen2_moe"),
+    ("TP 2, EP 2", "qwen3_moe"),
+}
+CASES = [
+    pytest.param(layout, family, marks=[] if (layout, family) in DEFAULT else [pytest.mark.full])
+    for layout in LAYOUTS
+    for family in FAMILIES
+]
 LAYERS = 4
 
 
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory):
-    return {family: make_model(family, tmp_path_factory.mktemp(family), num_hidden_layers=LAYERS)
-            for family in FAMILIES}
+    return {
+        family: make_model(family, tmp_path_factory.mktemp(family), num_hidden_layers=LAYERS)
+        for family in FAMILIES
+    }
 
 
 def load(model_dir):
     from transformers import AutoModelForCausalLM
 
     # "eager": of the experts, so that a gradient is a sum that torch makes
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, experts_implementation="eager"
+    )
 
 
 def own_routes(model, tokens):
-    """ids [batch, length, layers, top_k] that transformers chooses, and how far each token's last chosen expert is
-    ahead of the next one [batch, length, layers]."""
+    """ids [batch, length, layers, top_k] that transformers chooses, and how far each token's last
+    chosen expert is ahead of the next one [batch, length, layers].
+    """
     found, hooks = [], []
     for layer in model.model.layers:
-        hooks.append(layer.mlp.gate.register_forward_hook(lambda module, inputs, output: found.append(output[0])))
+        hooks.append(
+            layer.mlp.gate.register_forward_hook(
+                lambda module, inputs, output: found.append(output[0])
+            )
+        )
     with torch.no_grad():
         model(tokens)
     for hook in hooks:
@@ -65,7 +82,10 @@ def own_routes(model, tokens):
 
 
 def force(model, routes, known):
-    """transformers' model, with `routes` [batch, length, layers, top_k] where `known` [batch, length]."""
+    """transformers' model, with `routes` [batch, length, layers, top_k] where `known` [batch,
+    length].
+    """
+
     def forced(gate, ids):
         def forward(hidden):
             logits = hidden @ gate.weight.T
@@ -76,18 +96,27 @@ def force(model, routes, known):
             if gate.norm_topk_prob:
                 weights = weights / weights.sum(-1, keepdim=True)
             return logits, weights, chosen
+
         return forward
 
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.forward = forced(layer.mlp.gate, torch.from_numpy(routes[:, :, number]).long().flatten(0, 1))
+        layer.mlp.gate.forward = forced(
+            layer.mlp.gate, torch.from_numpy(routes[:, :, number]).long().flatten(0, 1)
+        )
     return model
 
 
 def other_routes(batch, experts=8, top_k=2):
-    """A batch with the routes of another run: any two experts for each token; the rest is what nobody may read."""
+    """A batch with the routes of another run: any two experts for each token; the rest is what
+    nobody may read.
+    """
     rng = np.random.default_rng(5)
-    routes = rng.random((*batch.mask.shape, LAYERS, experts)).argsort(-1)[..., :top_k].astype(np.uint8)
-    routes[np.arange(batch.mask.shape[1]) >= batch.lengths[:, None] - 1] = 3  # duplicate ids in the padding
+    routes = (
+        rng.random((*batch.mask.shape, LAYERS, experts)).argsort(-1)[..., :top_k].astype(np.uint8)
+    )
+    routes[np.arange(batch.mask.shape[1]) >= batch.lengths[:, None] - 1] = (
+        3  # duplicate ids in the padding
+    )
     return replace(batch, routes=routes)
 
 
@@ -95,13 +124,20 @@ def forced_model(model_dir, batch):
     """transformers with the routes of a batch, which all tokens but the last of each row have."""
     length = batch.tokens.shape[1]
     known = np.arange(length) < batch.lengths[:, None] - 1
-    return force(load(model_dir), np.pad(batch.routes, ((0, 0), (0, 1), (0, 0), (0, 0))), torch.from_numpy(known))
+    return force(
+        load(model_dir),
+        np.pad(batch.routes, ((0, 0), (0, 1), (0, 0), (0, 0))),
+        torch.from_numpy(known),
+    )
 
 
 # ---- Megatron ----
 
+
 def replay_rank(rank, configs, folder):
-    """Log-probs and the gradients of one update with the routes of another run, and the same with its own routes."""
+    """Log-probs and the gradients of one update with the routes of another run, and the same with
+    its own routes.
+    """
     from megatron.core import parallel_state
 
     from mindspeed_qerl.local.rank import TrainRank
@@ -120,20 +156,36 @@ def replay_rank(rank, configs, folder):
             split = layer.tp_size > 1 and not layer.row_parallel
             layer.lora_B.data.copy_(mapping.shared.shard(b, trainer.tp_rank, size) if split else b)
         factors = deepcopy(trainer.adapter_factors())  # training changes what it names
-        result = {"rows": rows if parallel_state.is_pipeline_last_stage() else [], "factors": factors,
-                  "shard": rows, "logprobs": trainer.logprobs(shard),
-                  "own": trainer.logprobs(replace(shard, routes=None)),
-                  "reference": trainer.logprobs(shard, reference=True)}
+        result = {
+            "rows": rows if parallel_state.is_pipeline_last_stage() else [],
+            "factors": factors,
+            "shard": rows,
+            "logprobs": trainer.logprobs(shard),
+            "own": trainer.logprobs(replace(shard, routes=None)),
+            "reference": trainer.logprobs(shard, reference=True),
+        }
         of_router = {layer.layer_number - 1: [] for layer in trainer.model.decoder.layers}
-        for layer in trainer.model.decoder.layers:  # the gradient of what each router reads, [answers, positions, h]
+        for layer in (
+            trainer.model.decoder.layers
+        ):  # the gradient of what each router reads, [answers, positions, h]
             layer.mlp.register_full_backward_hook(
-                lambda module, arriving, leaving, kept=of_router[layer.layer_number - 1]:
-                kept.append(arriving[0].transpose(0, 1).clone()))
+                lambda module, arriving, leaving, kept=of_router[layer.layer_number - 1]: (
+                    kept.append(arriving[0].transpose(0, 1).clone())
+                )
+            )
         result["metrics"] = trainer.train([shard])
-        whole = {mapping.hf: (mapping, trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad))
-                 for mapping, layer in trainer._owned()}
-        result["gradients"] = {hf: (pair[0].clone(), [part.clone() for part in mapping.split(pair[1])])
-                               for hf, (mapping, pair) in whole.items() if pair}
+        whole = {
+            mapping.hf: (
+                mapping,
+                trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad),
+            )
+            for mapping, layer in trainer._owned()
+        }
+        result["gradients"] = {
+            hf: (pair[0].clone(), [part.clone() for part in mapping.split(pair[1])])
+            for hf, (mapping, pair) in whole.items()
+            if pair
+        }
         result["router"], result["tp_rank"] = of_router, trainer.tp_rank
         recorded = trainer.recorded(replace(shard, routes=None))
         again = trainer.logprobs(recorded)
@@ -151,48 +203,84 @@ def results(dirs, data_dir, tmp_path_factory):
         if (layout, family) not in made:
             ranks, tp, pp, ep, recompute = LAYOUTS[layout]
             folder = tmp_path_factory.mktemp("ranks")
-            again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
+            again = (
+                RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
+                if recompute
+                else {}
+            )
             config = recipe_of(
-                dirs[family], data_dir, **again, rl_config__actor_resource__num_npus=ranks,
-                rl_config__init_kl_coef=0.0, actor_config__tensor_model_parallel_size=tp,
+                dirs[family],
+                data_dir,
+                **again,
+                rl_config__actor_resource__num_npus=ranks,
+                rl_config__init_kl_coef=0.0,
+                actor_config__tensor_model_parallel_size=tp,
                 actor_config__pipeline_model_parallel_size=pp,
-                actor_config__expert_model_parallel_size=ep, actor_config__micro_batch_size=2,
-                actor_config__clip_grad=0.0, algorithm__routing_replay="rollout")
+                actor_config__expert_model_parallel_size=ep,
+                actor_config__micro_batch_size=2,
+                actor_config__clip_grad=0.0,
+                algorithm__routing_replay="rollout",
+            )
             run_ranks(replay_rank, ranks, {family: config}, str(folder))
-            made[layout, family] = [torch.load(folder / f"{family}{rank}.pt", weights_only=False)
-                                    for rank in range(ranks)]
+            made[layout, family] = [
+                torch.load(folder / f"{family}{rank}.pt", weights_only=False)
+                for rank in range(ranks)
+            ]
         return made[layout, family]
+
     return of
 
 
 @pytest.fixture(scope="module")
 def oracle(dirs, results):
-    """Of transformers with the experts forced and the adapters merged: log-probs, gradients of every weight, and of
-    what each router reads."""
+    """Of transformers with the experts forced and the adapters merged: log-probs, gradients of
+    every weight, and of what each router reads.
+    """
     made = {}
 
     def of(family):
         if family not in made:
             batch = other_routes(random_batch())
             model = forced_model(dirs[family], batch)
-            factors = {name: entry for result in results("one rank", family) for name, entry in
-                       result["factors"].items()}
+            factors = {
+                name: entry
+                for result in results("one rank", family)
+                for name, entry in result["factors"].items()
+            }
             add_adapters(model, factors)
             inputs = []
             for layer in model.model.layers:
-                layer.mlp.register_full_backward_hook(lambda module, arriving, leaving: inputs.append(arriving[0]))
+                layer.mlp.register_full_backward_hook(
+                    lambda module, arriving, leaving: inputs.append(arriving[0])
+                )
             tokens, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
-            logprobs = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-            gain = torch.from_numpy(batch.advantages)[:, None] * (logprobs - logprobs.detach()).exp()
+            logprobs = (
+                model(tokens)
+                .logits[:, :-1]
+                .log_softmax(-1)
+                .gather(-1, tokens[:, 1:, None])
+                .squeeze(-1)
+            )
+            gain = (
+                torch.from_numpy(batch.advantages)[:, None] * (logprobs - logprobs.detach()).exp()
+            )
             (-(gain * mask).sum() / mask.sum()).backward()
-            made[family] = dict(logprobs=logprobs.detach().numpy() * batch.mask, weights=hf_gradients(model),
-                                router=dict(zip(reversed(range(LAYERS)), inputs)), batch=batch, factors=factors)
+            made[family] = dict(
+                logprobs=logprobs.detach().numpy() * batch.mask,
+                weights=hf_gradients(model),
+                router=dict(zip(reversed(range(LAYERS)), inputs)),
+                batch=batch,
+                factors=factors,
+            )
         return made[family]
+
     return of
 
 
 def weights_of(model, tensors):
-    """HF name -> part of the fused tensors that transformers 5 has for experts; `tensors(parameter)` of each."""
+    """HF name -> part of the fused tensors that transformers 5 has for experts;
+    `tensors(parameter)` of each.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.experts.gate_up_proj"):
             for expert, both in enumerate(tensors(parameter)):
@@ -216,15 +304,24 @@ def hf_gradients(model):
 
 
 @pytest.mark.parametrize("layout, family", CASES)
-def test_other_routes_give_the_logprobs_of_transformers_with_those_experts(results, oracle, dirs, layout, family):
+def test_other_routes_give_the_logprobs_of_transformers_with_those_experts(
+    results, oracle, dirs, layout, family
+):
     ranks, expected, batch = results(layout, family), oracle(family), other_routes(random_batch())
     assert np.abs(assembled(ranks, "logprobs", batch) - expected["logprobs"]).max() < 1e-5
     own = load(dirs[family])
     base = transformers_logprobs(own, batch) * batch.mask
     assert np.abs(assembled(ranks, "reference", batch) - base).max() < 1e-5  # its own routes
     add_adapters(own, expected["factors"])
-    assert np.abs(assembled(ranks, "own", batch) - transformers_logprobs(own, batch) * batch.mask).max() < 1e-5
-    assert np.abs(expected["logprobs"] - assembled(ranks, "own", batch)).max() > 0.1  # the routes were other ones
+    assert (
+        np.abs(
+            assembled(ranks, "own", batch) - transformers_logprobs(own, batch) * batch.mask
+        ).max()
+        < 1e-5
+    )
+    assert (
+        np.abs(expected["logprobs"] - assembled(ranks, "own", batch)).max() > 0.1
+    )  # the routes were other ones
 
 
 @pytest.mark.parametrize("layout, family", CASES)
@@ -246,7 +343,9 @@ def test_gradients_are_those_of_transformers_with_those_experts(results, oracle,
 
 
 @pytest.mark.parametrize("layout, family", CASES)
-def test_the_gradient_of_what_a_router_reads_is_that_of_transformers(results, oracle, layout, family):
+def test_the_gradient_of_what_a_router_reads_is_that_of_transformers(
+    results, oracle, layout, family
+):
     ranks, expected = results(layout, family), oracle(family)
     tp = LAYOUTS[layout][1]
     assert {layer for result in ranks for layer in result["router"]} == set(range(LAYERS))
@@ -256,7 +355,9 @@ def test_the_gradient_of_what_a_router_reads_is_that_of_transformers(results, or
             for part in parts:  # a micro-batch of two rows, this rank's share of its positions
                 rows = result["shard"][start : start + 2]
                 length = part.shape[1] * tp
-                wanted = torch.nn.functional.pad(expected["router"][layer][rows], (0, 0, 0, length))[:, :length]
+                wanted = torch.nn.functional.pad(
+                    expected["router"][layer][rows], (0, 0, 0, length)
+                )[:, :length]
                 wanted = wanted.chunk(tp, dim=1)[result["tp_rank"]]
                 assert (part - wanted).norm() <= 1e-5 * expected["router"][layer].norm(), layer
                 start += 2
@@ -272,12 +373,15 @@ def test_each_token_but_the_last_is_replayed_once_in_every_layer(results, layout
         assert metrics["routing/native_tokens"] >= len(batch)
         flipped = [metrics[f"routing/flipped/layer_{layer}"] for layer in range(LAYERS)]
         assert metrics["routing/flipped"] == pytest.approx(np.mean(flipped))
-        assert all(0.6 < share < 0.9 for share in flipped)  # two of eight at random: 3/4 are other ones
+        assert all(
+            0.6 < share < 0.9 for share in flipped
+        )  # two of eight at random: 3/4 are other ones
         before, again = result["recorded"]
         np.testing.assert_array_equal(before, again)  # what it chose by itself, chosen again
 
 
 # ---- vLLM ----
+
 
 def start(model_dir, **more):
     """vLLM in this process, and a recorder of its routes."""
@@ -286,7 +390,15 @@ def start(model_dir, **more):
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="2")
     keep_linear_weights()
-    llm = start_vllm(str(model_dir), "float32", 96, kv_cache_gib=1, logprobs_mode="processed_logprobs", seed=0, **more)
+    llm = start_vllm(
+        str(model_dir),
+        "float32",
+        96,
+        kv_cache_gib=1,
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        **more,
+    )
     return llm, route_recorder(llm, read_shape(model_dir).routers, 96)
 
 
@@ -301,15 +413,25 @@ def test_recorded_routes_are_those_of_transformers(dirs, family):
     from mindspeed_qerl.aqn.schedule import NoiseSchedule
     from mindspeed_qerl.local.rollout import complete
 
-    llm, recorder = start(dirs[family], max_num_seqs=8, max_num_batched_tokens=24, num_gpu_blocks_override=6,
-                          block_size=32)
+    llm, recorder = start(
+        dirs[family],
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=6,
+        block_size=32,
+    )
     scheduler, preempted = llm.llm_engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda *given, **named: (preempted.append(given), preempt(*given, **named))
+    scheduler._preempt_request = lambda *given, **named: (
+        preempted.append(given),
+        preempt(*given, **named),
+    )
     schedule = NoiseSchedule(sigma_start=0.2, sigma_end=0.05, num_stages=10, total_steps=10)
     NoiseInjector(llm.apply_model(lambda model: model)[0], schedule, seed=3).apply(5)
     asked = prompts((30, 9, 3, 26, 14))
-    found = complete(llm, asked, recorder=recorder, n=3, max_tokens=50, temperature=1.0, stop_token_ids=[2])
+    found = complete(
+        llm, asked, recorder=recorder, n=3, max_tokens=50, temperature=1.0, stop_token_ids=[2]
+    )
     model = load(dirs[family])
     NoiseInjector(model, schedule, seed=3).apply(5)
     tokens = 0
@@ -321,7 +443,9 @@ def test_recorded_routes_are_those_of_transformers(dirs, family):
             assert answer.routes.shape == ids[0].shape and answer.routes.dtype == np.uint8
             np.testing.assert_array_equal(np.sort(answer.routes)[clear], np.sort(ids[0])[clear])
             tokens += clear.sum()
-    assert tokens > 0.99 * LAYERS * sum(len(p + a.token_ids) - 1 for p, group in zip(asked, found) for a in group)
+    assert tokens > 0.99 * LAYERS * sum(
+        len(p + a.token_ids) - 1 for p, group in zip(asked, found) for a in group
+    )
     assert preempted and max(map(len, asked)) > 24
     assert complete(llm, asked, n=1, max_tokens=2)[0][0].routes is None
 
@@ -332,21 +456,41 @@ def agree_rank(rank, config, batch, folder):
 
     torch.set_num_threads(1)
     trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
-    torch.save((trainer.logprobs(batch), trainer.recorded(replace(batch, routes=None)).routes), f"{folder}/found.pt")
+    torch.save(
+        (trainer.logprobs(batch), trainer.recorded(replace(batch, routes=None)).routes),
+        f"{folder}/found.pt",
+    )
 
 
-def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(dirs, data_dir, tmp_path):
+def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(
+    dirs, data_dir, tmp_path
+):
     from mindspeed_qerl.local.rollout import complete
 
     llm, recorder = start(dirs["qwen3_moe"], max_num_seqs=64)
     asked = prompts(np.arange(125) % 20 + 3)
     torch.manual_seed(0)
-    answers = [answer for group in complete(llm, asked, recorder=recorder, n=8, max_tokens=24, temperature=1.0,
-                                            stop_token_ids=[2]) for answer in group]
-    batch = build_batch([prompt for prompt in asked for _ in range(8)], [answer.token_ids for answer in answers],
-                        [answer.logprobs for answer in answers], np.zeros(1000), [answer.routes for answer in answers])
-    config = recipe_of(dirs["qwen3_moe"], data_dir, rl_config__actor_resource__num_npus=1,
-                       actor_config__expert_model_parallel_size=1, algorithm__routing_replay="rollout")
+    answers = [
+        answer
+        for group in complete(
+            llm, asked, recorder=recorder, n=8, max_tokens=24, temperature=1.0, stop_token_ids=[2]
+        )
+        for answer in group
+    ]
+    batch = build_batch(
+        [prompt for prompt in asked for _ in range(8)],
+        [answer.token_ids for answer in answers],
+        [answer.logprobs for answer in answers],
+        np.zeros(1000),
+        [answer.routes for answer in answers],
+    )
+    config = recipe_of(
+        dirs["qwen3_moe"],
+        data_dir,
+        rl_config__actor_resource__num_npus=1,
+        actor_config__expert_model_parallel_size=1,
+        algorithm__routing_replay="rollout",
+    )
     run_ranks(agree_rank, 1, config, batch, str(tmp_path))
     logprobs, own = torch.load(tmp_path / "found.pt", weights_only=False)
     assert np.abs((logprobs - batch.rollout_logprobs)[batch.mask]).max() < 1e-5

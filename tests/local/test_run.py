@@ -1,4 +1,6 @@
-"""Whole runs through the command line: what they leave behind, and what is left when something dies."""
+"""Whole runs through the command line: what they leave behind, and what is left when something
+dies.
+"""
 
 import json
 import os
@@ -32,11 +34,25 @@ def tiny_model(tmp_path_factory):
 
 def start(model, runs, *overrides):
     """A run in the background, in a session of its own; its output line by line."""
-    command = [sys.executable, "cli/train_grpo.py", "--config-name", "grpo_tiny_moe_cpu",
-               f"megatron_training.tokenizer_name_or_path={model}", f"run.root={runs}",
-               "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=4", *overrides]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            start_new_session=True)
+    command = [
+        sys.executable,
+        "cli/train_grpo.py",
+        "--config-name",
+        "grpo_tiny_moe_cpu",
+        f"megatron_training.tokenizer_name_or_path={model}",
+        f"run.root={runs}",
+        "megatron_training.global_batch_size=4",
+        "rl_config.mini_batch_size=4",
+        *overrides,
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def only_run(runs):
@@ -77,14 +93,25 @@ def assert_metrics_are_whole(run, at_least):
 @pytest.mark.full
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K dataset in ../shared/data/gsm8k")
 def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
-    """Reward stays at 0: the path is the point. The group rewards carry no signal, so the adapters must not move."""
+    """Reward stays at 0: the path is the point. The group rewards carry no signal, so the adapters
+    must not move.
+    """
     from mindspeed_qerl.tasks.gsm8k.convert import convert
 
     convert(GSM8K, tmp_path / "data")
-    process = start(tiny_model, tmp_path / "runs", f"task.train_file={tmp_path}/data/train_chat.parquet",
-                    f"task.test_file={tmp_path}/data/test_chat.parquet", "megatron_training.train_iters=3",
-                    "eval.n_problems=8", "rl_config.max_prompt_length=96", "generate_config.max_model_len=128",
-                    "rl_config.init_kl_coef=0.01", "aqn.num_stages=3", "generate_config.sampling_config.max_tokens=32")
+    process = start(
+        tiny_model,
+        tmp_path / "runs",
+        f"task.train_file={tmp_path}/data/train_chat.parquet",
+        f"task.test_file={tmp_path}/data/test_chat.parquet",
+        "megatron_training.train_iters=3",
+        "eval.n_problems=8",
+        "rl_config.max_prompt_length=96",
+        "generate_config.max_model_len=128",
+        "rl_config.init_kl_coef=0.01",
+        "aqn.num_stages=3",
+        "generate_config.sampling_config.max_tokens=32",
+    )
     code, output = finish(process)
     assert code == 0, output
     run = only_run(tmp_path / "runs")
@@ -97,17 +124,29 @@ def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
     assert json.loads((run.path / "data.json").read_text())["train"]["rows"] == 7473
     assert run.status()["state"] == "finished"
     assert "of 7,473 training prompts are longer than 96 tokens and are left out" in output
-    assert {path.name for path in run.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png", "mismatch.png"}
+    assert {path.name for path in run.plots_dir.iterdir()} >= {
+        "learning.png",
+        "noise.png",
+        "time.png",
+        "mismatch.png",
+    }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engines", [1, 2])
 def test_large_steps_reach_every_rollout_engine(tiny_model, tmp_path, engines):
-    process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=2",
-                    "rl_config.n_samples_per_prompt=64", "aqn=off",
-                    f"generate_config.infer_tensor_parallel_size={engines}",
-                    "rl_config.verifier_function=[gsm8k]", "rl_config.epochs=2", "actor_config.lr=1e-2",
-                    "rl_config.init_kl_coef=0.01")
+    process = start(
+        tiny_model,
+        tmp_path / "runs",
+        "megatron_training.train_iters=2",
+        "rl_config.n_samples_per_prompt=64",
+        "aqn=off",
+        f"generate_config.infer_tensor_parallel_size={engines}",
+        "rl_config.verifier_function=[gsm8k]",
+        "rl_config.epochs=2",
+        "actor_config.lr=1e-2",
+        "rl_config.init_kl_coef=0.01",
+    )
     code, output = finish(process)
     assert code == 0, output
     run = only_run(tmp_path / "runs")
@@ -120,20 +159,36 @@ def test_large_steps_reach_every_rollout_engine(tiny_model, tmp_path, engines):
 
 def assert_adapters_reached_the_rollout(facts):
     assert {target: count["modules"] for target, count in facts["lora"].items()} == {
-        "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 16, "linear_fc2": 16}
+        "linear_qkv": 2,
+        "linear_proj": 2,
+        "linear_fc1": 16,
+        "linear_fc2": 16,
+    }
     for entry in facts["lora_movement"].values():
-        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-3) and entry["max_error"] <= 2 * entry[
-            "resolution"]
+        assert (
+            entry["moved"] == pytest.approx(entry["expected"], rel=1e-3)
+            and entry["max_error"] <= 2 * entry["resolution"]
+        )
 
 
 @pytest.mark.full  # that a killed run goes on bit for bit says the same
 def test_a_run_can_be_repeated(tiny_model, tmp_path):
-    """The same config and seed give the same numbers, bit for bit, noise and sampling included; times aside."""
+    """The same config and seed give the same numbers, bit for bit, noise and sampling included;
+    times aside.
+    """
     rows = []
     for repetition in ("first", "second"):
-        code, output = finish(start(tiny_model, tmp_path / repetition, "megatron_training.train_iters=2",
-                                    "aqn.num_stages=2", "rl_config.verifier_function=[gsm8k]",
-                                    "rl_config.n_samples_per_prompt=32", "eval.n_problems=4"))
+        code, output = finish(
+            start(
+                tiny_model,
+                tmp_path / repetition,
+                "megatron_training.train_iters=2",
+                "aqn.num_stages=2",
+                "rl_config.verifier_function=[gsm8k]",
+                "rl_config.n_samples_per_prompt=32",
+                "eval.n_problems=4",
+            )
+        )
         assert code == 0, output
         run = only_run(tmp_path / repetition)
         assert "post_attention_layernorm" in output and len(run.facts()["aqn_layers"]) == 2
@@ -144,22 +199,39 @@ def test_a_run_can_be_repeated(tiny_model, tmp_path):
 
 def recorded(run):
     """Everything that a run writes step by step, times aside."""
-    return [{name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
-            for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
-            for row in read_jsonl(file)]
+    return [
+        {name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
+        for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
+        for row in read_jsonl(file)
+    ]
 
 
-# An untrained model never answers right, so the reward here is a verifier that random digits can satisfy: the last
-# number.
-SAVING = ("megatron_training.train_iters=9", "megatron_training.save_interval=3", "aqn.num_stages=2",
-          "rl_config.verifier_function=[gsm8k]", "rl_config.n_samples_per_prompt=32", "rl_config.init_kl_coef=0.01",
-          "eval.n_problems=4", "eval.every=3", "eval.temperature=0", "eval.samples_per_problem=1",
-          "actor_config.lr=1e-3", "actor_config.lr_decay_style=linear", "rl_config.filter_groups_enable=true",
-          "rl_config.filter_groups_train_batch_size=2", "rl_config.mini_batch_size=2",
-          "rl_config.filter_groups_max_batches=2",
-          "algorithm.mask_truncated_completions=true", "rl_config.use_kl_in_reward=true",
-          "algorithm.routing_replay=rollout", "rollout_quantization=int8_w8a8", "rollout_quantization.lora=beside",
-          "rollout_quantization.probe_answers=8")
+# An untrained model never answers right, so the reward here is a verifier that random digits can
+# satisfy: the last number.
+SAVING = (
+    "megatron_training.train_iters=9",
+    "megatron_training.save_interval=3",
+    "aqn.num_stages=2",
+    "rl_config.verifier_function=[gsm8k]",
+    "rl_config.n_samples_per_prompt=32",
+    "rl_config.init_kl_coef=0.01",
+    "eval.n_problems=4",
+    "eval.every=3",
+    "eval.temperature=0",
+    "eval.samples_per_problem=1",
+    "actor_config.lr=1e-3",
+    "actor_config.lr_decay_style=linear",
+    "rl_config.filter_groups_enable=true",
+    "rl_config.filter_groups_train_batch_size=2",
+    "rl_config.mini_batch_size=2",
+    "rl_config.filter_groups_max_batches=2",
+    "algorithm.mask_truncated_completions=true",
+    "rl_config.use_kl_in_reward=true",
+    "algorithm.routing_replay=rollout",
+    "rollout_quantization=int8_w8a8",
+    "rollout_quantization.lora=beside",
+    "rollout_quantization.probe_answers=8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +244,9 @@ def unbroken(tiny_model, tmp_path_factory):
 
 
 def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
-    """The answers of the last checkpoint, its adapters merged into the model, are those of the run's own last
-    evaluation."""
+    """The answers of the last checkpoint, its adapters merged into the model, are those of the
+    run's own last evaluation.
+    """
     assert_adapters_reached_the_rollout(unbroken.facts())
     rows = assert_metrics_are_whole(unbroken, 9)
     # of routes that the format chose otherwise, while there is no update
@@ -181,32 +254,61 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert 0 < rows[1]["quantization/k3"] < 1e-2 and "quantization/noise_k3" not in rows[1]
     assert all(0.004 < row["quantization/weight_error"] < 0.01 for row in rows)
     assert rows[-1]["quantization/noise_k3"] > 0 < rows[-1]["quantization/equivalent_sigma"]
-    assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == ["iter_0000006", "iter_0000009"]
+    assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == [
+        "iter_0000006",
+        "iter_0000009",
+    ]
     assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 5 + [0.05] * 4)
-    assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
+    assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
+        "aqn/measured_std"
+    ] == pytest.approx(0.05, rel=0.2)
     assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6, 9]
-    assert {path.name for path in unbroken.plots_dir.iterdir()} >= {"learning.png", "noise.png", "time.png",
-                                                                    "mismatch.png"}
+    assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
+        "learning.png",
+        "noise.png",
+        "time.png",
+        "mismatch.png",
+    }
     replayed = [row for row in rows if "loss/total" in row]
-    assert all(row["routing/captured_tokens"] > row["routing/replayed_tokens"] > 0 for row in replayed)
+    assert all(
+        row["routing/captured_tokens"] > row["routing/replayed_tokens"] > 0 for row in replayed
+    )
     assert max(row["routing/flipped"] for row in replayed) > 0  # noise sent a token elsewhere
-    asked, trained = ([row[f"selection/{name}_groups"] for row in rows] for name in ("sampled", "trained"))
-    assert set(asked) == {4, 8} and max(trained) == 2  # in some steps one batch had enough groups with signal
+    asked, trained = (
+        [row[f"selection/{name}_groups"] for row in rows] for name in ("sampled", "trained")
+    )
+    assert (
+        set(asked) == {4, 8} and max(trained) == 2
+    )  # in some steps one batch had enough groups with signal
     state = read_state(unbroken.checkpoints_dir)
-    assert unbroken.identity().items() <= state.items() and state["run"] and len(state["base"]) == 64
-    assert state["prompts_asked"] == sum(asked) and state["updates"] == sum("loss/total" in row for row in rows)
+    assert (
+        unbroken.identity().items() <= state.items() and state["run"] and len(state["base"]) == 64
+    )
+    assert state["prompts_asked"] == sum(asked) and state["updates"] == sum(
+        "loss/total" in row for row in rows
+    )
 
     evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step9", print)
-    before, after = ([row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step] for step in (0, 9))
+    before, after = (
+        [row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step]
+        for step in (0, 9)
+    )
     assert read_jsonl(unbroken.path / "evaluations/step9/answers.jsonl") == after
     assert [row["responses"] for row in before] != [row["responses"] for row in after]
 
 
-@pytest.mark.parametrize("victim", ["rank 1", pytest.param("rollout engine", marks=pytest.mark.full),
-                                    pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "rank 1",
+        pytest.param("rollout engine", marks=pytest.mark.full),
+        pytest.param(None, marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, tmp_path, victim):
-    """A process that dies ends the run with its name; run.resume=auto then ends as the run that nobody killed. Victim
-    None: the whole run, with no time to say anything."""
+    """A process that dies ends the run with its name; run.resume=auto then ends as the run that
+    nobody killed. Victim None: the whole run, with no time to say anything.
+    """
     process = start(tiny_model, tmp_path / "runs", *SAVING)
     until(process, "step 4/9")
     killed, children = only_run(tmp_path / "runs"), descendants(process)
@@ -226,8 +328,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 3" in output
     assert recorded(killed) == recorded(unbroken)
     # 6 has a checkpoint
-    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] in ([4], [4, 5])
-    assert killed.status()["state"] == "finished" and (killed.path / "command.txt").read_text().count("\n") == 2
+    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] in (
+        [4],
+        [4, 5],
+    )
+    assert (
+        killed.status()["state"] == "finished"
+        and (killed.path / "command.txt").read_text().count("\n") == 2
+    )
 
 
 def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
@@ -235,24 +343,42 @@ def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
     stopped = tmp_path / "runs" / unbroken.path.name
     shutil.copytree(unbroken.path, stopped)
     RunDirectory.open(stopped).fail("killed")
-    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}",
-                                "actor_config.lr=2e-3", "algorithm.routing_replay=record"))
+    code, output = finish(
+        start(
+            tiny_model,
+            tmp_path / "runs",
+            *SAVING,
+            f"run.resume={stopped}",
+            "actor_config.lr=2e-3",
+            "algorithm.routing_replay=record",
+        )
+    )
     assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
     assert "algorithm.routing_replay was 'rollout' and is 'record'" in output
     shard = next((stopped / "checkpoints" / "iter_0000009").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}"))
-    assert code == 2 and f"{shard.name} has {len(content) - 1:,} bytes and had {len(content):,}" in output
+    assert (
+        code == 2
+        and f"{shard.name} has {len(content) - 1:,} bytes and had {len(content):,}" in output
+    )
     assert "Traceback" not in output
 
 
 @pytest.mark.full
 def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_path):
-    """Four runs, killed in the middle of the second one: the first is not run again, the second goes on as if nothing
-    had happened, with errors of other hardware as they would have been drawn."""
-    sweep = [*SAVING, "aqn=off,qerl", "seed=1,2", "hardware_error.training=gaussian",
-             "hardware_error.rollout=gaussian", "--multirun"]
+    """Four runs, killed in the middle of the second one: the first is not run again, the second
+    goes on as if nothing had happened, with errors of other hardware as they would have been drawn.
+    """
+    sweep = [
+        *SAVING,
+        "aqn=off,qerl",
+        "seed=1,2",
+        "hardware_error.training=gaussian",
+        "hardware_error.rollout=gaussian",
+        "--multirun",
+    ]
     code, output = finish(start(tiny_model, tmp_path / "unbroken", *sweep), timeout=300)
     assert code == 0, output
     process = start(tiny_model, tmp_path / "killed", *sweep)
@@ -263,18 +389,33 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     finish(process)
     assert_gone(children)
     code, output = finish(start(tiny_model, tmp_path / "killed", *sweep), timeout=300)
-    assert code == 0 and output.count("finished before, in") == 1 and output.count("Resumes after step 3") == 1, output
-    unbroken, killed = ([RunDirectory.open(path.parent) for path in sorted((tmp_path / name).glob("*/*/status.json"))]
-                        for name in
-                        ("unbroken", "killed"))
+    assert (
+        code == 0
+        and output.count("finished before, in") == 1
+        and output.count("Resumes after step 3") == 1
+    ), output
+    unbroken, killed = (
+        [
+            RunDirectory.open(path.parent)
+            for path in sorted((tmp_path / name).glob("*/*/status.json"))
+        ]
+        for name in ("unbroken", "killed")
+    )
     assert [run.status()["state"] for run in killed] == ["finished"] * 4
     assert [recorded(run) for run in killed] == [recorded(run) for run in unbroken]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
-    process = start(tiny_model, tmp_path / "runs", "megatron_training.train_iters=100000", "eval.n_problems=4",
-                    "eval.every=100000")
+    process = start(
+        tiny_model,
+        tmp_path / "runs",
+        "megatron_training.train_iters=100000",
+        "eval.n_problems=4",
+        "eval.every=100000",
+    )
     until(process, "step      1/100000")
     children = descendants(process)
     process.send_signal(number)
@@ -285,11 +426,14 @@ def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
     assert run.status()["state"] == "failed"
 
 
-@pytest.mark.full  # that the injector refuses it is in tests/aqn; here the way of its words to the user
+# that the injector refuses it is in tests/aqn; here the way of its words to the user
+@pytest.mark.full
 def test_noise_that_matches_nothing_stops_the_run(tiny_model, tmp_path):
     code, output = finish(start(tiny_model, tmp_path / "runs", "aqn.targets=['*.no_such_norm']"))
     assert code == 1
-    assert "rollout engine failed" in output and "'*.no_such_norm'" in output and "RMSNorm" in output
+    assert (
+        "rollout engine failed" in output and "'*.no_such_norm'" in output and "RMSNorm" in output
+    )
     assert "Traceback" not in output
     run = only_run(tmp_path / "runs")
     assert run.status()["state"] == "failed" and read_jsonl(run.metrics_file) == []

@@ -1,4 +1,6 @@
-"""Questions as token ids: the plain form, and a model's own chat template, which may ask for the date."""
+"""Questions as token ids: the plain form, and a model's own chat template, which may ask for the
+date.
+"""
 
 import shutil
 from datetime import UTC, datetime, timedelta
@@ -19,16 +21,19 @@ from mindspeed_qerl.tasks.rows import read_rows
 @pytest.fixture(scope="module")
 def tokenizer():
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
-                               "{% if add_generation_prompt %}####{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}####{% endif %}"
+    )
     return tokenizer
 
 
 def test_plain_prompts_are_the_question_and_a_newline(tokenizer, data_dir):
     path = data_dir / "train_chat.parquet"
     task = Prompts(path, tokenizer, "plain", 96)
-    assert [tokenizer.decode(ids) for ids in task.prompts] == [row.columns["question"] + "\n"
-                                                               for row in read_rows(path)]
+    assert [tokenizer.decode(ids) for ids in task.prompts] == [
+        row.columns["question"] + "\n" for row in read_rows(path)
+    ]
 
 
 def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):
@@ -51,8 +56,9 @@ DATED = "{{ strftime_now('%Y %d %H') }} {% for m in messages %}<eos>{{ m['conten
 
 
 def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp_path, monkeypatch):
-    """A run that was started on another day is resumed, and evaluated, with the prompts that it had; with another
-    tokenizer it is refused."""
+    """A run that was started on another day is resumed, and evaluated, with the prompts that it
+    had; with another tokenizer it is refused.
+    """
     tokenizer.chat_template = DATED
     tokenizer.save_pretrained(tmp_path / "model")
     files = {"train": data_dir / "train_chat.parquet", "test": data_dir / "test_chat.parquet"}
@@ -61,8 +67,10 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     run = RunDirectory.create(tmp_path, "run", config={}, command=[], seed=1, data_files=files)
     recipe = SimpleNamespace(
         task=SimpleNamespace(train_file=files["train"], test_file=files["test"], prompt="chat"),
-        model=SimpleNamespace(path=str(tmp_path / "model")), sampling=SimpleNamespace(max_prompt_length=96),
-        evaluation=SimpleNamespace(n_problems=None))
+        model=SimpleNamespace(path=str(tmp_path / "model")),
+        sampling=SimpleNamespace(max_prompt_length=96),
+        evaluation=SimpleNamespace(n_problems=None),
+    )
     progress = SimpleNamespace(message=lambda text: None)
     first = load_data(recipe, run, progress)
     read = "".join(tokenizer.decode(first.train.prompts[0]).split())
@@ -74,8 +82,12 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
 
     asked = []
     monkeypatch.setattr(evaluate_module, "_merged", lambda *_: ("", 1))
-    monkeypatch.setattr(evaluate_module, "_sampler", lambda *_: lambda prompts, *_: asked.append(prompts) or 1 / 0)
-    what = evaluate_module.Evaluation(model=str(tmp_path / "model"), data=str(files["test"]), run=str(run.path))
+    monkeypatch.setattr(
+        evaluate_module, "_sampler", lambda *_: lambda prompts, *_: asked.append(prompts) or 1 / 0
+    )
+    what = evaluate_module.Evaluation(
+        model=str(tmp_path / "model"), data=str(files["test"]), run=str(run.path)
+    )
     with pytest.raises(ZeroDivisionError):
         evaluate_module.evaluate(what, tmp_path / "evaluation", lambda text: None)
     assert asked == [first.test.prompts]
@@ -83,5 +95,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     shutil.rmtree(tmp_path / "model")
     tokenizer.chat_template = DATED.replace("%H", "%H 7")
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match="was started with other prompts, evaluation_prompts. What makes them"):
+    with pytest.raises(
+        ConfigError, match="was started with other prompts, evaluation_prompts. What makes them"
+    ):
         load_data(recipe, RunDirectory.open(run.path), progress)

@@ -36,8 +36,11 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
     rng = random.Random(0)
     for _ in range(1000):
         problem = word_problems.random_problem(training_pairs + held_out_pairs, rng)
-        texts.append(problem.question + "\n"
-                     + word_problems.mixed_answer(problem, set(training_pairs), MIXTURE, rng))
+        texts.append(
+            problem.question
+            + "\n"
+            + word_problems.mixed_answer(problem, set(training_pairs), MIXTURE, rng)
+        )
     for text in texts:
         token_ids = saved_tokenizer.encode(text)
         assert saved_tokenizer.decode(token_ids) == text
@@ -46,14 +49,48 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
 
 def test_tokenizer_splits_numbers_into_digits(saved_tokenizer):
     assert saved_tokenizer.tokenize("Tom has 13 apples.\n4+19=23\n#### 23") == [
-        "Tom", " has", " ", "1", "3", " apples", ".", "\n", "4", "+", "1", "9", "=", "2", "3", "\n", "####", " ", "2",
-        "3"]
+        "Tom",
+        " has",
+        " ",
+        "1",
+        "3",
+        " apples",
+        ".",
+        "\n",
+        "4",
+        "+",
+        "1",
+        "9",
+        "=",
+        "2",
+        "3",
+        "\n",
+        "####",
+        " ",
+        "2",
+        "3",
+    ]
 
 
 def test_unknown_words_become_unk_and_nothing_is_lost_around_them(saved_tokenizer):
     tokens = saved_tokenizer.tokenize("Natalia sold 48 apples; Tom's 1/2.")
-    assert tokens == ["<unk>", "<unk>", " ", "4", "8", " apples", "<unk>", " Tom", "<unk>", "<unk>", " ", "1",
-                      "<unk>", "2", "."]
+    assert tokens == [
+        "<unk>",
+        "<unk>",
+        " ",
+        "4",
+        "8",
+        " apples",
+        "<unk>",
+        " Tom",
+        "<unk>",
+        "<unk>",
+        " ",
+        "1",
+        "<unk>",
+        "2",
+        ".",
+    ]
     assert saved_tokenizer.unk_token == "<unk>"
 
 
@@ -64,21 +101,30 @@ def test_directory_loads_in_transformers_with_the_trained_weights(made):
     directory, report = made
     config = AutoConfig.from_pretrained(directory)
     assert (config.model_type, config.num_experts, config.num_experts_per_tok, config.head_dim) == (
-        "qwen3_moe", 8, 2, 32)
+        "qwen3_moe",
+        8,
+        2,
+        32,
+    )
     assert config.vocab_size == report["vocabulary"]
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.float32
     assert model.num_parameters() == report["parameters"]
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     generation = GenerationConfig.from_pretrained(directory)
-    assert (generation.eos_token_id, generation.pad_token_id) == (config.eos_token_id, config.pad_token_id)
+    assert (generation.eos_token_id, generation.pad_token_id) == (
+        config.eos_token_id,
+        config.pad_token_id,
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as it is made: other threads, other sums
     torch.manual_seed(QUICK.seed)
     tokenizer = tiny_model.build_tokenizer()
     again = tiny_model.build_model(tokenizer, "tiny")
     untrained = again.get_input_embeddings().weight.detach().clone()
-    tiny_model.train_supervised(again, tokenizer, word_problems.split_pairs(QUICK.held_out, QUICK.seed)[0], QUICK)
+    tiny_model.train_supervised(
+        again, tokenizer, word_problems.split_pairs(QUICK.held_out, QUICK.seed)[0], QUICK
+    )
     torch.set_num_threads(threads)
     assert not torch.equal(untrained, again.get_input_embeddings().weight)
     for name, weight in model.state_dict().items():
@@ -87,9 +133,14 @@ def test_directory_loads_in_transformers_with_the_trained_weights(made):
 
 def test_data_are_the_word_problems_of_the_split(made):
     directory, report = made
-    training_pairs, held_out_pairs = (set(pairs) for pairs in word_problems.split_pairs(QUICK.held_out, QUICK.seed))
+    training_pairs, held_out_pairs = (
+        set(pairs) for pairs in word_problems.split_pairs(QUICK.held_out, QUICK.seed)
+    )
     for name, pairs, count in (("train", training_pairs, 30), ("test", held_out_pairs, 20)):
-        raw = [json.loads(line) for line in (directory / "data" / "raw" / f"{name}.jsonl").read_text().splitlines()]
+        raw = [
+            json.loads(line)
+            for line in (directory / "data" / "raw" / f"{name}.jsonl").read_text().splitlines()
+        ]
         converted = [row.columns for row in read_rows(directory / "data" / f"{name}_chat.parquet")]
         assert len(raw) == len(converted) == count
         for row, chat in zip(raw, converted):
@@ -109,7 +160,9 @@ def test_made_again_it_is_read_from_the_cache(made, capsys):
 
 def test_another_recipe_is_refused_and_named(made):
     with pytest.raises(FileExistsError, match="seed is 0, asked for 1"):
-        tiny_model.make_tiny_model(made[0], Recipe(seed=1, steps=2, batch_size=4, train_problems=30, test_problems=20))
+        tiny_model.make_tiny_model(
+            made[0], Recipe(seed=1, steps=2, batch_size=4, train_problems=30, test_problems=20)
+        )
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "recipe.json"])
@@ -160,8 +213,9 @@ def test_supervised_training_lowers_the_loss_and_repeats_itself():
 
     def losses():
         torch.manual_seed(0)
-        return tiny_model.train_supervised(tiny_model.build_model(tokenizer, "tiny"), tokenizer, training_pairs,
-                                           recipe)
+        return tiny_model.train_supervised(
+            tiny_model.build_model(tokenizer, "tiny"), tokenizer, training_pairs, recipe
+        )
 
     first = losses()
     assert sum(first[-3:]) < 0.7 * sum(first[:3])
@@ -170,8 +224,12 @@ def test_supervised_training_lowers_the_loss_and_repeats_itself():
 
 def test_loss_is_on_the_completion_only():
     tokenizer = tiny_model.build_tokenizer()
-    problem = Problem("Tom has 3 apples and Ben has 4. How many apples do they have together?", 3, "+", 4)
-    input_ids, labels = tiny_model._batch(tokenizer, [problem, problem], ["3+4=7\n#### 7", "The answer is 7"])
+    problem = Problem(
+        "Tom has 3 apples and Ben has 4. How many apples do they have together?", 3, "+", 4
+    )
+    input_ids, labels = tiny_model._batch(
+        tokenizer, [problem, problem], ["3+4=7\n#### 7", "The answer is 7"]
+    )
     for ids, label, answer in zip(input_ids, labels, ("3+4=7\n#### 7", "The answer is 7")):
         assert tokenizer.decode(label[label != -100]) == answer + "<eos>"
         assert tokenizer.decode(ids, skip_special_tokens=True) == problem.question + "\n" + answer
@@ -180,10 +238,20 @@ def test_loss_is_on_the_completion_only():
 
 def test_grades_of_the_parts():
     problems = [Problem("", 3, "+", 4)] * 5
-    responses = ["3+4=7\n#### 7", "The answer is 7", "4-3=1\n#### 1", "3+5=8\n#### 8", "3+4=8\n#### 8"]
+    responses = [
+        "3+4=7\n#### 7",
+        "The answer is 7",
+        "4-3=1\n#### 1",
+        "3+5=8\n#### 8",
+        "3+4=8\n#### 8",
+    ]
     assert word_problems.grade_parts(problems, responses) == {
-        "correct": 1 / 5, "hash_form": 4 / 5, "right_operation": 3 / 4, "right_operands": 3 / 4,
-        "right_arithmetic": 3 / 4}
+        "correct": 1 / 5,
+        "hash_form": 4 / 5,
+        "right_operation": 3 / 4,
+        "right_operands": 3 / 4,
+        "right_arithmetic": 3 / 4,
+    }
 
 
 def test_greedy_sampling_is_the_argmax_of_single_unpadded_prompts():
@@ -193,14 +261,20 @@ def test_greedy_sampling_is_the_argmax_of_single_unpadded_prompts():
     tokenizer = tiny_model.build_tokenizer()
     model = tiny_model.build_model(tokenizer, "tiny").eval()
     training_pairs, _ = word_problems.split_pairs(0.15, seed=0)
-    questions = [problem.question for problem in word_problems.make_problems(training_pairs, 3, seed=0)]
-    responses = tiny_model.sample_responses(model, tokenizer, questions, greedy=True, max_new_tokens=4)
+    questions = [
+        problem.question for problem in word_problems.make_problems(training_pairs, 3, seed=0)
+    ]
+    responses = tiny_model.sample_responses(
+        model, tokenizer, questions, greedy=True, max_new_tokens=4
+    )
     for question, response in zip(questions, responses):
         token_ids = tokenizer(question + "\n", return_tensors="pt")["input_ids"]
         start = token_ids.shape[1]
         for _ in range(4):
             with torch.no_grad():
-                token_ids = torch.cat([token_ids, model(token_ids).logits[:, -1:].argmax(-1)], dim=1)
+                token_ids = torch.cat(
+                    [token_ids, model(token_ids).logits[:, -1:].argmax(-1)], dim=1
+                )
         assert response == tokenizer.decode(token_ids[0, start:], skip_special_tokens=True)
 
 

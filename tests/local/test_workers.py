@@ -26,15 +26,23 @@ The actor died because its node has died. Node Id: 153c309eef47de66697f03787725e
 \tthe actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats"""  # Ray 2.53
 
 
-@pytest.mark.parametrize("rank_lives, said, blamed", [
-    (False, "", r"rank 0 \(pid \d+\) died"), (True, "", r"rollout engine \(pid \d+\) died"),
-    (False, NODE_DIED, "Ray's node died, .* too many heartbeats")])  # it takes the rank along
+@pytest.mark.parametrize(
+    "rank_lives, said, blamed",
+    [
+        (False, "", r"rank 0 \(pid \d+\) died"),
+        (True, "", r"rollout engine \(pid \d+\) died"),
+        (False, NODE_DIED, "Ray's node died, .* too many heartbeats"),
+    ],
+)  # it takes the rank along
 def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_lives, said, blamed):
     """In a sync the rollout engine's call fails because a rank, whose weights it waits for, is gone."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     processes = Processes([Named("rank 0")], [Named("rollout engine")])
-    processes.pids = {"rank 0": os.getpid() if rank_lives else gone.pid, "rollout engine": os.getpid()}
+    processes.pids = {
+        "rank 0": os.getpid() if rank_lives else gone.pid,
+        "rollout engine": os.getpid(),
+    }
 
     def fail(reference):
         raise ray.exceptions.RayActorError(error_msg=said)
@@ -70,7 +78,9 @@ def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch
     processes, fetched = Processes([], []), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
     monkeypatch.setattr(ray, "wait", lambda pending, **_: (pending[-1:], pending[:-1]))
-    monkeypatch.setattr(ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}")
+    monkeypatch.setattr(
+        ray, "get", lambda reference: fetched.append(reference) or f"result of {reference}"
+    )
     assert processes.gather(calls) == ["result of a", "result of b", "result of c"]
     assert fetched == ["c", "b", "a"]
 
@@ -80,13 +90,18 @@ def test_a_process_that_is_stopped_is_named_and_does_not_stay(monkeypatch, tmp_p
     monkeypatch.setattr(private_ray, "STOPPED", 1)
     started = private_ray.start(num_cpus=2)
     try:
-        ranks = [Worker(f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {}) for rank in range(2)]
+        ranks = [
+            Worker(f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {})
+            for rank in range(2)
+        ]
         processes = Processes(ranks, [])
         processes.wait_until_ready()
         assert processes.on_ranks("total") == [0, 0]
         stopped = psutil.Process(processes.pids["rank 1"])
         stopped.suspend()
-        with pytest.raises(WorkerError, match=rf"^rank 1 \(pid {stopped.pid}\) was stopped 1 s ago \(SIGSTOP"):
+        with pytest.raises(
+            WorkerError, match=rf"^rank 1 \(pid {stopped.pid}\) was stopped 1 s ago \(SIGSTOP"
+        ):
             processes.on_ranks("total")
         stopped.wait(timeout=60)
         other = psutil.Process(processes.pids["rank 0"])
@@ -115,8 +130,10 @@ def test_a_process_that_ray_has_not_started_is_not_waited_for_when_ray_is_dead(t
     """Of what its node was to start Ray says so after a minute, or not at all: its word would be the error's cause."""
     private_ray.start(num_cpus=1)
     try:
-        first, second = (partial(Worker, f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {})
-                         for rank in range(2))
+        first, second = (
+            partial(Worker, f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {})
+            for rank in range(2)
+        )
         Processes([first()], []).wait_until_ready()  # it has the processor
         [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
         raylet.kill()
@@ -160,9 +177,15 @@ def local_class():
     raise Local("made in a function")
 
 
-@pytest.mark.parametrize("fail, said", [
-    (validation_error, "ValidationError: 1 validation error for int"), (unpicklable, "Unpicklable: a lock"),
-    (unreadable, "Unreadable: 3 breaks a rule"), (local_class, "Local: made in a function")])
+@pytest.mark.parametrize(
+    "fail, said",
+    [
+        (validation_error, "ValidationError: 1 validation error for int"),
+        (unpicklable, "Unpicklable: a lock"),
+        (unreadable, "Unreadable: 3 breaks a rule"),
+        (local_class, "Local: made in a function"),
+    ],
+)
 def test_of_any_error_the_words_travel(fail, said, capsys):
     """vLLM's of a length that it refuses is pydantic's, which no pickle holds."""
     with pytest.raises(RuntimeError) as travels, _errors_in_log():
@@ -176,12 +199,16 @@ def test_what_fails_is_named_with_its_type_and_where_it_came_from_is_in_its_log(
     """Rank 0 fails, and the call of the rollout engine that waits for its result with it."""
     private_ray.start(num_cpus=2)
     try:
-        rank, rollout = workers = [Worker(name, "collections", "Counter", tmp_path / f"{name}.log", {})
-                                   for name in ("rank 0", "rollout engine")]
+        rank, rollout = workers = [
+            Worker(name, "collections", "Counter", tmp_path / f"{name}.log", {})
+            for name in ("rank 0", "rollout engine")
+        ]
         processes = Processes([rank], [rollout])
         processes.wait_until_ready()
         merged = rank.call("popitem")
-        with pytest.raises(WorkerError, match=r"^rank 0 failed: KeyError: .*\nIts log: .*rank 0\.log"):
+        with pytest.raises(
+            WorkerError, match=r"^rank 0 failed: KeyError: .*\nIts log: .*rank 0\.log"
+        ):
             processes.gather(processes.start_on_rollouts("update", merged), {rank: merged})
         assert ["Traceback" in worker.log_file.read_text() for worker in workers] == [True, False]
         with pytest.raises(WorkerError, match="^rollout engine failed: TypeError: "):
@@ -200,7 +227,9 @@ def test_a_dead_process_is_quoted_where_its_log_names_an_error(tmp_path):
     died = Processes([rank], [])._dead
     assert str(died(rank)).startswith("rank 0 died: killed, or out of memory\nIts log")
     error = "Fatal Python error: Segmentation fault\n"
-    rank.log_file.write_text(f"{error}UserWarning: Apex is not installed. Falling back to the default\n  warn(x)\n")
+    rank.log_file.write_text(
+        f"{error}UserWarning: Apex is not installed. Falling back to the default\n  warn(x)\n"
+    )
     assert f"Its last error: {error}" in str(died(rank))
     rank.log_begins = len(error)  # it is of an earlier attempt
     assert str(died(rank)).startswith("rank 0 died: killed, or out of memory\nIts log")

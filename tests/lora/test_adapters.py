@@ -18,8 +18,14 @@ class TupleLinear(nn.Linear):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear_qkv, self.linear_proj, self.other = TupleLinear(6, 10), TupleLinear(10, 6), TupleLinear(6, 6)
-        self.local_experts = nn.ModuleList(nn.ModuleDict({"linear_fc1": TupleLinear(6, 8)}) for _ in range(2))
+        self.linear_qkv, self.linear_proj, self.other = (
+            TupleLinear(6, 10),
+            TupleLinear(10, 6),
+            TupleLinear(6, 6),
+        )
+        self.local_experts = nn.ModuleList(
+            nn.ModuleDict({"linear_fc1": TupleLinear(6, 8)}) for _ in range(2)
+        )
 
 
 def model(seed=0):
@@ -31,8 +37,9 @@ def test_forward_merge_and_gradients_are_pefts():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     base = nn.Linear(6, 10, bias=False)
-    theirs = peft.get_peft_model(nn.Sequential(base),
-                                 peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"])).base_model.model[0]
+    theirs = peft.get_peft_model(
+        nn.Sequential(base), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"])
+    ).base_model.model[0]
     tuple_base = TupleLinear(6, 10, bias=False)
     tuple_base.load_state_dict(base.state_dict())
     ours = LoRALinear(tuple_base, 4, 8, seed=1, is_expert=False)
@@ -55,7 +62,9 @@ def test_only_adapters_train():
     apply_lora(m, ["linear_qkv", "linear_fc1"], r=2, alpha=4, seed=0)
     trained = {name for name, parameter in m.named_parameters() if parameter.requires_grad}
     assert len(trained) == 18 and all("lora_" in name for name in trained)
-    assert all(layer.lora_A.allreduce is ("local_experts" not in name) for name, layer in lora_layers(m))
+    assert all(
+        layer.lora_A.allreduce is ("local_experts" not in name) for name, layer in lora_layers(m)
+    )
 
 
 def test_a_fresh_adapter_changes_nothing_and_a_disabled_one_neither():
@@ -79,7 +88,9 @@ def test_an_expert_starts_the_same_on_whichever_rank_it_lives():
     a = [block.local_experts[1].linear_fc1.lora_A for block in whole["layers"]]
     b = [block.local_experts[0].linear_fc1.lora_A for block in second_rank["layers"]]
     assert all(torch.equal(x, y) for x, y in zip(a, b))
-    assert len({layer.lora_A.sum().item() for _, layer in lora_layers(whole)}) == 6  # and no two the same
+    assert (
+        len({layer.lora_A.sum().item() for _, layer in lora_layers(whole)}) == 6
+    )  # and no two the same
 
 
 def test_a_target_that_matches_no_layer_is_refused():

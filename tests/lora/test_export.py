@@ -1,5 +1,6 @@
-"""Adapters sharded here into any Megatron layout come back whole; and real PEFT and transformers read what is
-exported."""
+"""Adapters sharded here into any Megatron layout come back whole; and real PEFT and transformers
+read what is exported.
+"""
 
 import enum
 import importlib
@@ -28,23 +29,38 @@ HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, EXPERTS, R, ALPHA = 24, 20, 12, 28, 8, 2, 6
 HEADS, GROUPS, HEAD_DIM = 4, 2, 8  # head_dim is not hidden / heads
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 SHAPES = {
-    "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN), "self_attn.k_proj": (GROUPS * HEAD_DIM, HIDDEN),
-    "self_attn.v_proj": (GROUPS * HEAD_DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM)}
+    "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+    "self_attn.k_proj": (GROUPS * HEAD_DIM, HIDDEN),
+    "self_attn.v_proj": (GROUPS * HEAD_DIM, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+}
 
 
 def mlp_shapes(prefix, width):
-    return {f"{prefix}.gate_proj": (width, HIDDEN), f"{prefix}.up_proj": (width, HIDDEN),
-            f"{prefix}.down_proj": (HIDDEN, width)}
+    return {
+        f"{prefix}.gate_proj": (width, HIDDEN),
+        f"{prefix}.up_proj": (width, HIDDEN),
+        f"{prefix}.down_proj": (HIDDEN, width),
+    }
 
 
-MIXTURE = {name: shape for i in range(EXPERTS) for name, shape in mlp_shapes(f"mlp.experts.{i}", EXPERT_FFN).items()}
+MIXTURE = {
+    name: shape
+    for i in range(EXPERTS)
+    for name, shape in mlp_shapes(f"mlp.experts.{i}", EXPERT_FFN).items()
+}
 FAMILIES = {
     "llama": SHAPES | mlp_shapes("mlp", FFN),
     "qwen2": SHAPES | mlp_shapes("mlp", FFN),
     "qwen3": SHAPES | mlp_shapes("mlp", FFN),
     "qwen3_moe": SHAPES | MIXTURE,
-    "qwen2_moe": SHAPES | MIXTURE | mlp_shapes("mlp.shared_expert", SHARED_FFN)}
-FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # they take the A of the other
+    "qwen2_moe": SHAPES | MIXTURE | mlp_shapes("mlp.shared_expert", SHARED_FFN),
+}
+FUSED = {
+    "k_proj": "q_proj",
+    "v_proj": "q_proj",
+    "up_proj": "gate_proj",
+}  # they take the A of the other
 
 
 def make_adapters(family, layers, dtype=torch.float32):
@@ -53,15 +69,20 @@ def make_adapters(family, layers, dtype=torch.float32):
     for layer in range(layers):
         for name, (out, into) in FAMILIES[family].items():
             parent, _, leaf = f"model.layers.{layer}.{name}".rpartition(".")
-            a = (weights[f"{parent}.{FUSED[leaf]}"][0]
-                 if leaf in FUSED else torch.randn(R, into, generator=generator).to(dtype))
+            a = (
+                weights[f"{parent}.{FUSED[leaf]}"][0]
+                if leaf in FUSED
+                else torch.randn(R, into, generator=generator).to(dtype)
+            )
             weights[f"{parent}.{leaf}"] = a, torch.randn(out, R, generator=generator).to(dtype)
     return Adapters(weights, R, ALPHA, 3)
 
 
 def shard(full, layer, t, tp, e, ep):
-    """One layer's tensors on tensor rank t of tp and expert rank e of ep, as Megatron and MindSpeed-LLM name and lay
-    them out."""
+    """One layer's tensors on tensor rank t of tp and expert rank e of ep, as Megatron and
+    MindSpeed-LLM name and lay them out.
+    """
+
     def a(name):
         return full[f"model.layers.{layer}.{name}"][0]
 
@@ -69,7 +90,7 @@ def shard(full, layer, t, tp, e, ep):
         return full[f"model.layers.{layer}.{name}"][1]
 
     def rows(tensor):
-        return tensor[t * len(tensor) // tp:(t + 1) * len(tensor) // tp]
+        return tensor[t * len(tensor) // tp : (t + 1) * len(tensor) // tp]
 
     def columns(tensor):
         return rows(tensor.T).T
@@ -77,50 +98,105 @@ def shard(full, layer, t, tp, e, ep):
     queries = HEADS // GROUPS * HEAD_DIM
     interleaved = []
     for group in range(t * GROUPS // tp, (t + 1) * GROUPS // tp):
-        interleaved.append(b("self_attn.q_proj")[group * queries:(group + 1) * queries])
-        interleaved += [b(f"self_attn.{name}")[group * HEAD_DIM:(group + 1) * HEAD_DIM]
-                        for name in ("k_proj", "v_proj")]
-    pairs = {"self_attention.linear_qkv": (a("self_attn.q_proj"), torch.cat(interleaved)),
-             "self_attention.linear_proj": (columns(a("self_attn.o_proj")), b("self_attn.o_proj"))}
+        interleaved.append(b("self_attn.q_proj")[group * queries : (group + 1) * queries])
+        interleaved += [
+            b(f"self_attn.{name}")[group * HEAD_DIM : (group + 1) * HEAD_DIM]
+            for name in ("k_proj", "v_proj")
+        ]
+    pairs = {
+        "self_attention.linear_qkv": (a("self_attn.q_proj"), torch.cat(interleaved)),
+        "self_attention.linear_proj": (columns(a("self_attn.o_proj")), b("self_attn.o_proj")),
+    }
     for ours, theirs in (("mlp", "mlp"), ("mlp.shared_experts", "mlp.shared_expert")):
         if f"model.layers.{layer}.{theirs}.gate_proj" in full:
-            pairs[f"{ours}.linear_fc1"] = (a(f"{theirs}.gate_proj"),
-                                           torch.cat([rows(b(f"{theirs}.gate_proj")), rows(b(f"{theirs}.up_proj"))]))
-            pairs[f"{ours}.linear_fc2"] = columns(a(f"{theirs}.down_proj")), b(f"{theirs}.down_proj")
-    tensors = {f"{name}.lora_{side}.default.weight": tensor.contiguous().clone()
-               for name, pair in pairs.items() for side, tensor in zip("AB", pair, strict=True)}
+            pairs[f"{ours}.linear_fc1"] = (
+                a(f"{theirs}.gate_proj"),
+                torch.cat([rows(b(f"{theirs}.gate_proj")), rows(b(f"{theirs}.up_proj"))]),
+            )
+            pairs[f"{ours}.linear_fc2"] = (
+                columns(a(f"{theirs}.down_proj")),
+                b(f"{theirs}.down_proj"),
+            )
+    tensors = {
+        f"{name}.lora_{side}.default.weight": tensor.contiguous().clone()
+        for name, pair in pairs.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
     tensors["self_attention.linear_qkv.lora_B.default._extra_state"] = None
     if f"model.layers.{layer}.mlp.experts.0.gate_proj" in full:
         local = EXPERTS // (tp * ep)
         mine = [f"mlp.experts.{e * tp * local + t * local + i}" for i in range(local)]
         stacks = {  # [experts, in, r], [experts, r, out]
-            "weight1_lora_a": torch.stack([a(f"{name}.gate_proj").T for name in mine]).reshape(HIDDEN, -1),
-            "weight1_lora_b": torch.stack([torch.cat([b(f"{name}.gate_proj"), b(f"{name}.up_proj")]).T
-                                           for name in mine]).reshape(R, -1),
-            "weight2_lora_a": torch.stack([a(f"{name}.down_proj").T for name in mine]).reshape(-1, R),
-            "weight2_lora_b": torch.stack([b(f"{name}.down_proj").T for name in mine]).reshape(-1, HIDDEN)}
+            "weight1_lora_a": torch.stack([a(f"{name}.gate_proj").T for name in mine]).reshape(
+                HIDDEN, -1
+            ),
+            "weight1_lora_b": torch.stack(
+                [torch.cat([b(f"{name}.gate_proj"), b(f"{name}.up_proj")]).T for name in mine]
+            ).reshape(R, -1),
+            "weight2_lora_a": torch.stack([a(f"{name}.down_proj").T for name in mine]).reshape(
+                -1, R
+            ),
+            "weight2_lora_b": torch.stack([b(f"{name}.down_proj").T for name in mine]).reshape(
+                -1, HIDDEN
+            ),
+        }
         tensors |= {f"mlp.experts.{name}": stack for name, stack in stacks.items()}
     return tensors
 
 
-def write_checkpoint(folder, adapters, family, tp=1, stages=(2,), ep=1, targets=ALL, change=lambda rank, state: None,
-                     **more):
-    """`stages`: layers of each pipeline stage. `change` may spoil a rank's state before it is written."""
-    args = Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=len(stages),
-                     expert_model_parallel_size=ep, num_layers=sum(stages), num_attention_heads=HEADS,
-                     group_query_attention=True, num_query_groups=GROUPS, kv_channels=HEAD_DIM,
-                     num_experts=EXPERTS if "moe" in family else None, moe_tp_extend_ep="moe" in family,
-                     hidden_size=HIDDEN, ffn_hidden_size=FFN, padded_vocab_size=64, moe_router_topk=2,
-                     moe_ffn_hidden_size=EXPERT_FFN, n_shared_experts=1 if family == "qwen2_moe" else None,
-                     qk_layernorm="qwen3" in family, add_qkv_bias="qwen2" in family, lora_r=R, lora_alpha=ALPHA,
-                     lora_target_modules=targets)
+def write_checkpoint(
+    folder,
+    adapters,
+    family,
+    tp=1,
+    stages=(2,),
+    ep=1,
+    targets=ALL,
+    change=lambda rank, state: None,
+    **more,
+):
+    """`stages`: layers of each pipeline stage. `change` may spoil a rank's state before it is
+    written.
+    """
+    args = Namespace(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=len(stages),
+        expert_model_parallel_size=ep,
+        num_layers=sum(stages),
+        num_attention_heads=HEADS,
+        group_query_attention=True,
+        num_query_groups=GROUPS,
+        kv_channels=HEAD_DIM,
+        num_experts=EXPERTS if "moe" in family else None,
+        moe_tp_extend_ep="moe" in family,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        padded_vocab_size=64,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=EXPERT_FFN,
+        n_shared_experts=1 if family == "qwen2_moe" else None,
+        qk_layernorm="qwen3" in family,
+        add_qkv_bias="qwen2" in family,
+        lora_r=R,
+        lora_alpha=ALPHA,
+        lora_target_modules=targets,
+    )
     vars(args).update(more)
     for t, p, e in product(range(tp), range(len(stages)), range(ep)):
-        model = {f"decoder.layers.{layer}.{name}": tensor for layer in range(stages[p])
-                 for name, tensor in shard(adapters.weights, sum(stages[:p]) + layer, t, tp, e, ep).items()}
+        model = {
+            f"decoder.layers.{layer}.{name}": tensor
+            for layer in range(stages[p])
+            for name, tensor in shard(
+                adapters.weights, sum(stages[:p]) + layer, t, tp, e, ep
+            ).items()
+        }
         state = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "model": model}
         change((t, p, e), state)
-        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if len(stages) > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        name = (
+            f"mp_rank_{t:02d}"
+            + (f"_{p:03d}" if len(stages) > 1 else "")
+            + (f"_{e:03d}" if ep > 1 else "")
+        )
         (folder / "iter_0000003" / name).mkdir(parents=True)
         torch.save(state, folder / "iter_0000003" / name / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
@@ -132,43 +208,92 @@ def assert_same(found, expected):
     for module, pair in expected.weights.items():
         for tensor, other in zip(found.weights[module], pair, strict=True):
             assert tensor.dtype == other.dtype and torch.equal(tensor, other), module
-    assert (found.rank, found.alpha, found.iteration) == (expected.rank, expected.alpha, expected.iteration)
+    assert (found.rank, found.alpha, found.iteration) == (
+        expected.rank,
+        expected.alpha,
+        expected.iteration,
+    )
 
 
-@pytest.mark.parametrize(("family", "tp", "stages", "ep"), [
-    ("llama", 2, (1, 1), 1), ("qwen2", 1, (2,), 1), ("qwen2", 2, (2, 1), 1), ("qwen3", 2, (1, 1), 1),
-    ("qwen3_moe", 1, (2,), 1), ("qwen3_moe", 1, (2,), 2), ("qwen3_moe", 2, (2,), 1), ("qwen3_moe", 2, (1, 2), 2),
-    ("qwen3_moe", 1, (1, 1), 1), ("qwen2_moe", 1, (2,), 4), ("qwen2_moe", 2, (1, 1), 2)])
+@pytest.mark.parametrize(
+    ("family", "tp", "stages", "ep"),
+    [
+        ("llama", 2, (1, 1), 1),
+        ("qwen2", 1, (2,), 1),
+        ("qwen2", 2, (2, 1), 1),
+        ("qwen3", 2, (1, 1), 1),
+        ("qwen3_moe", 1, (2,), 1),
+        ("qwen3_moe", 1, (2,), 2),
+        ("qwen3_moe", 2, (2,), 1),
+        ("qwen3_moe", 2, (1, 2), 2),
+        ("qwen3_moe", 1, (1, 1), 1),
+        ("qwen2_moe", 1, (2,), 4),
+        ("qwen2_moe", 2, (1, 1), 2),
+    ],
+)
 def test_every_layout_gives_the_whole_tensors(tmp_path, family, tp, stages, ep):
     adapters = make_adapters(family, sum(stages), torch.bfloat16)
-    assert_same(load_adapters(write_checkpoint(tmp_path, adapters, family, tp, stages, ep)), adapters)
+    assert_same(
+        load_adapters(write_checkpoint(tmp_path, adapters, family, tp, stages, ep)), adapters
+    )
 
 
 def test_multi_head_attention_has_as_many_groups_as_heads(tmp_path):
     """Megatron's arguments say num_query_groups: 1 then, which means nothing."""
-    def rows_in_order(rank, state):
-        state["model"] = {"decoder.layers.0.self_attention.linear_qkv.lora_A.default.weight": torch.ones(R, HIDDEN),
-                          "decoder.layers.0.self_attention.linear_qkv.lora_B.default.weight": torch.arange(12.0).view(
-                              6, R)}
 
-    write_checkpoint(tmp_path, make_adapters("qwen2", 1), "qwen2", stages=(1,), change=rows_in_order,
-                     group_query_attention=False, num_query_groups=1, num_attention_heads=2, kv_channels=1)
+    def rows_in_order(rank, state):
+        state["model"] = {
+            "decoder.layers.0.self_attention.linear_qkv.lora_A.default.weight": torch.ones(
+                R, HIDDEN
+            ),
+            "decoder.layers.0.self_attention.linear_qkv.lora_B.default.weight": torch.arange(
+                12.0
+            ).view(6, R),
+        }
+
+    write_checkpoint(
+        tmp_path,
+        make_adapters("qwen2", 1),
+        "qwen2",
+        stages=(1,),
+        change=rows_in_order,
+        group_query_attention=False,
+        num_query_groups=1,
+        num_attention_heads=2,
+        kv_channels=1,
+    )
     weights = load_adapters(tmp_path).weights
     assert {name[-6:]: (pair[1][:, 0] / R).tolist() for name, pair in weights.items()} == {
-        "q_proj": [0, 3], "k_proj": [1, 4], "v_proj": [2, 5]}
+        "q_proj": [0, 3],
+        "k_proj": [1, 4],
+        "v_proj": [2, 5],
+    }
 
 
 def test_only_trained_adapters_are_read(tmp_path):
-    """Base weights are in the file without lora_ckpt_filter, and adapters of experts whatever the targets."""
+    """Base weights are in the file without lora_ckpt_filter, and adapters of experts whatever the
+    targets.
+    """
+
     def with_base(rank, state):
-        state["model"]["decoder.layers.0.self_attention.linear_proj.base_layer.weight"] = torch.ones(2)
+        state["model"]["decoder.layers.0.self_attention.linear_proj.base_layer.weight"] = (
+            torch.ones(2)
+        )
         state["model"]["decoder.final_layernorm.weight"] = torch.ones(2)
 
     adapters = make_adapters("qwen3_moe", 2)
-    write_checkpoint(tmp_path, adapters, "qwen3_moe", targets=["linear_qkv", "linear_proj", "linear_fc2"],
-                     change=with_base)
-    trained = {module: pair
-               for module, pair in adapters.weights.items() if not module.endswith(("gate_proj", "up_proj"))}
+    write_checkpoint(
+        tmp_path,
+        adapters,
+        "qwen3_moe",
+        targets=["linear_qkv", "linear_proj", "linear_fc2"],
+        change=with_base,
+    )
+    trained = {
+        module: pair
+        for module, pair in adapters.weights.items()
+        if not module.endswith(("gate_proj", "up_proj"))
+    }
     assert_same(load_adapters(tmp_path), Adapters(trained, R, ALPHA, 3))
 
 
@@ -180,13 +305,21 @@ class Harmful:
 def test_foreign_objects_are_neither_needed_nor_executed(tmp_path, monkeypatch):
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
     (tmp_path / "megatron_like.py").write_text(
-        "import enum\nclass Kind(enum.Enum):\n    one = 1\nclass Rows(list): pass\nclass Keys(dict): pass")
+        "import enum\nclass Kind(enum.Enum):\n    one = 1\nclass Rows(list): pass\nclass "
+        "Keys(dict): pass"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("megatron_like")
 
     def foreign(rank, state):
         state["args"].kind = module.Kind.one
-        state["rng_state"] = [module.Rows([1, 2]), module.Keys(a=1), Harmful(), torch.bfloat16, b"bytes"]
+        state["rng_state"] = [
+            module.Rows([1, 2]),
+            module.Keys(a=1),
+            Harmful(),
+            torch.bfloat16,
+            b"bytes",
+        ]
         state["opt_param_scheduler"] = enum.Enum
 
     adapters = make_adapters("qwen3", 2)
@@ -211,7 +344,9 @@ def other_layout(rank, state):
 
 
 def forget_layer(rank, state):
-    state["model"] = {name: tensor for name, tensor in state["model"].items() if ".layers.1." not in name}
+    state["model"] = {
+        name: tensor for name, tensor in state["model"].items() if ".layers.1." not in name
+    }
 
 
 def no_adapters(rank, state):
@@ -223,22 +358,33 @@ def virtual_stages(rank, state):
 
 
 def single_experts(rank, state):
-    state["model"]["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.lora_A.default.weight"] = torch.ones(2, 2)
-    state["model"]["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.lora_B.default.weight"] = torch.ones(2, 2)
+    state["model"][
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.lora_A.default.weight"
+    ] = torch.ones(2, 2)
+    state["model"][
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.lora_B.default.weight"
+    ] = torch.ones(2, 2)
 
 
 def adapted_head(rank, state):
     state["model"]["output_layer.lora_A.default.weight"] = torch.ones(2, 2)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (spoil_replica, r"mlp.linear_fc1.lora_A: ranks that should hold the same tensor do not"),
-    (other_layout, r"mixes runs: mp_rank_00 is of .* 2, 1, 1, and mp_rank_01 of one with 2, 2, 1"),
-    (forget_layer, r"adapters of 1 layers, and the model has 2"),
-    (no_adapters, r"no LoRA adapters"),
-    (virtual_stages, r"virtual pipeline"),
-    (single_experts, r"mlp.experts.local_experts.0.linear_fc1 has no name"),
-    (adapted_head, r"output_layer.lora_A.default.weight is not an adapter of a decoder layer")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (spoil_replica, r"mlp.linear_fc1.lora_A: ranks that should hold the same tensor do not"),
+        (
+            other_layout,
+            r"mixes runs: mp_rank_00 is of .* 2, 1, 1, and mp_rank_01 of one with 2, 2, 1",
+        ),
+        (forget_layer, r"adapters of 1 layers, and the model has 2"),
+        (no_adapters, r"no LoRA adapters"),
+        (virtual_stages, r"virtual pipeline"),
+        (single_experts, r"mlp.experts.local_experts.0.linear_fc1 has no name"),
+        (adapted_head, r"output_layer.lora_A.default.weight is not an adapter of a decoder layer"),
+    ],
+)
 def test_bad_checkpoints(tmp_path, change, message):
     write_checkpoint(tmp_path, make_adapters("qwen2", 2), "qwen2", tp=2, change=change)
     with pytest.raises(ValueError, match=message):
@@ -259,17 +405,25 @@ def test_incomplete_checkpoints(tmp_path):
     file = save / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt"
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match="mp_rank_01_001/model_optim_rng.pt cannot be read; it may be cut short"):
+    with pytest.raises(
+        ValueError, match="mp_rank_01_001/model_optim_rng.pt cannot be read; it may be cut short"
+    ):
         load_adapters(save, 3)
     file.unlink()
-    with pytest.raises(FileNotFoundError,
-                       match=r"mp_rank_01_001/model_optim_rng.pt missing: .* sizes 2, 1, 2; bring the files"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"mp_rank_01_001/model_optim_rng.pt missing: .* sizes 2, 1, 2; bring the files",
+    ):
         load_adapters(save, 3)
     file.write_bytes(whole)
     write_checkpoint(save.parent / "other", adapters, "qwen3_moe")
-    (save.parent / "other" / "iter_0000003" / "mp_rank_00").rename(save / "iter_0000003" / "mp_rank_00")
-    with pytest.raises(ValueError,
-                       match=r"mixes runs: mp_rank_00 is of .* 1, 1, 1, where mp_rank_00_000, .* has no place"):
+    (save.parent / "other" / "iter_0000003" / "mp_rank_00").rename(
+        save / "iter_0000003" / "mp_rank_00"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"mixes runs: mp_rank_00 is of .* 1, 1, 1, where mp_rank_00_000, .* has no place",
+    ):
         load_adapters(save, 3)
     save = write_checkpoint(tmp_path / "split", adapters, "qwen3_moe", tp=2, moe_tp_extend_ep=False)
     with pytest.raises(ValueError, match="without moe_tp_extend_ep, which splits each expert"):
@@ -287,11 +441,26 @@ def base_model(tmp_path_factory):
             return made[family]
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(
-            family, vocab_size=64, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=2,
-            num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=HEAD_DIM, tie_word_embeddings=False,
-            initializer_range=0.3, num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=EXPERT_FFN,
-            shared_expert_intermediate_size=SHARED_FFN, mlp_only_layers=[], decoder_sparse_step=1, bos_token_id=None,
-            eos_token_id=1, max_position_embeddings=64)
+            family,
+            vocab_size=64,
+            hidden_size=HIDDEN,
+            intermediate_size=FFN,
+            num_hidden_layers=2,
+            num_attention_heads=HEADS,
+            num_key_value_heads=GROUPS,
+            head_dim=HEAD_DIM,
+            tie_word_embeddings=False,
+            initializer_range=0.3,
+            num_experts=EXPERTS,
+            num_experts_per_tok=3,
+            moe_intermediate_size=EXPERT_FFN,
+            shared_expert_intermediate_size=SHARED_FFN,
+            mlp_only_layers=[],
+            decoder_sparse_step=1,
+            bos_token_id=None,
+            eos_token_id=1,
+            max_position_embeddings=64,
+        )
         made[family] = tmp_path_factory.mktemp(family) / "base"
         model = transformers.AutoModelForCausalLM.from_config(config)
         model.save_pretrained(made[family], max_shard_size="20KB")
@@ -299,11 +468,16 @@ def base_model(tmp_path_factory):
         (made[family] / "pytorch_model.bin").write_text("an older copy")
         assert len(list(made[family].glob("*.safetensors"))) > 1
         return made[family]
+
     return get
 
 
 def tensors_of(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -324,7 +498,9 @@ def test_peft_and_the_merged_model_agree(tmp_path, base_model, family):
         adapted = wrapped(tokens).logits
         assert (merged - plain).abs().max() > 1
         torch.testing.assert_close(adapted, merged, rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(wrapped.merge_and_unload()(tokens).logits, merged, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            wrapped.merge_and_unload()(tokens).logits, merged, rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -338,8 +514,12 @@ def peft_adapter(folder, base, **settings):
     """An adapter of PEFT's own making, B not zero; the model that it is on."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=["q_proj", "down_proj"], **settings)
-    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    config = peft.LoraConfig(
+        r=R, lora_alpha=ALPHA, target_modules=["q_proj", "down_proj"], **settings
+    )
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -351,33 +531,54 @@ def test_an_adapter_of_peft_is_merged_as_peft_does(tmp_path, base_model):
     base, transformers = base_model("qwen3"), pytest.importorskip("transformers")
     model, tokens = peft_adapter(tmp_path / "adapter", base), torch.arange(1, 17).view(1, 16)
     save_merged(load_peft(tmp_path / "adapter"), base, tmp_path / "merged")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32
+    ).eval()
     with torch.no_grad(), model.disable_adapter():
         assert (model(tokens).logits - merged(tokens).logits).abs().max() > 0.1
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            model(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_an_adapter_of_some_layers_is_merged_too(tmp_path, base_model):
     base = base_model("qwen3")
     peft_adapter(tmp_path / "adapter", base, layers_to_transform=[1])
     adapters = load_peft(tmp_path / "adapter")
-    assert set(adapters.weights) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
+    assert set(adapters.weights) == {
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    }
     with pytest.raises(ValueError, match="holds no adapter"):
         save_merged(adapters, base, tmp_path / "merged")
     save_merged(adapters, base, tmp_path / "merged", all_layers=False)
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
-    assert {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])} == set(
-        adapters.weights)
+    assert {
+        name.removesuffix(".weight")
+        for name in before
+        if not torch.equal(before[name], after[name])
+    } == set(adapters.weights)
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"use_dora": True}, "use_dora"), ({"use_rslora": True}, "use_rslora"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
-    ({"lora_bias": True}, "lora_B.bias .* is not the A"),
-    ({"alpha_pattern": {"down_proj": 1}}, r"down_proj has an r or alpha of its own \(down_proj\)"),
-    ({"rank_pattern": {r"layers\.1\..*q_proj": 1}}, r"q_proj\.lora_[AB]\.weight \[.*\] is not the A .* r = 2")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
+        ({"lora_bias": True}, "lora_B.bias .* is not the A"),
+        (
+            {"alpha_pattern": {"down_proj": 1}},
+            r"down_proj has an r or alpha of its own \(down_proj\)",
+        ),
+        (
+            {"rank_pattern": {r"layers\.1\..*q_proj": 1}},
+            r"q_proj\.lora_[AB]\.weight \[.*\] is not the A .* r = 2",
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.lora_bias=True", "ignore:Adapter .default.. 4 LoRA tensor")
 def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path, base_model, settings, message):
     peft_adapter(tmp_path / "adapter", base_model("qwen3"), **settings)
@@ -386,22 +587,37 @@ def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path, base_model, sett
 
 
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
-    with pytest.raises(ValueError, match="is no PEFT adapter in safetensors: .*adapter_config.json"):
+    with pytest.raises(
+        ValueError, match="is no PEFT adapter in safetensors: .*adapter_config.json"
+    ):
         load_peft(tmp_path)
     save_peft(make_adapters("qwen3", 2), base_model("qwen3"), tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
-    export.save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name},
-                     file)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj has an A or a B and not the other"):
+    export.save_file(
+        {
+            name: tensor
+            for name, tensor in tensors.items()
+            if "layers.1.mlp.up_proj.lora_B" not in name
+        },
+        file,
+    )
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.up_proj has an A or a B and not the other"
+    ):
         load_peft(tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     whole = config.read_text()
-    for change, message in (({"r": None}, "r = None and lora_alpha = 6 must be numbers"), ({"r": 0}, "r = 0 and"),
-                            ({"alpha_pattern": {"(": 1}},
-                             r"'\(' in rank_pattern or alpha_pattern is no regular expression"),
-                            ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"),
-                            ({"bias": "lora_only"}, "bias = lora_only")):
+    for change, message in (
+        ({"r": None}, "r = None and lora_alpha = 6 must be numbers"),
+        ({"r": 0}, "r = 0 and"),
+        (
+            {"alpha_pattern": {"(": 1}},
+            r"'\(' in rank_pattern or alpha_pattern is no regular expression",
+        ),
+        ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"),
+        ({"bias": "lora_only"}, "bias = lora_only"),
+    ):
         config.write_text(json.dumps(json.loads(whole) | change))
         with pytest.raises(ValueError, match=message):
             load_peft(tmp_path / "adapter")
@@ -423,7 +639,8 @@ def test_merged_weights_are_rounded_once(tmp_path, base_model, dtype):
 
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(base_model("qwen2_moe"), dtype=dtype).save_pretrained(
-        base, max_shard_size="20KB")
+        base, max_shard_size="20KB"
+    )
     adapters = make_adapters("qwen2_moe", 2, torch.bfloat16)
     save_merged(adapters, base, tmp_path / "merged")
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
@@ -436,8 +653,12 @@ def test_merged_weights_are_rounded_once(tmp_path, base_model, dtype):
             continue
         a, b = (tensor.double() for tensor in adapters.weights[name.removesuffix(".weight")])
         exact = weight.double() + ALPHA / R * b @ a
-        size = weight.double().abs() + ALPHA / R * b.abs() @ a.abs()  # of what is added up in float32
-        assert ((after[name].double() - exact).abs() <= unit_roundoff * exact.abs() + 8 * 2**-24 * size).all(), name
+        size = (
+            weight.double().abs() + ALPHA / R * b.abs() @ a.abs()
+        )  # of what is added up in float32
+        assert (
+            (after[name].double() - exact).abs() <= unit_roundoff * exact.abs() + 8 * 2**-24 * size
+        ).all(), name
 
 
 def test_the_merged_folder_is_the_base_folder(tmp_path, base_model):
@@ -445,13 +666,18 @@ def test_the_merged_folder_is_the_base_folder(tmp_path, base_model):
     save_merged(make_adapters("qwen3_moe", 2), base, tmp_path / "new" / "merged")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["merged"]
     names = {path.name for path in base.iterdir()}
-    assert {path.name for path in (tmp_path / "new" / "merged").iterdir()} == names - {"pytorch_model.bin"}
+    assert {path.name for path in (tmp_path / "new" / "merged").iterdir()} == names - {
+        "pytorch_model.bin"
+    }
     for file in base.iterdir():
         copy = tmp_path / "new" / "merged" / file.name
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as theirs, safe_open(copy, "pt") as ours:
                 assert set(theirs.keys()) == set(ours.keys()) and ours.metadata() == {
-                    **theirs.metadata(), "base_weights": weights_digest(base), "iteration": "3"}
+                    **theirs.metadata(),
+                    "base_weights": weights_digest(base),
+                    "iteration": "3",
+                }
         elif file.suffix != ".bin":
             assert copy.read_bytes() == file.read_bytes()
 
@@ -461,17 +687,27 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, base_mode
     base, out = base_model("qwen3"), tmp_path / "out"
     whole = make_adapters("qwen3", 2)
     few = {module: pair for module, pair in whole.weights.items() if ".layers.1." not in module}
-    wide = whole.weights | {"model.layers.1.mlp.up_proj": (torch.ones(R, HIDDEN), torch.ones(99, R))}
-    for weights, message in [(few, r"has model\.layers\.1\.\S+\.weight, for which the checkpoint holds no adapter"),
-                             (make_adapters("qwen3", 3).weights, r"has no model.layers.2.self_attn.q_proj.weight"),
-                             (wide,
-                              rf"layers.1.mlp.up_proj.weight is \[{FFN}, {HIDDEN}\] there, .* for \[99, {HIDDEN}\]")]:
+    wide = whole.weights | {
+        "model.layers.1.mlp.up_proj": (torch.ones(R, HIDDEN), torch.ones(99, R))
+    }
+    for weights, message in [
+        (few, r"has model\.layers\.1\.\S+\.weight, for which the checkpoint holds no adapter"),
+        (make_adapters("qwen3", 3).weights, r"has no model.layers.2.self_attn.q_proj.weight"),
+        (
+            wide,
+            rf"layers.1.mlp.up_proj.weight is \[{FFN}, {HIDDEN}\] there, .* for \[99, {HIDDEN}\]",
+        ),
+    ]:
         with pytest.raises(ValueError, match=message):
             save(Adapters(weights, R, ALPHA, 3), base, out)
-    with pytest.raises(ValueError, match=r"neither model.safetensors.index.json nor model.safetensors"):
+    with pytest.raises(
+        ValueError, match=r"neither model.safetensors.index.json nor model.safetensors"
+    ):
         save(whole, tmp_path, out)
     (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "model.safetensors").write_bytes(next(base.glob("*.safetensors")).read_bytes()[:-1])
+    (tmp_path / "cut" / "model.safetensors").write_bytes(
+        next(base.glob("*.safetensors")).read_bytes()[:-1]
+    )
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read; it may be cut short"):
         save(whole, tmp_path / "cut", out)
     out.mkdir()
@@ -491,8 +727,11 @@ def test_a_base_of_the_same_shape_with_other_weights_is_refused(tmp_path, base_m
     for file in other.glob("*.safetensors"):
         save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     here, trained = weights_digest(other)[:12], adapters.base[:12]
-    with pytest.raises(ValueError, match="other is not the model that was trained: its weights are others .digest "
-                                         f"{here}, the trained model's was {trained}"):
+    with pytest.raises(
+        ValueError,
+        match="other is not the model that was trained: its weights are others .digest "
+        f"{here}, the trained model's was {trained}",
+    ):
         save(adapters, other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     save(adapters, base, tmp_path / "out")
@@ -514,28 +753,59 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, base_model, save, monkeypat
 
 def run_tool(*arguments):
     command = [sys.executable, str(ROOT / "tools" / "export_adapter.py"), *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def test_the_tool(tmp_path, base_model):
     adapters = make_adapters("qwen3_moe", 2)
     save = write_checkpoint(tmp_path / "save", adapters, "qwen3_moe", ep=2)
-    done = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "adapter")
+    done = run_tool(
+        "--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "adapter"
+    )
     assert done.returncode == 0, done.stderr
     assert "iteration 3: 56 modules" in done.stdout and "r 2, alpha 6" in done.stdout
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert {name.removeprefix("base_model.model."): tensor.shape for name, tensor in written.items()} == {
+    assert {
+        name.removeprefix("base_model.model."): tensor.shape for name, tensor in written.items()
+    } == {
         f"{module}.lora_{side}.weight": tensor.shape
-        for module, pair in adapters.weights.items() for side, tensor in zip("AB", pair, strict=True)}
+        for module, pair in adapters.weights.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (R, ALPHA)
     assert Path(config["base_model_name_or_path"]).samefile(base_model("qwen3_moe"))
-    again = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "adapter",
-                     "--merged")
-    assert again.returncode == 1 and again.stderr.startswith("export_adapter: ") and "exists already" in again.stderr
+    again = run_tool(
+        "--checkpoint",
+        save,
+        "--base",
+        base_model("qwen3_moe"),
+        "--output",
+        tmp_path / "adapter",
+        "--merged",
+    )
+    assert (
+        again.returncode == 1
+        and again.stderr.startswith("export_adapter: ")
+        and "exists already" in again.stderr
+    )
     assert again.stderr.count("\n") == 1
-    done = run_tool("--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "merged",
-                    "--merged")
-    assert done.returncode == 0 and tensors_of(tmp_path / "merged").keys() == tensors_of(base_model("qwen3_moe")).keys(
-        )
+    done = run_tool(
+        "--checkpoint",
+        save,
+        "--base",
+        base_model("qwen3_moe"),
+        "--output",
+        tmp_path / "merged",
+        "--merged",
+    )
+    assert (
+        done.returncode == 0
+        and tensors_of(tmp_path / "merged").keys() == tensors_of(base_model("qwen3_moe")).keys()
+    )

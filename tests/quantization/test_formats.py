@@ -26,18 +26,28 @@ def tensors() -> dict[str, torch.Tensor]:
     outliers = normal.clone()
     outliers.view(-1)[torch.randint(normal.numel(), (50,), generator=generator)] *= 1000
     sparse = normal * (torch.rand(normal.shape, generator=generator) < 0.02)
-    return {"random": normal, "bfloat16": normal.bfloat16(), "constant": torch.full_like(normal, 0.3),
-            "zero": torch.zeros_like(normal), "small": normal * 1e-6,
-            "tiny": normal * 1e-30, "huge": normal * 1e30, "outliers": outliers,
-            "sparse": sparse, "rising": normal * torch.logspace(-6, 6, 256),
-            "halves": torch.randint(-24, 25, normal.shape, generator=generator) / 4}
+    return {
+        "random": normal,
+        "bfloat16": normal.bfloat16(),
+        "constant": torch.full_like(normal, 0.3),
+        "zero": torch.zeros_like(normal),
+        "small": normal * 1e-6,
+        "tiny": normal * 1e-30,
+        "huge": normal * 1e30,
+        "outliers": outliers,
+        "sparse": sparse,
+        "rising": normal * torch.logspace(-6, 6, 256),
+        "halves": torch.randint(-24, 25, normal.shape, generator=generator) / 4,
+    }
 
 
 KINDS = list(tensors())
 
 
 def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Of the sorted `values`, in float64, the nearest to each of `x`; of two as near the one of even place."""
+    """Of the sorted `values`, in float64, the nearest to each of `x`; of two as near the one of
+    even place.
+    """
     above = np.clip(np.searchsorted(values, x), 1, len(values) - 1)
     low, high = values[above - 1], values[above]
     is_low = (x - low < high - x) | ((x - low == high - x) & ((above - 1) % 2 == 0))
@@ -45,18 +55,27 @@ def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def of_byte(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
-    """Every finite number >= 0 of a small float format, by IEEE's rule, in the order of their codes."""
+    """Every finite number >= 0 of a small float format, by IEEE's rule, in the order of their
+    codes.
+    """
     found = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         exponent, mantissa = code >> mantissa_bits, (code % 2**mantissa_bits) / 2**mantissa_bits
-        found.append(2.0 ** (1 - bias) * mantissa if exponent == 0 else 2.0 ** (exponent - bias) * (1 + mantissa))
+        found.append(
+            2.0 ** (1 - bias) * mantissa
+            if exponent == 0
+            else 2.0 ** (exponent - bias) * (1 + mantissa)
+        )
     return np.array(found)
 
 
-@pytest.mark.parametrize("element, values", [
-    (to_e2m1, of_byte(2, 1, 1)), (to_e4m3, of_byte(4, 3, 7)[:-1])])  # E4M3's last code is NaN
+@pytest.mark.parametrize(
+    "element, values", [(to_e2m1, of_byte(2, 1, 1)), (to_e4m3, of_byte(4, 3, 7)[:-1])]
+)  # E4M3's last code is NaN
 def test_elements_are_the_nearest_of_their_format(element, values):
-    between = np.concatenate([values, (values[:-1] + values[1:]) / 2, values + 1e-6, np.linspace(0, 500, 5000)])
+    between = np.concatenate(
+        [values, (values[:-1] + values[1:]) / 2, values + 1e-6, np.linspace(0, 500, 5000)]
+    )
     x = np.float32(np.concatenate([between, -between]))
     expected = np.sign(x) * to_nearest(np.abs(x.astype(np.float64)), values)
     assert np.array_equal(element(torch.from_numpy(x)).numpy(), expected.astype(np.float32))
@@ -86,8 +105,11 @@ def test_fp8_is_compressed_tensors(kind, rows):
 
     x = tensors()[kind].float()
     scale = x.reshape(256 // rows, rows, 2, 128).abs().amax((1, 3)) / 448
-    strategy = dict(strategy="block", block_structure=[128, 128]) if rows == 128 else dict(strategy="group",
-                                                                                           group_size=128)
+    strategy = (
+        dict(strategy="block", block_structure=[128, 128])
+        if rows == 128
+        else dict(strategy="group", group_size=128)
+    )
     args = QuantizationArgs(num_bits=8, type="float", symmetric=True, **strategy)
     expected = fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
     of_format = FORMATS["fp8"].weight if rows == 128 else FORMATS["fp8"].activation
@@ -100,7 +122,9 @@ def test_blocks_of_fp8_at_the_edges_are_smaller():
     for top, left in itertools.product((0, 128), (0, 128, 256)):
         part = x[top : top + 128, left : left + 128]
         scale = part.abs().max() / 448
-        expected[top : top + 128, left : left + 128] = (part / scale).to(torch.float8_e4m3fn).float() * scale
+        expected[top : top + 128, left : left + 128] = (part / scale).to(
+            torch.float8_e4m3fn
+        ).float() * scale
     assert torch.equal(FORMATS["fp8"].weight(x), expected)
     assert torch.equal(quantize_fp8(x[0]), quantize_fp8(x)[0])
     assert torch.equal(quantize_fp8(x.view(2, 100, 300)), quantize_fp8(x).view(2, 100, 300))
@@ -131,23 +155,41 @@ def test_mx_is_torchaos_by_the_specifications_scale(torchao, name, kind):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**120), max_value=2.0**120),
-                min_size=32, max_size=32), st.integers(-120, 0), st.sampled_from(["mxfp8", "mxfp4"]))
+@given(
+    st.lists(
+        st.floats(
+            width=32,
+            allow_nan=False,
+            allow_infinity=False,
+            min_value=-(2.0**120),
+            max_value=2.0**120,
+        ),
+        min_size=32,
+        max_size=32,
+    ),
+    st.integers(-120, 0),
+    st.sampled_from(["mxfp8", "mxfp4"]),
+)
 def test_mx_is_the_specification_in_float64(values, power, name):
-    """OCP Microscaling 1.0, 6.3: X = 2^(floor(log2 amax) - emax), elements V / X; subnormals and scales at the edge
-    of E8M0 included, where torchao stays above 2^-126."""
+    """OCP Microscaling 1.0, 6.3: X = 2^(floor(log2 amax) - emax), elements V / X; subnormals and
+    scales at the edge of E8M0 included, where torchao stays above 2^-126.
+    """
     x = np.float32(np.array(values) * 2.0**power).astype(np.float64)
     largest, codes = (8, of_byte(4, 3, 7)[:-1]) if name == "mxfp8" else (2, of_byte(2, 1, 1))
     amax = np.abs(x).max()
     scale = 2.0 ** np.clip(np.floor(np.log2(amax)) - largest, -127, 127) if amax else 1.0
     expected = np.sign(x) * to_nearest(np.abs(x) / scale, codes) * scale
-    assert np.array_equal(FORMATS[name].weight(torch.tensor(x, dtype=torch.float32)).double().numpy(), expected)
+    assert np.array_equal(
+        FORMATS[name].weight(torch.tensor(x, dtype=torch.float32)).double().numpy(), expected
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
 def test_other_implementations_of_mx_take_another_scale_where_elements_would_saturate(kind):
-    """Above 1.75 times a power of two the largest element of a block saturates by the specification's scale; vLLM's
-    MXFP8 and compressed-tensors' MXFP4 double the scale there, and agree everywhere else."""
+    """Above 1.75 times a power of two the largest element of a block saturates by the
+    specification's scale; vLLM's MXFP8 and compressed-tensors' MXFP4 double the scale there, and
+    agree everywhere else.
+    """
     from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
 
@@ -167,7 +209,9 @@ def test_other_implementations_of_mx_take_another_scale_where_elements_would_sat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nvfp4_is_vllms(kind):
-    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant_dequant
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+        ref_nvfp4_quant_dequant,
+    )
 
     x = tensors()[kind].float()
     unit = 448.0 * 6.0 / x.abs().max().clamp_min(1e-8)
@@ -191,17 +235,27 @@ def test_nvfp4_is_torchaos_but_for_ties(torchao, kind):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_every_format_keeps(name):
-    """Signs, zeros, scale by powers of two, and what was quantised before; float32 of the same shape."""
+    """Signs, zeros, scale by powers of two, and what was quantised before; float32 of the same
+    shape.
+    """
     x = tensors()["random"]
     of_format = FORMATS[name].weight(x)
-    assert of_format.dtype == torch.float32 and of_format.shape == x.shape and torch.isfinite(of_format).all()
+    assert (
+        of_format.dtype == torch.float32
+        and of_format.shape == x.shape
+        and torch.isfinite(of_format).all()
+    )
     assert torch.equal(FORMATS[name].weight(-x), -of_format)
     assert torch.equal(FORMATS[name].weight(x * 2**10), of_format * 2**10)
-    assert torch.equal(FORMATS[name].weight(x.bfloat16()), FORMATS[name].weight(x.bfloat16().float()))
+    assert torch.equal(
+        FORMATS[name].weight(x.bfloat16()), FORMATS[name].weight(x.bfloat16().float())
+    )
     assert torch.allclose(FORMATS[name].weight(of_format), of_format, rtol=1e-6)
     if activation := FORMATS[name].activation:
         tokens = x.view(4, 64, 256)
-        assert torch.equal(activation(tokens)[2], activation(tokens[2]))  # no token knows of another
+        assert torch.equal(
+            activation(tokens)[2], activation(tokens[2])
+        )  # no token knows of another
 
 
 @pytest.mark.parametrize("name", ["int8_w8a8", "nvfp4", "mxfp4"])
@@ -219,9 +273,17 @@ def test_parts_that_know_the_largest_elements_of_the_whole_are_parts_of_the_whol
     else:
         found = [of_format.weight(part) for part in parts]
     assert all(torch.equal(part, whole) for part, whole in zip(found, expected, strict=True))
-    if name == "nvfp4" and kind == "outliers" or name == "int8_w8a8" and dim == 1 and kind == "random":
+    if (
+        name == "nvfp4"
+        and kind == "outliers"
+        or name == "int8_w8a8"
+        and dim == 1
+        and kind == "random"
+    ):
         alone = [of_format.weight(part) for part in parts]
-        assert not all(torch.equal(part, whole) for part, whole in zip(alone, expected, strict=True))
+        assert not all(
+            torch.equal(part, whole) for part, whole in zip(alone, expected, strict=True)
+        )
 
 
 def test_the_order_of_the_formats_on_a_normal_weight():
@@ -240,15 +302,23 @@ def test_a_config_knows_every_format():
 
 @pytest.mark.parametrize("name, block", BLOCKS.items())
 def test_rows_that_blocks_do_not_fill_are_refused(name, block):
-    with pytest.raises(ValueError, match=f"blocks of {block} along the inputs do not fill rows of {block + 8}"):
+    with pytest.raises(
+        ValueError, match=f"blocks of {block} along the inputs do not fill rows of {block + 8}"
+    ):
         FORMATS[name].weight(torch.zeros(4, block + 8))
 
 
 @pytest.mark.parametrize("format, beside", [("nvfp4", False), ("nvfp4", True), ("int8_w8a8", True)])
 def test_the_error_of_the_weights_by_layer_in_float64(format, beside):
     generator = torch.Generator().manual_seed(5)
-    base, synced = ({f"model.layers.{layer}.mlp.{part}_proj.weight": torch.randn(64, 64, generator=generator)
-                     for layer in (2, 10) for part in ("up", "down")} for _ in range(2))
+    base, synced = (
+        {
+            f"model.layers.{layer}.mlp.{part}_proj.weight": torch.randn(64, 64, generator=generator)
+            for layer in (2, 10)
+            for part in ("up", "down")
+        }
+        for _ in range(2)
+    )
     weights = QuantizedWeights(format, beside, base)
     for name, weight in synced.items():
         weights.receive(name, weight)
@@ -256,9 +326,14 @@ def test_the_error_of_the_weights_by_layer_in_float64(format, beside):
     squares = {}
     for name, weight in synced.items():
         quantized = base[name] if beside else weight
-        error = (FORMATS[format].weight(quantized).double() - quantized.double()).square().sum().item()
+        error = (
+            (FORMATS[format].weight(quantized).double() - quantized.double()).square().sum().item()
+        )
         for key in ("", f"/layer_{name.split('.')[2]}"):
             before = squares.get(key, (0.0, 0.0))
             squares[key] = before[0] + error, before[1] + weight.double().square().sum().item()
-    expected = {f"quantization/weight_error{key}": (error / whole) ** 0.5 for key, (error, whole) in squares.items()}
+    expected = {
+        f"quantization/weight_error{key}": (error / whole) ** 0.5
+        for key, (error, whole) in squares.items()
+    }
     assert weights.errors() == pytest.approx(expected, rel=1e-4)

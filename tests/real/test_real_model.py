@@ -1,6 +1,8 @@
-"""A real language model on real GSM8K questions and solutions: vLLM, Megatron ranks, PEFT and transformers agree.
+"""A real language model on real GSM8K questions and solutions: vLLM, Megatron ranks, PEFT and
+transformers agree.
 
-`pytest -m real` needs `make real-model` and data/gsm8k (docs/real_model.md). REAL_MODEL: another directory.
+`pytest -m real` needs `make real-model` and data/gsm8k (docs/real_model.md). REAL_MODEL: another
+directory.
 """
 
 import os
@@ -23,7 +25,8 @@ from ..local.conftest import run_ranks
 REPO = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("REAL_MODEL", REPO / "models" / "smollm2_135m_instruct")).resolve()
 DATA = REPO / "data" / "gsm8k"
-NEAR = 1e-4  # of a float32 logprob: 30 layers summed in another order differ by less, a wrong weight by far more
+# of a float32 logprob: 30 layers summed in another order differ by less, a wrong weight by far more
+NEAR = 1e-4
 ROWS = 4
 
 pytestmark = [
@@ -48,9 +51,13 @@ def task(tokenizer):
 @pytest.fixture(scope="module")
 def batch(task, tokenizer):
     """The dataset's own solutions as answers, by turns good and bad."""
-    answers = [[*tokenizer.encode(row.columns["solution"]), tokenizer.eos_token_id] for row in task.rows]
+    answers = [
+        [*tokenizer.encode(row.columns["solution"]), tokenizer.eos_token_id] for row in task.rows
+    ]
     advantages = np.resize([1.0, -1.0], ROWS)
-    return build_batch(task.prompts, answers, [np.full(len(answer), -1.0) for answer in answers], advantages)
+    return build_batch(
+        task.prompts, answers, [np.full(len(answer), -1.0) for answer in answers], advantages
+    )
 
 
 def sequences(batch):
@@ -58,7 +65,9 @@ def sequences(batch):
 
 
 def transformers_logprobs(model, batch):
-    """float32 [N, L-1] of the answers' tokens, 0 elsewhere, by a model or one in a directory; row by row."""
+    """float32 [N, L-1] of the answers' tokens, 0 elsewhere, by a model or one in a directory; row
+    by row.
+    """
     from transformers import AutoModelForCausalLM
 
     if not isinstance(model, torch.nn.Module):
@@ -88,36 +97,59 @@ def test_a_chat_prompt_holds_the_question_and_ends_where_the_answer_begins(task,
 
 
 def test_the_solutions_are_likelier_than_chance(expected, batch):
-    assert -2.5 < expected[batch.mask].mean() < -0.3  # a vocabulary of 49,152: a broken model is at -10.8 or below
+    assert (
+        -2.5 < expected[batch.mask].mean() < -0.3
+    )  # a vocabulary of 49,152: a broken model is at -10.8 or below
 
 
 def test_logprobs_of_vllm(expected, batch):
     from mindspeed_qerl.local.rollout import RolloutEngine
 
-    engine = RolloutEngine(str(MODEL), "float32", max_model_len=512, max_num_seqs=ROWS, kv_cache_gib=1)
+    engine = RolloutEngine(
+        str(MODEL), "float32", max_model_len=512, max_num_seqs=ROWS, kv_cache_gib=1
+    )
     for row, logprobs in enumerate(engine.logprobs(sequences(batch))):
         mask = batch.mask[row, : len(logprobs)]
-        assert np.abs(np.array(logprobs, dtype=np.float32) - expected[row, : len(logprobs)])[mask].max() < NEAR
+        assert (
+            np.abs(np.array(logprobs, dtype=np.float32) - expected[row, : len(logprobs)])[
+                mask
+            ].max()
+            < NEAR
+        )
 
 
 def small_recipe(ranks):
-    """The shipped config's, in float32, with an update that can be seen, on `ranks` tensor parallel ranks."""
+    """The shipped config's, in float32, with an update that can be seen, on `ranks` tensor parallel
+    ranks.
+    """
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     with initialize_config_dir(str(REPO / "configs"), version_base=None):
-        config = compose("grpo_smollm2_135m_gsm8k_cpu", [
-            f"megatron_training.tokenizer_name_or_path={MODEL}", f"task.train_file={DATA}/train_chat.parquet",
-            f"task.test_file={DATA}/test_chat.parquet", "generate_config.dtype=float32",
-            "generate_config.sampling_config.temperature=1", "actor_config.lr=1e-3",
-            "megatron_training.global_batch_size=2", "rl_config.mini_batch_size=2", "rl_config.n_samples_per_prompt=2",
-            "actor_config.micro_batch_size=2", f"rl_config.actor_resource.num_npus={ranks}",
-            f"actor_config.tensor_model_parallel_size={ranks}"])
+        config = compose(
+            "grpo_smollm2_135m_gsm8k_cpu",
+            [
+                f"megatron_training.tokenizer_name_or_path={MODEL}",
+                f"task.train_file={DATA}/train_chat.parquet",
+                f"task.test_file={DATA}/test_chat.parquet",
+                "generate_config.dtype=float32",
+                "generate_config.sampling_config.temperature=1",
+                "actor_config.lr=1e-3",
+                "megatron_training.global_batch_size=2",
+                "rl_config.mini_batch_size=2",
+                "rl_config.n_samples_per_prompt=2",
+                "actor_config.micro_batch_size=2",
+                f"rl_config.actor_resource.num_npus={ranks}",
+                f"actor_config.tensor_model_parallel_size={ranks}",
+            ],
+        )
     return read_recipe(OmegaConf.to_container(config, resolve=True))
 
 
 def train_rank(rank, recipe, batch, folder):
-    """Logprobs before and after two updates, and the parts of a checkpoint; in a process of its own."""
+    """Logprobs before and after two updates, and the parts of a checkpoint; in a process of its
+    own.
+    """
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
@@ -135,8 +167,13 @@ def trained(request, batch, tmp_path_factory):
     folder, recipe = tmp_path_factory.mktemp("ranks"), small_recipe(request.param)
     run_ranks(train_rank, request.param, recipe, batch, str(folder))
     describe = checkpoint.describe(read_shape(MODEL), recipe.lora)
-    checkpoint.save(folder / "checkpoints", 2, describe,
-                    lambda making: shutil.copytree(folder / "parts", making, dirs_exist_ok=True), keep=1)
+    checkpoint.save(
+        folder / "checkpoints",
+        2,
+        describe,
+        lambda making: shutil.copytree(folder / "parts", making, dirs_exist_ok=True),
+        keep=1,
+    )
     before, after = torch.load(folder / "0.pt", weights_only=False)
     return before * batch.mask, after * batch.mask, checkpoint.load_adapters(folder / "checkpoints")
 
@@ -146,7 +183,9 @@ def test_logprobs_of_megatron_ranks(trained, expected):
     assert np.abs(before - expected).max() < NEAR
 
 
-def test_the_adapter_in_peft_and_the_merged_model_are_the_trained_policy(trained, expected, batch, tmp_path):
+def test_the_adapter_in_peft_and_the_merged_model_are_the_trained_policy(
+    trained, expected, batch, tmp_path
+):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

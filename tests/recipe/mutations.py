@@ -1,6 +1,8 @@
-"""Random mutations of every shipped config, on each engine: nothing but a Recipe or refusals in words.
+"""Random mutations of every shipped config, on each engine: nothing but a Recipe or refusals in
+words.
 
-    python tests/recipe/mutations.py 3000       # so many of each config and engine: a quarter of an hour
+python tests/recipe/mutations.py 3000       # so many of each config and engine: a quarter of an
+hour
 """
 
 import copy
@@ -14,11 +16,46 @@ from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.types import Recipe
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-VALUES = (None, True, False, 0, -1, 1, 2, 3, 7, 10**12, -10**12, 1.5, 0.0, -0.5, float("nan"), float("inf"), "", "x",
-          "5e-6", "nan",
-          "local", "true", [], [1], ["x"], [None], [[1]], {}, {"a": 1}, {"x": {"y": 1}}, "1,2", "a,b", "../../x",
-          "${x}", b"b", (1, 2),
-          {1: 2}, set())
+VALUES = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    10**12,
+    -(10**12),
+    1.5,
+    0.0,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "5e-6",
+    "nan",
+    "local",
+    "true",
+    [],
+    [1],
+    ["x"],
+    [None],
+    [[1]],
+    {},
+    {"a": 1},
+    {"x": {"y": 1}},
+    "1,2",
+    "a,b",
+    "../../x",
+    "${x}",
+    b"b",
+    (1, 2),
+    {1: 2},
+    set(),
+)
 
 
 def paths(node: dict, above: tuple = ()) -> Iterator[tuple]:
@@ -53,13 +90,20 @@ def mutated(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def run(name: str, engine: str, count: int, seed: int = 0) -> int:
-    """Examine `count` mutations of a config on an engine; returns how many were accepted. AssertionError or whatever
-    `examine` raises."""
-    config, rng, accepted = {**compose(name), "engine": engine}, random.Random(f"{name}/{engine}/{seed}"), 0
+    """Examine `count` mutations of a config on an engine; returns how many were accepted.
+    AssertionError or whatever `examine` raises.
+    """
+    config, rng, accepted = (
+        {**compose(name), "engine": engine},
+        random.Random(f"{name}/{engine}/{seed}"),
+        0,
+    )
     for _ in range(count):
         raw = mutated(config, rng)
         recipe, found = examine(raw)
-        assert isinstance(recipe, Recipe) and all(isinstance(fault, str) and fault for fault in found.faults), raw
+        assert isinstance(recipe, Recipe) and all(
+            isinstance(fault, str) and fault for fault in found.faults
+        ), raw
         accepted += not found.faults
     return accepted
 
@@ -68,5 +112,8 @@ if __name__ == "__main__":
     for name in NAMES:
         for engine in ENGINES:
             accepted = run(name, engine, int(sys.argv[1]))
-            print(f"{name} on {engine}: {sys.argv[1]} mutations, {accepted} accepted, the others refused in words",
-                  flush=True)
+            print(
+                f"{name} on {engine}: {sys.argv[1]} mutations, {accepted} accepted, the others "
+                "refused in words",
+                flush=True,
+            )

@@ -1,5 +1,6 @@
-"""Configs as people write them: every fault of YAML or Hydra is a line with its place, at every entry; what is
-configured, paths and numbers too, is what happens."""
+"""Configs as people write them: every fault of YAML or Hydra is a line with its place, at every
+entry; what is configured, paths and numbers too, is what happens.
+"""
 
 import os
 import random
@@ -17,7 +18,15 @@ from omegaconf import OmegaConf
 from mindspeed_qerl import entry
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe import compose as module
-from mindspeed_qerl.recipe.compose import CONFIGS, PATHS, REFUSED, combinations, compose, config_parts, read_yaml
+from mindspeed_qerl.recipe.compose import (
+    CONFIGS,
+    PATHS,
+    REFUSED,
+    combinations,
+    compose,
+    config_parts,
+    read_yaml,
+)
 from mindspeed_qerl.recipe.reader import key_of, read
 from mindspeed_qerl.recipe.types import PARTS
 
@@ -53,7 +62,11 @@ BROKEN = {  # file of a config or of its part aqn/mine: content, the line at fau
     "twice": (ON + "seed: 1\nseed: 2\n", 3, "duplicate key seed"),
     "twice_below": (ON + "run:\n  name: a\n  root: b\n  name: c\n", 5, "duplicate key name"),
     "itself": ("defaults: [itself, _self_]\n", 1, "made of itself: itself -> itself"),
-    "circle": ("defaults: [circle_too, _self_]\n", 1, "made of itself: circle -> circle_too -> circle"),
+    "circle": (
+        "defaults: [circle_too, _self_]\n",
+        1,
+        "made of itself: circle -> circle_too -> circle",
+    ),
     "tab": ("run:\n\tname: a\n", 2, "not with tabs"),
     "indented": ("seed: 1\n  run: 2\n", 2, "mapping values are not allowed here"),
     "bracket": (ON + "run: {name: a\n", 3, "expected ',' or '}'"),
@@ -71,17 +84,41 @@ BROKEN = {  # file of a config or of its part aqn/mine: content, the line at fau
     "defaults_text": ("defaults: grpo_tiny_moe_cpu\n", 1, "must be a list"),
     "defaults_pairs": ("defaults:\n  aqn: qerl\n", 2, "must be a list"),
     "defaults_none": ("defaults:\nseed: 1\n", 1, "must be a list"),
-    "defaults_nested": ("defaults:\n  - aqn: qerl\n  - [a, b]\n", 3, "is a name, or one `group: option`"),
-    "defaults_two": ("defaults:\n  - {aqn: qerl, rollout_correction: none}\n", 2, "is a name, or one"),
+    "defaults_nested": (
+        "defaults:\n  - aqn: qerl\n  - [a, b]\n",
+        3,
+        "is a name, or one `group: option`",
+    ),
+    "defaults_two": (
+        "defaults:\n  - {aqn: qerl, rollout_correction: none}\n",
+        2,
+        "is a name, or one",
+    ),
     "defaults_bool": ("defaults:\n  - aqn: off\n", 2, "write 'off'"),
     "defaults_number": ("defaults:\n  - 7\n", 2, "write '7'"),
     "self_twice": ("defaults: [_self_, grpo_tiny_moe_cpu, _self_]\n", 1, "Duplicate _self_"),
-    "no_base": ("defaults:\n  - _self_\n  - grpo_tny_moe_cpu\n", 3, "did you mean 'grpo_tiny_moe_cpu'"),
-    "no_option": ("defaults:\n  - grpo_tiny_moe_cpu\n  - override aqn: loud\n", 3, "unknown aqn 'loud'"),
+    "no_base": (
+        "defaults:\n  - _self_\n  - grpo_tny_moe_cpu\n",
+        3,
+        "did you mean 'grpo_tiny_moe_cpu'",
+    ),
+    "no_option": (
+        "defaults:\n  - grpo_tiny_moe_cpu\n  - override aqn: loud\n",
+        3,
+        "unknown aqn 'loud'",
+    ),
     "no_group": ("defaults:\n  - nothing: x\n", 2, "no folder nothing"),
-    "nowhere": (ON + "run:\n  root: ${nobody}\n", 3, "run.root: Interpolation key 'nobody' not found"),
+    "nowhere": (
+        ON + "run:\n  root: ${nobody}\n",
+        3,
+        "run.root: Interpolation key 'nobody' not found",
+    ),
     "shell": (ON + "run: {root: '${HOME}/runs'}\n", 2, "${oc.env:HOME}"),
-    "ring_of_keys": (ON + "run: {root: '${run.name}', name: '${run.root}'}\n", 2, "Recursive interpolation"),
+    "ring_of_keys": (
+        ON + "run: {root: '${run.name}', name: '${run.root}'}\n",
+        2,
+        "Recursive interpolation",
+    ),
     "unset": (ON + "run: {root: '${oc.env:QERL_NOBODY}'}\n", 2, "'QERL_NOBODY' not found"),
     "half": (ON + "run: {root: '${run'}\n", 2, "run.root: no viable alternative"),
     "resolver": (ON + "run: {root: '${who:1}'}\n", 2, "Unsupported interpolation type who"),
@@ -114,11 +151,14 @@ def test_every_fault_of_a_config_is_a_line_with_its_place(own_configs, name):
 
 
 ENTRIES = {  # each with the words before and behind the name of a config
-    "train": ("cli/train_grpo.py", "--config-name"), "print": ("cli/train_grpo.py", "--cfg", "job", "--config-name"),
+    "train": ("cli/train_grpo.py", "--config-name"),
+    "print": ("cli/train_grpo.py", "--cfg", "job", "--config-name"),
     "keys": ("cli/train_grpo.py", "--keys", "run", "--config-name"),
     "sweep": ("cli/train_grpo.py", "--multirun", "seed=1,2", "--config-name"),
-    "preflight": ("tools/preflight.py", "--config-name"), "plan": ("tools/plan_layout.py", "--config-name"),
-    "launcher": ("examples/grpo/facts.py", "--config-name")}
+    "preflight": ("tools/preflight.py", "--config-name"),
+    "plan": ("tools/plan_layout.py", "--config-name"),
+    "launcher": ("examples/grpo/facts.py", "--config-name"),
+}
 
 
 @pytest.mark.parametrize("name", ["twice", "circle", "latin", "octal", "part"])
@@ -138,7 +178,9 @@ def test_a_broken_config_is_in_nobodys_way(own_configs, monkeypatch, capsys):
     (own_configs / "folder.yaml").mkdir()
     assert compose(TINY)["engine"] == "local"
     status, _, errors = started(monkeypatch, capsys, "cli/train_grpo.py")
-    assert status == 2 and "\n  latin " in errors and "folder" not in errors.partition("configs:\n")[2]
+    assert (
+        status == 2 and "\n  latin " in errors and "folder" not in errors.partition("configs:\n")[2]
+    )
 
 
 @pytest.mark.parametrize("content", ["run: {root: [", "- 1\n", "", "seed: &a [*b]\n"])
@@ -147,38 +189,77 @@ def test_a_run_whose_config_is_damaged_is_named(content, tmp_path, monkeypatch, 
     (run / "checkpoints" / "iter_0000001").mkdir(parents=True)
     (run / "status.json").write_text("{}")
     (run / "config.yaml").write_text(content)
-    status, _, errors = started(monkeypatch, capsys, "tools/evaluate.py", "--run", run, "--step", "0")
-    assert status == 1 and len(errors.splitlines()) == 1 and f"{run}/config.yaml is damaged: " in errors
+    status, _, errors = started(
+        monkeypatch, capsys, "tools/evaluate.py", "--run", run, "--step", "0"
+    )
+    assert (
+        status == 1
+        and len(errors.splitlines()) == 1
+        and f"{run}/config.yaml is damaged: " in errors
+    )
 
 
 # ---- what overrides what ----
 
-@pytest.mark.parametrize(("entry", "status"), [("print", 0), ("keys", 0), ("plan", 0), ("launcher", 0),
-                                               ("preflight", 0), ("train", 2)])
-def test_every_entry_says_that_own_values_are_overridden(own_configs, monkeypatch, capsys, entry, status):
-    (own_configs / "mine.yaml").write_text(f"defaults: [_self_, {NPU}]\nactor_config: {{lr: 1e-3}}\n")
-    more = {"preflight": ["--print-conversion"], "train": ["run.prove_every=0"]}.get(entry, [])  # the last is refused
+
+@pytest.mark.parametrize(
+    ("entry", "status"),
+    [("print", 0), ("keys", 0), ("plan", 0), ("launcher", 0), ("preflight", 0), ("train", 2)],
+)
+def test_every_entry_says_that_own_values_are_overridden(
+    own_configs, monkeypatch, capsys, entry, status
+):
+    (own_configs / "mine.yaml").write_text(
+        f"defaults: [_self_, {NPU}]\nactor_config: {{lr: 1e-3}}\n"
+    )
+    more = {"preflight": ["--print-conversion"], "train": ["run.prove_every=0"]}.get(
+        entry, []
+    )  # the last is refused
     done = started(monkeypatch, capsys, *ENTRIES[entry], "mine", *more)
     warning = f"Warning: {own_configs / 'mine.yaml'}: `_self_` stands before {NPU} in `defaults`"
     assert done[0] == status and done[2].count(warning) == 1 and "(actor_config.lr)" in done[2]
 
 
-PLACES = {"base.yaml": "actor: {lr: 2e-4, decay: 0.1}\naqn: {enabled: true}\n",
-          "with_aqn.yaml": "defaults: [{aqn: quiet}, _self_]\n", "upon.yaml": "defaults: [base, _self_]\nother: 1\n",
-          "aqn/quiet.yaml": "enabled: false\n", "aqn/loud.yaml": "defaults: [quiet]\nsigma: 1\n",
-          "aqn/top.yaml": "# @package _global_\nactor: {lr: 5e-4}\n",
-          "aqn/first.yaml": "defaults: [_self_, quiet]\nenabled: true\nsigma: 1\n"}
+PLACES = {
+    "base.yaml": "actor: {lr: 2e-4, decay: 0.1}\naqn: {enabled: true}\n",
+    "with_aqn.yaml": "defaults: [{aqn: quiet}, _self_]\n",
+    "upon.yaml": "defaults: [base, _self_]\nother: 1\n",
+    "aqn/quiet.yaml": "enabled: false\n",
+    "aqn/loud.yaml": "defaults: [quiet]\nsigma: 1\n",
+    "aqn/top.yaml": "# @package _global_\nactor: {lr: 5e-4}\n",
+    "aqn/first.yaml": "defaults: [_self_, quiet]\nenabled: true\nsigma: 1\n",
+}
 
 
-@pytest.mark.parametrize("own", ["actor: {lr: 1e-3}", "aqn: {enabled: maybe, mine: 1}", "actor: null", "other: 2"])
-@pytest.mark.parametrize("defaults", [
-    "[base, _self_]", "[_self_, base]", "[base]", "[_self_, upon]", "[upon, _self_]", "[/base, _self_]",
-    "[_self_, /base]", "[_self_, {aqn: quiet}]", "[{aqn: quiet}, _self_]", "[_self_, {aqn: loud}]",
-    "[_self_, {aqn: top}]", "[{aqn: top}, _self_]", "[_self_, {aqn@actor: quiet}]", "[_self_, {/aqn: [quiet, loud]}]",
-    "[with_aqn, _self_, {override aqn: loud}]", "[_self_, with_aqn, {override aqn: top}]",
-    "[_self_, {optional aqn: nobody}]", "[_self_, {aqn: null}]", "[base, _self_, {aqn: loud}]",
-    "[{aqn: first}, _self_]",
-    "[base, _self_, {override hydra/job_logging: disabled}]"])
+@pytest.mark.parametrize(
+    "own", ["actor: {lr: 1e-3}", "aqn: {enabled: maybe, mine: 1}", "actor: null", "other: 2"]
+)
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        "[base, _self_]",
+        "[_self_, base]",
+        "[base]",
+        "[_self_, upon]",
+        "[upon, _self_]",
+        "[/base, _self_]",
+        "[_self_, /base]",
+        "[_self_, {aqn: quiet}]",
+        "[{aqn: quiet}, _self_]",
+        "[_self_, {aqn: loud}]",
+        "[_self_, {aqn: top}]",
+        "[{aqn: top}, _self_]",
+        "[_self_, {aqn@actor: quiet}]",
+        "[_self_, {/aqn: [quiet, loud]}]",
+        "[with_aqn, _self_, {override aqn: loud}]",
+        "[_self_, with_aqn, {override aqn: top}]",
+        "[_self_, {optional aqn: nobody}]",
+        "[_self_, {aqn: null}]",
+        "[base, _self_, {aqn: loud}]",
+        "[{aqn: first}, _self_]",
+        "[base, _self_, {override hydra/job_logging: disabled}]",
+    ],
+)
 def test_the_warning_is_what_hydra_makes_of_it(tmp_path, defaults, own):
     """Own values are other than the file's exactly where the warning is."""
     for name, text in {**PLACES, "mine.yaml": f"defaults: {defaults}\n{own}\n"}.items():
@@ -189,9 +270,19 @@ def test_the_warning_is_what_hydra_makes_of_it(tmp_path, defaults, own):
         made = OmegaConf.to_container(composed("mine"))
     [(section, values)] = yaml.safe_load(own).items()
     there = made[section]
-    overridden = any(there[key] != value for key, value in OmegaConf.to_container(
-        OmegaConf.create(own))[section].items()) if isinstance(values, dict) else there != values
-    said = [warning for warning in config_parts("mine", (), str(tmp_path)).warnings if "/mine.yaml: " in warning]
+    overridden = (
+        any(
+            there[key] != value
+            for key, value in OmegaConf.to_container(OmegaConf.create(own))[section].items()
+        )
+        if isinstance(values, dict)
+        else there != values
+    )
+    said = [
+        warning
+        for warning in config_parts("mine", (), str(tmp_path)).warnings
+        if "/mine.yaml: " in warning
+    ]
     assert len(said) == overridden, (made, said)
 
 
@@ -199,7 +290,9 @@ def test_the_parts_that_the_command_line_chooses_count(own_configs):
     (own_configs / "mine.yaml").write_text(f"defaults: [_self_, {TINY}]\naqn: {{sigma_end: 0.1}}\n")
     (own_configs / "aqn" / "bare.yaml").write_text("enabled: false\n")
     assert config_parts("mine").warnings and not config_parts("mine", ["aqn=bare"]).warnings
-    assert f"{own_configs}/aqn/bare.yaml" in map(str, config_parts("mine", ["aqn=bare"]).files.values())
+    assert f"{own_configs}/aqn/bare.yaml" in map(
+        str, config_parts("mine", ["aqn=bare"]).files.values()
+    )
     shipped = [config_parts(file.stem).warnings for file in CONFIGS.glob("*.yaml")]
     assert shipped == [[]] * len(shipped)
 
@@ -207,12 +300,41 @@ def test_the_parts_that_the_command_line_chooses_count(own_configs):
 # ---- numbers and words ----
 
 NUMBERS = [  # as written; what it is, or REFUSED: refused with its line
-    ("040", REFUSED), ("-017", REFUSED), ("0_7_1", REFUSED), ("1:30", REFUSED), ("1:30:00", REFUSED),
-    ("-1:30", REFUSED), ("1:30.5", REFUSED), ("010", REFUSED), ("007", 7), ("-0_7", -7),
-    ("0o17", "0o17"), ("08", "08"), ("0", 0), ("00", 0), ("0x1F", 31), ("0b11", 3),
-    ("1_000", 1000), ("+5", 5), ("1e6", 1e6), ("5e-6", 5e-6), ("1E6", 1e6), (".5", 0.5), ("1.", 1.0), ("01.5", 1.5),
-    ("2024-01-01", "2024-01-01"), ("12:60", "12:60"), ("fd00::5", "fd00::5"), ("'040'", "040"), ('"1:30"', "1:30"),
-    ("yes", True), ("off", False), ("'off'", "off"), ("y", "y"), ("1.2.3", "1.2.3")]
+    ("040", REFUSED),
+    ("-017", REFUSED),
+    ("0_7_1", REFUSED),
+    ("1:30", REFUSED),
+    ("1:30:00", REFUSED),
+    ("-1:30", REFUSED),
+    ("1:30.5", REFUSED),
+    ("010", REFUSED),
+    ("007", 7),
+    ("-0_7", -7),
+    ("0o17", "0o17"),
+    ("08", "08"),
+    ("0", 0),
+    ("00", 0),
+    ("0x1F", 31),
+    ("0b11", 3),
+    ("1_000", 1000),
+    ("+5", 5),
+    ("1e6", 1e6),
+    ("5e-6", 5e-6),
+    ("1E6", 1e6),
+    (".5", 0.5),
+    ("1.", 1.0),
+    ("01.5", 1.5),
+    ("2024-01-01", "2024-01-01"),
+    ("12:60", "12:60"),
+    ("fd00::5", "fd00::5"),
+    ("'040'", "040"),
+    ('"1:30"', "1:30"),
+    ("yes", True),
+    ("off", False),
+    ("'off'", "off"),
+    ("y", "y"),
+    ("1.2.3", "1.2.3"),
+]
 
 
 @pytest.mark.parametrize(("written", "value"), NUMBERS)
@@ -222,7 +344,9 @@ def test_a_number_is_what_is_written(tmp_path, written, value):
     for form in ("a:\n  b: {}\n", "a:\n- {}\n", "a: # b\n  {}: b\n"):
         file.write_text(form.format(written))
         if value is REFUSED:
-            with pytest.raises(ConfigError, match=rf"a.yaml:2: YAML reads {written} as (octal|base 60)"):
+            with pytest.raises(
+                ConfigError, match=rf"a.yaml:2: YAML reads {written} as (octal|base 60)"
+            ):
                 read_yaml(file)
             continue
         read_back = read_yaml(file)[1]["a"]
@@ -232,52 +356,90 @@ def test_a_number_is_what_is_written(tmp_path, written, value):
 
 
 def test_a_word_that_yaml_takes_for_another_is_refused_with_the_reason(own_configs):
-    (own_configs / "mine.yaml").write_text(f"defaults: [{TINY}, _self_]\nrun: {{name: off, tensorboard: no}}\n"
-                                           "task: {prompt: yes}\n")
+    (own_configs / "mine.yaml").write_text(
+        f"defaults: [{TINY}, _self_]\nrun: {{name: off, tensorboard: no}}\ntask: {{prompt: yes}}\n"
+    )
     recipe, found = read(compose("mine"))
     assert [fault.partition(":")[0] for fault in found.faults] == [
-        "task.prompt = True must be a word", "run.name = False must be a word"] and not recipe.run.tensorboard
+        "task.prompt = True must be a word",
+        "run.name = False must be a word",
+    ] and not recipe.run.tensorboard
 
 
 # ---- paths ----
 
-NO_PATHS = {"dtype", "context_parallel_algo", "engine", "filter_groups_metric", "prompt", "name", "wandb_project"}
+NO_PATHS = {
+    "dtype",
+    "context_parallel_algo",
+    "engine",
+    "filter_groups_metric",
+    "prompt",
+    "name",
+    "wandb_project",
+}
 
 
 def test_every_value_that_is_a_text_is_a_path_or_known_not_to_be():
-    texts = {key_of(part, name).rpartition(".")[2] for part in PARTS.values()
-             for name, field in part.__pydantic_fields__.items()
-             if field.annotation in (str, str | None) and key_of(part, name)}
+    texts = {
+        key_of(part, name).rpartition(".")[2]
+        for part in PARTS.values()
+        for name, field in part.__pydantic_fields__.items()
+        if field.annotation in (str, str | None) and key_of(part, name)
+    }
     assert texts - NO_PATHS <= PATHS and texts & NO_PATHS <= NO_PATHS
 
 
-PATH_KEYS = ["megatron_training.tokenizer_name_or_path", "actor_config.load", "actor_config.data_path",
-             "task.train_file", "task.test_file", "aqn.multipliers_file", "run.root", "run.resume", "rehearsal.models",
-             "generate_config.eplb_token_save_path"]
+PATH_KEYS = [
+    "megatron_training.tokenizer_name_or_path",
+    "actor_config.load",
+    "actor_config.data_path",
+    "task.train_file",
+    "task.test_file",
+    "aqn.multipliers_file",
+    "run.root",
+    "run.resume",
+    "rehearsal.models",
+    "generate_config.eplb_token_save_path",
+]
 
 
 def paths_of(own_configs: Path, by: str, text: str, keys: list[str] = PATH_KEYS) -> list[str]:
     """The values of `keys` where each is set to `text`."""
     pairs = [key.split(".") for key in keys]
-    lines = "".join(f"{section}: {{}}\n" for section in dict.fromkeys(section for section, _ in pairs))
+    lines = "".join(
+        f"{section}: {{}}\n" for section in dict.fromkeys(section for section, _ in pairs)
+    )
     for section, last in pairs:
         lines = lines.replace(f"{section}: {{", f"{section}: {{{last}: '{text}', ")
-    (own_configs / "mine.yaml").write_text(f"defaults: [{TINY}, _self_]\n{lines if by == 'file' else ''}")
+    (own_configs / "mine.yaml").write_text(
+        f"defaults: [{TINY}, _self_]\n{lines if by == 'file' else ''}"
+    )
     config = compose("mine", [f"{key}={text}" for key in keys] if by == "override" else [])
     return [config[section][last] for section, last in pairs]
 
 
 @pytest.mark.parametrize("by", ["override", "file"])
-@pytest.mark.parametrize(("text", "path"), [
-    ("~", "/home/me"), ("~/a b", "/home/me/a b"), ("a/~/b", "a/~/b"), ("~root/x", "/root/x"), ("./~x", "./~x"),
-    ("${oc.env:HOME}/x", "/home/me/x"), ("a$", "a$")])
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("~", "/home/me"),
+        ("~/a b", "/home/me/a b"),
+        ("a/~/b", "a/~/b"),
+        ("~root/x", "/root/x"),
+        ("./~x", "./~x"),
+        ("${oc.env:HOME}/x", "/home/me/x"),
+        ("a$", "a$"),
+    ],
+)
 def test_a_path_is_a_path(own_configs, monkeypatch, by, text, path):
     monkeypatch.setenv("HOME", "/home/me")
     assert {path} == set(paths_of(own_configs, by, text))
 
 
-@pytest.mark.parametrize(("text", "word"), [("$HOME/x", "oc.env:HOME"), ("/data/$USER/x", "oc.env:USER"),
-                                            ("~nobody_here/x", "home of a")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("$HOME/x", "oc.env:HOME"), ("/data/$USER/x", "oc.env:USER"), ("~nobody_here/x", "home of a")],
+)
 def test_what_a_shell_would_have_expanded_is_refused(own_configs, text, word):
     for by, key in (("override", "run.root"), ("file", "actor_config.load")):
         with pytest.raises(ConfigError, match=word) as refused:
@@ -293,64 +455,139 @@ def test_a_folder_may_have_the_name_of_a_variable(own_configs):
 
 def test_a_tilde_behind_an_option_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setattr(sys, "argv", ["tool", "--output=~/x", "run.root=~/x", "~aqn", "--name=a~b", "--run", "~"])
+    monkeypatch.setattr(
+        sys, "argv", ["tool", "--output=~/x", "run.root=~/x", "~aqn", "--name=a~b", "--run", "~"]
+    )
     entry.use_checkout()
-    assert sys.argv[1:] == ["--output=/home/me/x", "run.root=~/x", "~aqn", "--name=a~b", "--run", "~"]
+    assert sys.argv[1:] == [
+        "--output=/home/me/x",
+        "run.root=~/x",
+        "~aqn",
+        "--name=a~b",
+        "--run",
+        "~",
+    ]
 
 
-ALPHABETS = ["ab1", "ab ,", "ab()[]{}", "ab'\"", "a=#$&;", "a\\ ,'", "a:|<>?*!^`%@+-~", "数据é😀 ",
-             "abé数(，)'=,\\$#&; "]
+ALPHABETS = [
+    "ab1",
+    "ab ,",
+    "ab()[]{}",
+    "ab'\"",
+    "a=#$&;",
+    "a\\ ,'",
+    "a:|<>?*!^`%@+-~",
+    "数据é😀 ",
+    "abé数(，)'=,\\$#&; ",
+]
 
 
 @pytest.mark.parametrize("alphabet", ALPHABETS)
 def test_a_path_that_is_there_is_read_as_it_is_typed(tmp_path, monkeypatch, capsys, alphabet):
     """Through the command line, as `--cfg job` prints it."""
     draw = random.Random(alphabet)
-    keys = ["task.train_file", "task.test_file", "run.root", "actor_config.load", "aqn.multipliers_file",
-            "megatron_training.tokenizer_name_or_path"]
+    keys = [
+        "task.train_file",
+        "task.test_file",
+        "run.root",
+        "actor_config.load",
+        "aqn.multipliers_file",
+        "megatron_training.tokenizer_name_or_path",
+    ]
     names = {"".join(draw.choices(alphabet, k=draw.randint(1, 8))) for _ in range(24)}
     names = sorted(name for name in names if name.strip(".") and not name.startswith("~"))
     for name in names:
         (tmp_path / name).touch()
     for start in range(0, len(names), len(keys)):
-        paths = dict(zip(keys, names[start:start + len(keys)]))
-        typed = {key: f"{tmp_path}/{name}" if draw.random() < 0.5 or name == "null" else name
-                 for key, name in paths.items()}
-        status, output, errors = started(monkeypatch, capsys, "cli/train_grpo.py", "--config-name", TINY, "--cfg",
-                                         "job", *(f"{key}={path}" for key, path in typed.items()))
+        paths = dict(zip(keys, names[start : start + len(keys)]))
+        typed = {
+            key: f"{tmp_path}/{name}" if draw.random() < 0.5 or name == "null" else name
+            for key, name in paths.items()
+        }
+        status, output, errors = started(
+            monkeypatch,
+            capsys,
+            "cli/train_grpo.py",
+            "--config-name",
+            TINY,
+            "--cfg",
+            "job",
+            *(f"{key}={path}" for key, path in typed.items()),
+        )
         assert status == 0, (errors, typed)
         read_back = yaml.safe_load(output)
-        assert {key: read_back[key.partition(".")[0]][key.partition(".")[2]] for key in typed} == typed
+        assert {
+            key: read_back[key.partition(".")[0]][key.partition(".")[2]] for key in typed
+        } == typed
 
 
-@pytest.mark.parametrize("name", ["new dir", "数据/跑", "it's", "a (1)", "a=b", "a#b;c&d", "a[x]", "{y}",
-                                  'say "a"', "a{b", "<a>|b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "new dir",
+        "数据/跑",
+        "it's",
+        "a (1)",
+        "a=b",
+        "a#b;c&d",
+        "a[x]",
+        "{y}",
+        'say "a"',
+        "a{b",
+        "<a>|b",
+    ],
+)
 def test_a_path_that_is_not_there_yet_is_read_too(name):
     assert compose(TINY, [f"run.root=/{name}/runs"])["run"]["root"] == f"/{name}/runs"
     assert compose(TINY, [f"run.root={name}"])["run"]["root"] == name
 
 
-@pytest.mark.parametrize(("override", "values"), [
-    ("task.train_file=/数据/a (1).jsonl,/b c/d#.jsonl", ["/数据/a (1).jsonl", "/b c/d#.jsonl"]),
-    ("task.train_file='/a,b.jsonl','/数据'", ["/a,b.jsonl", "/数据"]),
-    ("task.train_file=choice(a,数据)", ["a", "数据"]),
-    ("task.train_file=null,a", [None, "a"]), ("run.root=it's,that", ["it's", "that"]),
-    ("run.name=range(1,3)", [1, 2]), ("run.name=测试,b", ["测试", "b"]), ("run.name=a,b", ["a", "b"]),
-    ("rl_config.verifier_function=[模块:f,gsm8k],[gsm8k]", [["模块:f", "gsm8k"], ["gsm8k"]]),
-    ("aqn.multipliers={a:1,b:2},null", [{"a": 1, "b": 2}, None]), ("run.name=${seed},x", [1, "x"]),
-    ("run.wandb_project=my project (1)", ["my project (1)"]), ("task.train_file=${run.root}/数据", ["runs/数据"]),
-    ("run.root=", [""]), ("run.root=\"a b\"", ["a b"]), ("run.root=a\\,b", ["a,b"])])
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("task.train_file=/数据/a (1).jsonl,/b c/d#.jsonl", ["/数据/a (1).jsonl", "/b c/d#.jsonl"]),
+        ("task.train_file='/a,b.jsonl','/数据'", ["/a,b.jsonl", "/数据"]),
+        ("task.train_file=choice(a,数据)", ["a", "数据"]),
+        ("task.train_file=null,a", [None, "a"]),
+        ("run.root=it's,that", ["it's", "that"]),
+        ("run.name=range(1,3)", [1, 2]),
+        ("run.name=测试,b", ["测试", "b"]),
+        ("run.name=a,b", ["a", "b"]),
+        ("rl_config.verifier_function=[模块:f,gsm8k],[gsm8k]", [["模块:f", "gsm8k"], ["gsm8k"]]),
+        ("aqn.multipliers={a:1,b:2},null", [{"a": 1, "b": 2}, None]),
+        ("run.name=${seed},x", [1, "x"]),
+        ("run.wandb_project=my project (1)", ["my project (1)"]),
+        ("task.train_file=${run.root}/数据", ["runs/数据"]),
+        ("run.root=", [""]),
+        ('run.root="a b"', ["a b"]),
+        ("run.root=a\\,b", ["a,b"]),
+    ],
+)
 def test_sweeps_lists_and_interpolations_stay_what_they_are(override, values):
     section, _, last = override.partition("=")[0].partition(".")
-    assert [compose(TINY, chosen)[section][last] for chosen in combinations(TINY, [override])] == values
+    assert [
+        compose(TINY, chosen)[section][last] for chosen in combinations(TINY, [override])
+    ] == values
 
 
-@pytest.mark.parametrize("override", ["run.root='a", "rl_config.verifier_weight=[1,2", "aqn.multipliers={a:1",
-                                      "run.name=choice(a", "run.name=f("])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.root='a",
+        "rl_config.verifier_weight=[1,2",
+        "aqn.multipliers={a:1",
+        "run.name=choice(a",
+        "run.name=f(",
+    ],
+)
 def test_what_hydra_cannot_read_is_said_in_a_line(override):
     try:
         value = compose(TINY, [override])["run"]["root"]
     except ConfigError as error:
-        assert "\n" not in str(error) and f"with {override}" in str(error) and "quotes within quotes" in str(error)
+        assert (
+            "\n" not in str(error)
+            and f"with {override}" in str(error)
+            and "quotes within quotes" in str(error)
+        )
     else:
         assert override == "run.root='a" and value == "'a"

@@ -1,4 +1,6 @@
-"""The table of upstream's keys: each form of a decision, what must be refused, and that no value breaks the check."""
+"""The table of upstream's keys: each form of a decision, what must be refused, and that no value
+breaks the check.
+"""
 
 import math
 import re
@@ -14,8 +16,13 @@ from mindspeed_qerl.recipe.reader import read
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-BASE = {engine: compose(name) for engine, name in
-        (("local", "grpo_tiny_moe_cpu"), ("mindspeed_rl", "grpo_qwen3_30b_a3b_gsm8k_16npu"))}
+BASE = {
+    engine: compose(name)
+    for engine, name in (
+        ("local", "grpo_tiny_moe_cpu"),
+        ("mindspeed_rl", "grpo_qwen3_30b_a3b_gsm8k_16npu"),
+    )
+}
 SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 
 
@@ -39,7 +46,9 @@ def changed(engine, changes):
 
 
 def faults(engine, **changes):
-    return check(changed(engine, {name.replace("__", "."): value for name, value in changes.items()}), engine)[0]
+    return check(
+        changed(engine, {name.replace("__", "."): value for name, value in changes.items()}), engine
+    )[0]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -51,101 +60,216 @@ def test_each_shipped_config_is_what_happens(name):
 def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
     raw = changed("mindspeed_rl", {"generate_config.sampling_config.seed": ...})
     assert check(BASE["mindspeed_rl"], "local")[0] == [
-        "generate_config.sampling_config.seed = 1 must be left out: megatron_training.seed is the seed of everything"]
+        (
+            "generate_config.sampling_config.seed = 1 must be left out: megatron_training.seed is the "
+            "seed of everything"
+        )
+    ]
     found, neutral = check(raw, "local")
     assert found == []
-    assert {"actor_config.load", "model.qwen3_30b_a3b.spec", "rl_config.hccl_buffersize"} & set(neutral) == {
-        "actor_config.load", "rl_config.hccl_buffersize"}
+    assert {"actor_config.load", "model.qwen3_30b_a3b.spec", "rl_config.hccl_buffersize"} & set(
+        neutral
+    ) == {"actor_config.load", "rl_config.hccl_buffersize"}
     assert not {"actor_config.lr", "rl_config.clip_ratio_low"} & set(neutral)
 
 
-@pytest.mark.parametrize("engine, key, value, message", [
-    ("both", "rl_config.advantage_whiten", True, "must be left out: nothing in upstream reads it"),
-    ("both", "rl_config.advantage_whiten", False, "must be left out: nothing in upstream reads it"),
-    ("both", "megatron_training.optimizer", "muon", "must be 'adam'"),
-    ("both", "rl_config.kl_ctrl_type", "adaptive", "must be 'fixed': GRPO never updates the adaptive controller"),
-    ("both", "rl_config.gamma", 0.99, "must be 1"),
-    ("both", "rl_config.lam", 0.9, "must be 0.95 or 1"),
-    ("both", "rl_config.beta", 0.04, "must be left out: nothing in GRPO reads it; the weight of the KL term"),
-    ("both", "rl_config.shuffle_mini_batch", True, "must be False"),
-    ("both", "megatron_training.hidden_dropout", 0.1, "must be 0"),
-    ("both", "actor_config.attention_dropout", 0.1, "must be 0"),
-    ("both", "generate_config.sampling_config.top_p", 0.9, "must be 1: the policy that is trained is the whole"),
-    ("both", "generate_config.sampling_config.top_k", 50, "must be -1"),
-    ("both", "generate_config.sampling_config.min_p", 0.1, "must be 0"),
-    ("both", "megatron_training.prompt_type", "qwen3", "must be left out"),
-    ("both", "megatron_training.stage", "ray_dapo", "must be 'ray_grpo'"),
-    ("both", "actor_config.save", "somewhere", "must be left out: checkpoints are kept in the run directory"),
-    ("both", "megatron_training.split", "90,10,0", "must be '100,0,0'"),
-    ("both", "megatron_training.load_checkpoint_loosely", True, "must be False"),
-    ("both", "actor_config.lr_decay_style", "WSD", "must be 'constant', 'linear' or 'cosine'"),
-    ("both", "rl_config.use_wandb", True, "must be False: set run.wandb_project instead"),
-    ("both", "rl_config.async_engine", True, "must be False: AQN and the seeds of prompts are in"),
-    ("both", "rl_config.partial_rollout_max_split", 2, "must be 1"),
-    ("both", "rl_config.token_level_loss", False, "must be left out or True"),
-    ("local", "generate_config.sampling_config.seed", 2, "must be left out"),
-    ("local", "megatron_training.no_shuffle", True, "must be False"),
-    ("local", "megatron_training.moe_aux_loss_coeff", 0.01, "must be 0"),
-    ("local", "megatron_training.recompute_granularity", "selective", "must be left out or 'full'"),
-    ("local", "actor_config.context_parallel_size", 2, "must be 1"),
-    ("mindspeed_rl", "rl_config.use_integrated_worker", False, "must be True"),
-    ("mindspeed_rl", "generate_config.enforce_eager", False, "must be True: a captured graph replays addresses"),
-    ("mindspeed_rl", "generate_config.dtype", "float32", "must be 'bfloat16'"),
-    ("mindspeed_rl", "megatron_training.recompute_method", "uniform", "must be left out or 'block' with lora_target_"),
-    ("mindspeed_rl", "actor_config.moe_alltoall_overlap_comm", True, "must be False with num_experts and lora_"),
-    ("mindspeed_rl", "megatron_training.lora_ckpt_filter", False, "must be True with lora_target_modules"),
-    ("mindspeed_rl", "megatron_training.lora_fusion", True, "must be False: it uses MC2 kernels"),
-    ("mindspeed_rl", "megatron_training.dataset_additional_keys", [], "must be ['labels']"),
-    ("mindspeed_rl", "actor_config.moe_token_dispatcher_type", "alltoall", "must be 'alltoall_seq' with num_experts"),
-])
+@pytest.mark.parametrize(
+    "engine, key, value, message",
+    [
+        (
+            "both",
+            "rl_config.advantage_whiten",
+            True,
+            "must be left out: nothing in upstream reads it",
+        ),
+        (
+            "both",
+            "rl_config.advantage_whiten",
+            False,
+            "must be left out: nothing in upstream reads it",
+        ),
+        ("both", "megatron_training.optimizer", "muon", "must be 'adam'"),
+        (
+            "both",
+            "rl_config.kl_ctrl_type",
+            "adaptive",
+            "must be 'fixed': GRPO never updates the adaptive controller",
+        ),
+        ("both", "rl_config.gamma", 0.99, "must be 1"),
+        ("both", "rl_config.lam", 0.9, "must be 0.95 or 1"),
+        (
+            "both",
+            "rl_config.beta",
+            0.04,
+            "must be left out: nothing in GRPO reads it; the weight of the KL term",
+        ),
+        ("both", "rl_config.shuffle_mini_batch", True, "must be False"),
+        ("both", "megatron_training.hidden_dropout", 0.1, "must be 0"),
+        ("both", "actor_config.attention_dropout", 0.1, "must be 0"),
+        (
+            "both",
+            "generate_config.sampling_config.top_p",
+            0.9,
+            "must be 1: the policy that is trained is the whole",
+        ),
+        ("both", "generate_config.sampling_config.top_k", 50, "must be -1"),
+        ("both", "generate_config.sampling_config.min_p", 0.1, "must be 0"),
+        ("both", "megatron_training.prompt_type", "qwen3", "must be left out"),
+        ("both", "megatron_training.stage", "ray_dapo", "must be 'ray_grpo'"),
+        (
+            "both",
+            "actor_config.save",
+            "somewhere",
+            "must be left out: checkpoints are kept in the run directory",
+        ),
+        ("both", "megatron_training.split", "90,10,0", "must be '100,0,0'"),
+        ("both", "megatron_training.load_checkpoint_loosely", True, "must be False"),
+        ("both", "actor_config.lr_decay_style", "WSD", "must be 'constant', 'linear' or 'cosine'"),
+        ("both", "rl_config.use_wandb", True, "must be False: set run.wandb_project instead"),
+        (
+            "both",
+            "rl_config.async_engine",
+            True,
+            "must be False: AQN and the seeds of prompts are in",
+        ),
+        ("both", "rl_config.partial_rollout_max_split", 2, "must be 1"),
+        ("both", "rl_config.token_level_loss", False, "must be left out or True"),
+        ("local", "generate_config.sampling_config.seed", 2, "must be left out"),
+        ("local", "megatron_training.no_shuffle", True, "must be False"),
+        ("local", "megatron_training.moe_aux_loss_coeff", 0.01, "must be 0"),
+        (
+            "local",
+            "megatron_training.recompute_granularity",
+            "selective",
+            "must be left out or 'full'",
+        ),
+        ("local", "actor_config.context_parallel_size", 2, "must be 1"),
+        ("mindspeed_rl", "rl_config.use_integrated_worker", False, "must be True"),
+        (
+            "mindspeed_rl",
+            "generate_config.enforce_eager",
+            False,
+            "must be True: a captured graph replays addresses",
+        ),
+        ("mindspeed_rl", "generate_config.dtype", "float32", "must be 'bfloat16'"),
+        (
+            "mindspeed_rl",
+            "megatron_training.recompute_method",
+            "uniform",
+            "must be left out or 'block' with lora_target_",
+        ),
+        (
+            "mindspeed_rl",
+            "actor_config.moe_alltoall_overlap_comm",
+            True,
+            "must be False with num_experts and lora_",
+        ),
+        (
+            "mindspeed_rl",
+            "megatron_training.lora_ckpt_filter",
+            False,
+            "must be True with lora_target_modules",
+        ),
+        (
+            "mindspeed_rl",
+            "megatron_training.lora_fusion",
+            True,
+            "must be False: it uses MC2 kernels",
+        ),
+        ("mindspeed_rl", "megatron_training.dataset_additional_keys", [], "must be ['labels']"),
+        (
+            "mindspeed_rl",
+            "actor_config.moe_token_dispatcher_type",
+            "alltoall",
+            "must be 'alltoall_seq' with num_experts",
+        ),
+    ],
+)
 def test_a_value_that_would_not_happen_is_refused(engine, key, value, message):
     for each in keys.ENGINES if engine == "both" else (engine,):
         (found,) = check(changed(each, {key: value}), each)[0]
         assert found.startswith(f"{key} = {value!r} {message}")
 
 
-@pytest.mark.parametrize("key, value", [
-    ("rl_config.entropy_coeff", 0.01), ("rl_config.overlong_buffer_enable", True), ("rl_config.kl_penalty", "mse"),
-    ("generate_config.sampling_config.seed", 7), ("megatron_training.no_shuffle", True),
-    ("actor_config.context_parallel_size", 2), ("megatron_training.moe_aux_loss_coeff", 0.01)])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rl_config.entropy_coeff", 0.01),
+        ("rl_config.overlong_buffer_enable", True),
+        ("rl_config.kl_penalty", "mse"),
+        ("generate_config.sampling_config.seed", 7),
+        ("megatron_training.no_shuffle", True),
+        ("actor_config.context_parallel_size", 2),
+        ("megatron_training.moe_aux_loss_coeff", 0.01),
+    ],
+)
 def test_what_upstream_obeys_is_let_through(key, value):
     assert check(changed("mindspeed_rl", {key: value}), "mindspeed_rl")[0] == []
 
 
 def test_a_key_that_is_left_out_is_what_upstream_takes():
-    left_out = {"generate_config__sampling_config__top_k": ..., "megatron_training__hidden_dropout": ...,
-                "megatron_training__stage": None}
+    left_out = {
+        "generate_config__sampling_config__top_k": ...,
+        "megatron_training__hidden_dropout": ...,
+        "megatron_training__stage": None,
+    }
     assert "\n".join(faults("mindspeed_rl", **left_out)) == (
         "megatron_training.hidden_dropout is left out, and upstream would take 0.1; it must be 0: "
-        "the updated policy would not be the one that sampled\n"
-        "megatron_training.stage is left out; it must be 'ray_grpo': the engines run GRPO\n"
-        "generate_config.sampling_config.top_k is left out, and upstream would take 50; it must be -1: "
-        "the policy that is trained is the whole distribution")
+        "the updated policy would not be the one that sampled\nmegatron_training.stage is left "
+        "out; it must be 'ray_grpo': the engines run GRPO\ngenerate_config.sampling_config.top_k "
+        "is left out, and upstream would take 50; it must be -1: the policy that is trained is "
+        "the whole distribution"
+    )
     assert faults("local", **left_out) == []
 
 
 def test_a_condition_is_asked_of_the_merged_arguments():
-    dense = {"model__qwen3_30b_a3b__num_experts": None, "model__qwen3_30b_a3b__moe_grouped_gemm": ...}
+    dense = {
+        "model__qwen3_30b_a3b__num_experts": None,
+        "model__qwen3_30b_a3b__moe_grouped_gemm": ...,
+    }
     assert faults("mindspeed_rl", **dense) == []
-    assert "must be True with num_experts" in faults("mindspeed_rl", model__qwen3_30b_a3b__moe_grouped_gemm=...)[0]
-    assert faults("mindspeed_rl", megatron_training__lora_target_modules=[], megatron_training__lora_ckpt_filter=...,
-                  megatron_training__recompute_method="uniform") == []
+    assert (
+        "must be True with num_experts"
+        in faults("mindspeed_rl", model__qwen3_30b_a3b__moe_grouped_gemm=...)[0]
+    )
+    assert (
+        faults(
+            "mindspeed_rl",
+            megatron_training__lora_target_modules=[],
+            megatron_training__lora_ckpt_filter=...,
+            megatron_training__recompute_method="uniform",
+        )
+        == []
+    )
 
 
 def test_the_actor_goes_before_training_and_training_before_the_model():
-    model, training, actor = "model__qwen3_30b_a3b__swiglu", "megatron_training__swiglu", "actor_config__swiglu"
-    assert faults("mindspeed_rl", **{model: False})[0].startswith("model.qwen3_30b_a3b.swiglu = False must be True")
+    model, training, actor = (
+        "model__qwen3_30b_a3b__swiglu",
+        "megatron_training__swiglu",
+        "actor_config__swiglu",
+    )
+    assert faults("mindspeed_rl", **{model: False})[0].startswith(
+        "model.qwen3_30b_a3b.swiglu = False must be True"
+    )
     assert faults("mindspeed_rl", **{model: False, training: True}) == []
-    assert faults("mindspeed_rl", **{training: True, actor: False})[0].startswith("actor_config.swiglu = False")
+    assert faults("mindspeed_rl", **{training: True, actor: False})[0].startswith(
+        "actor_config.swiglu = False"
+    )
 
 
-@pytest.mark.parametrize("value, fits", [
-    (1, True), (1.0, True), (True, False), ("1", False), ([1], False), (math.nan, False)])
+@pytest.mark.parametrize(
+    "value, fits",
+    [(1, True), (1.0, True), (True, False), ("1", False), ([1], False), (math.nan, False)],
+)
 def test_a_number_is_not_a_truth_value(value, fits):
     assert (faults("local", rl_config__gamma=value) == []) is fits
 
 
-@pytest.mark.parametrize("value, fits", [(False, True), (0, False), (0.0, False), ("false", False), (None, True)])
+@pytest.mark.parametrize(
+    "value, fits", [(False, True), (0, False), (0.0, False), ("false", False), (None, True)]
+)
 def test_a_truth_value_is_not_a_number(value, fits):
     assert (faults("local", rl_config__shuffle_mini_batch=value) == []) is fits
 
@@ -153,9 +277,27 @@ def test_a_truth_value_is_not_a_number(value, fits):
 def test_no_value_makes_the_check_fall_over():
     endless = []
     endless.append(endless)
-    for value in (True, -1, 10**400, math.nan, "", b"x", [], [[]], endless, {}, {1: 2}, {1}, (1,), object):
+    for value in (
+        True,
+        -1,
+        10**400,
+        math.nan,
+        "",
+        b"x",
+        [],
+        [[]],
+        endless,
+        {},
+        {1: 2},
+        {1},
+        (1,),
+        object,
+    ):
         sampling = dict.fromkeys(keys.TABLE["sampling_config"], value)
-        raw = {section: dict.fromkeys(keys.TABLE.get(section, keys.TABLE["megatron"]), value) for section in SECTIONS}
+        raw = {
+            section: dict.fromkeys(keys.TABLE.get(section, keys.TABLE["megatron"]), value)
+            for section in SECTIONS
+        }
         raw["generate_config"]["sampling_config"] = sampling
         raw["model"] = {"odd": raw["megatron_training"]}
         for engine in keys.ENGINES:
@@ -178,7 +320,9 @@ def test_the_table_is_whole():
         lines = re.findall(r"^    (\w[\w, ]*):", part, flags=re.MULTILINE)
         section = part.split(":")[0]  # of two equal keys YAML keeps the last without a word
         assert Counter(", ".join(lines).split(", ")) == Counter(list(keys.TABLE[section]))
-        for decision in (each for key in keys.TABLE[section] for each in keys.TABLE[section][key].values()):
+        for decision in (
+            each for key in keys.TABLE[section] for each in keys.TABLE[section][key].values()
+        ):
             assert decision.kind in ("honoured", "neutral", "only")
             assert bool(decision.why) == (decision.kind != "honoured")
             assert bool(decision.allowed) == (decision.kind == "only")

@@ -15,9 +15,18 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[2]
-MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4,
-         "num_key_value_heads": 2,
-         "head_dim": 32, "vocab_size": 90, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MODEL = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 90,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 @cache
@@ -47,11 +56,19 @@ def put(raw, key, value):
 
 def test_the_quickstart_says_what_it_does(raw):
     recipe, found = checked(raw)
-    assert (recipe.layout.world, recipe.layout.ep, recipe.batch.global_batch_size,
-            recipe.batch.samples_per_prompt) == (2, 2, 32, 8)
+    assert (
+        recipe.layout.world,
+        recipe.layout.ep,
+        recipe.batch.global_batch_size,
+        recipe.batch.samples_per_prompt,
+    ) == (2, 2, 32, 8)
     algorithm = recipe.algorithm
-    assert (recipe.optimizer.lr, algorithm.clip_low, algorithm.clip_high, algorithm.kl_coefficient) == (
-        2e-4, 0.2, 0.28, 0.0)
+    assert (
+        recipe.optimizer.lr,
+        algorithm.clip_low,
+        algorithm.clip_high,
+        algorithm.kl_coefficient,
+    ) == (2e-4, 0.2, 0.28, 0.0)
     assert (recipe.lora.r, recipe.lora.alpha, len(recipe.lora.targets)) == (32, 64, 4)
     assert recipe.noise.noise_schedule(40).sigma(4) == 0.05
     assert found.unused == []
@@ -90,102 +107,232 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     assert checked(raw)[1].warnings == []
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("aqn.restart_every", "epochs", "restart_every must be an integer >= 1, not 'epochs'"),
-    ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
-    ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3] must be dict"),
-    ("aqn.multipliers_file", "/nowhere/profile.json", "No such file or directory: '/nowhere/profile.json'"),
-    ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
-    ("megatron_training.lora_rank", 32, "unknown key in megatron_training: 'lora_rank', did you mean 'lora_r'"),
-    ("rl_config.n_sample_per_prompt", 4, "did you mean 'n_samples_per_prompt'"),
-    ("generate_config.sampling_config.temprature", 1, "did you mean 'temperature'"),
-    ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
-    ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'; known: auto"),
-    ("aqn.schedule", "expo", "aqn.schedule: unknown schedule 'expo'"),
-    ("actor_config.learning_rate", 1, "unknown key in actor_config: 'learning_rate', did you mean 'lr'"),
-    ("rl_config.lora_r", 1, "unknown key in rl_config: 'lora_r', did you mean 'megatron_training.lora_r'"),
-    ("gsm8k", {"prompt": "plain"}, "section 'gsm8k' is called 'task' now"),
-    ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
-    ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
-    ("megatron_training.lora_target_modules", ["linear_qkv", "q_proj"],
-     "megatron_training.lora_target_modules: unknown targets 'q_proj'"),
-    ("megatron_training.lora_target_modules", [], "lora_target_modules is empty"),
-    ("rl_config.verifier_function", ["gsm8k", "gsm8k_stric"],
-     "unknown verifier 'gsm8k_stric', did you mean 'gsm8k_strict'"),
-    ("rl_config.verifier_weight", [1.0, 2.0],
-     "1 verifier_function and 2 verifier_weight must be lists, as long as each other"),
-    ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1 must be at least 2"),
-    ("rl_config.mini_batch_size", 12,
-     "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12"),
-    ("rl_config.actor_resource.num_npus", 3,
-     "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, docs/layouts.md)"),
-    ("rl_config.adv_estimator", "gae", "unknown adv_estimator 'gae'. Known: group_norm, rloo"),
-    ("rl_config.token_level_loss", False, "rl_config.token_level_loss = False"),
-    ("rl_config.kl_penalty", "full", "unknown kl_penalty 'full'. Known: abs, kl, low_var_kl, mse"),
-    ("algorithm.loss_mode", "gpso", "algorithm.loss_mode: unknown loss_mode 'gpso', did you mean 'gspo'"),
-    ("algorithm.clip_ratio_c", 1.0, "algorithm.clip_ratio_c = 1.0 must be above 1"),
-    ("rollout_correction.method", "toke_tis", "unknown method 'toke_tis', did you mean 'token_tis'"),
-    ("rl_config.filter_groups_train_batch_size", 0, "filter_groups_train_batch_size = 0 must be at least 1"),
-    ("rl_config.use_kl_in_reward", True,
-     "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off the rewards"),
-    ("rl_config.advantage_whiten", True, "rl_config.advantage_whiten = True"),
-    ("rl_config.overlong_buffer_enable", True,
-     "rl_config.overlong_buffer = 0 with overlong_buffer_enable must be between 1 and sampling max_tokens = 24"),
-    ("megatron_training.optimizer", "muon", "megatron_training.optimizer = 'muon'"),
-    ("generate_config.sampling_config.seed", 3, "generate_config.sampling_config.seed = 3"),
-    ("rl_config.max_prompt_length", 120,
-     "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds generate_config.max_model_len = 128"),
-    ("actor_config.tensor_model_parallel_size", 4, "2 KV heads cannot be divided by TP 4"),
-    ("actor_config.context_parallel_size", 2, "context_parallel_size = 2: the local engine runs it at 1 only"),
-    ("actor_config.expert_model_parallel_size", 3, "8 experts cannot be divided by TP 1 x EP 3 = 3"),
-    ("megatron_training.num_layer_list", "1,one", "num_layer_list = '1,one' must be whole numbers"),
-    ("actor_config.lr", "fast", "actor_config.lr = 'fast' must be float"),
-    ("actor_config.lr", float("nan"), "actor_config.lr = nan must be"),
-    ("actor_config.lr_decay_style", "cosin", "did you mean 'cosine'"),
-    ("generate_config.dtype", "float16", "unknown dtype 'float16'"),
-    ("generate_config.sampling_config.temperature", 0.0, "temperature = 0.0 must be above 0"),
-    ("task.prompt", "raw", "unknown prompt 'raw'"),
-    ("task.train_file", "no/such.parquet", "task.train_file = 'no/such.parquet': no such file. Make it with"),
-    ("eval.every", 0, "eval.every = 0 must be at least 1"),
-    ("eval", [1], "section eval must be a mapping"),
-    ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
-    ("megatron_training.train_iters", 0, "train_iters = 0 must be at least 1"),
-    ("megatron_training.train_iters", True, "train_iters = True must be int"),
-    ("rl_config", 5, "section rl_config must be a mapping"),
-    ("rl_config.actor_resource", {"num_npu": 2}, "did you mean 'num_npus'"),
-    ("rl_config.verifier_function", [["gsm8k"]], "rl_config.verifier_function[0] = ['gsm8k'] must be str"),
-    ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight[0] = 'x' must be float"),
-    ("generate_config.sampling_config", 3, "generate_config.sampling_config = 3 must be dict"),
-    ("generate_config.sampling_config.top_p", 0.9, "generate_config.sampling_config.top_p = 0.9"),
-    ("aqn.targets", [], "targets is empty; to run without noise, use aqn=off"),
-    ("aqn.exclude", "x", "unknown AQN target 'x'"),
-    ("eval.temperature", 0.0, "it must be above 0, or 0 (greedy) with 1 sample"),
-    ("eval.n_problems", 0, "eval.n_problems = 0 must be at least 1"),
-    ("run.rollout_samples", -1, "run.rollout_samples = -1 must be at least 0"),
-    ("megatron_training.seed", -1, "seed = -1 must be at least 0"),
-    ("megatron_training.lora_r", 0, "megatron_training.lora_r = 0 must be at least 1"),
-    ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
-    ("actor_config.adam_beta2", 1, "actor_config.adam_beta2 = 1 must be at most 0.999999"),
-    ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
-    ("generate_config.infer_tensor_parallel_size", 4, "num_key_value_heads = 2 is no multiple of 4"),
-    ("generate_config.infer_tensor_parallel_size", 4,
-     "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads"),
-    ("rollout_correction", {"method": "token_ti"},
-     "rollout_correction.method: unknown method 'token_ti', did you mean 'token_tis'?"),
-    ("rollout_correction", {"method": "token_tis", "cap": 0.5}, "rollout_correction.cap = 0.5 must be at least 1"),
-    ("hardware_error", {"rollout": "gausian"},
-     "hardware_error.rollout: unknown rollout 'gausian', did you mean 'gaussian'?"),
-    ("hardware_error", {"evaluation": ["gaussian", "bf16"]}, "hardware_error.evaluation: unknown evaluation 'bf16'"),
-    ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be below 1"),
-    ("hardware_error", {"block": 0}, "hardware_error.block = 0 must be at least 1"),
-    ("hardware_error", {"training": 5}, "hardware_error.training = 5 must be"),
-    ("rollout_quantization", {"format": "int8"},
-     "rollout_quantization.format: unknown format 'int8', did you mean 'int8_w8a8'?"),
-    ("rollout_quantization", {"format": "nvfp4", "lora": "besides"},
-     "rollout_quantization.lora: unknown lora 'besides', did you mean 'beside'?"),
-    ("rollout_quantization", {"probe_answers": -1}, "rollout_quantization.probe_answers = -1 must be at least 0"),
-    ("rollout_quantization", {"ignored": ["*"]}, "unknown key in rollout_quantization: 'ignored', did you mean"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("aqn.restart_every", "epochs", "restart_every must be an integer >= 1, not 'epochs'"),
+        ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
+        ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3] must be dict"),
+        (
+            "aqn.multipliers_file",
+            "/nowhere/profile.json",
+            "No such file or directory: '/nowhere/profile.json'",
+        ),
+        ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
+        (
+            "megatron_training.lora_rank",
+            32,
+            "unknown key in megatron_training: 'lora_rank', did you mean 'lora_r'",
+        ),
+        ("rl_config.n_sample_per_prompt", 4, "did you mean 'n_samples_per_prompt'"),
+        ("generate_config.sampling_config.temprature", 1, "did you mean 'temperature'"),
+        ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
+        ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'; known: auto"),
+        ("aqn.schedule", "expo", "aqn.schedule: unknown schedule 'expo'"),
+        (
+            "actor_config.learning_rate",
+            1,
+            "unknown key in actor_config: 'learning_rate', did you mean 'lr'",
+        ),
+        (
+            "rl_config.lora_r",
+            1,
+            "unknown key in rl_config: 'lora_r', did you mean 'megatron_training.lora_r'",
+        ),
+        ("gsm8k", {"prompt": "plain"}, "section 'gsm8k' is called 'task' now"),
+        ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
+        ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
+        (
+            "megatron_training.lora_target_modules",
+            ["linear_qkv", "q_proj"],
+            "megatron_training.lora_target_modules: unknown targets 'q_proj'",
+        ),
+        ("megatron_training.lora_target_modules", [], "lora_target_modules is empty"),
+        (
+            "rl_config.verifier_function",
+            ["gsm8k", "gsm8k_stric"],
+            "unknown verifier 'gsm8k_stric', did you mean 'gsm8k_strict'",
+        ),
+        (
+            "rl_config.verifier_weight",
+            [1.0, 2.0],
+            "1 verifier_function and 2 verifier_weight must be lists, as long as each other",
+        ),
+        ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1 must be at least 2"),
+        (
+            "rl_config.mini_batch_size",
+            12,
+            "global_batch_size = 32 prompts must be a multiple of rl_config.mini_batch_size = 12",
+        ),
+        (
+            "rl_config.actor_resource.num_npus",
+            3,
+            (
+                "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, "
+                "docs/layouts.md)"
+            ),
+        ),
+        ("rl_config.adv_estimator", "gae", "unknown adv_estimator 'gae'. Known: group_norm, rloo"),
+        ("rl_config.token_level_loss", False, "rl_config.token_level_loss = False"),
+        (
+            "rl_config.kl_penalty",
+            "full",
+            "unknown kl_penalty 'full'. Known: abs, kl, low_var_kl, mse",
+        ),
+        (
+            "algorithm.loss_mode",
+            "gpso",
+            "algorithm.loss_mode: unknown loss_mode 'gpso', did you mean 'gspo'",
+        ),
+        ("algorithm.clip_ratio_c", 1.0, "algorithm.clip_ratio_c = 1.0 must be above 1"),
+        (
+            "rollout_correction.method",
+            "toke_tis",
+            "unknown method 'toke_tis', did you mean 'token_tis'",
+        ),
+        (
+            "rl_config.filter_groups_train_batch_size",
+            0,
+            "filter_groups_train_batch_size = 0 must be at least 1",
+        ),
+        (
+            "rl_config.use_kl_in_reward",
+            True,
+            (
+                "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
+                "the rewards"
+            ),
+        ),
+        ("rl_config.advantage_whiten", True, "rl_config.advantage_whiten = True"),
+        (
+            "rl_config.overlong_buffer_enable",
+            True,
+            (
+                "rl_config.overlong_buffer = 0 with overlong_buffer_enable must be between 1 and "
+                "sampling max_tokens = 24"
+            ),
+        ),
+        ("megatron_training.optimizer", "muon", "megatron_training.optimizer = 'muon'"),
+        ("generate_config.sampling_config.seed", 3, "generate_config.sampling_config.seed = 3"),
+        (
+            "rl_config.max_prompt_length",
+            120,
+            (
+                "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds "
+                "generate_config.max_model_len = 128"
+            ),
+        ),
+        ("actor_config.tensor_model_parallel_size", 4, "2 KV heads cannot be divided by TP 4"),
+        (
+            "actor_config.context_parallel_size",
+            2,
+            "context_parallel_size = 2: the local engine runs it at 1 only",
+        ),
+        (
+            "actor_config.expert_model_parallel_size",
+            3,
+            "8 experts cannot be divided by TP 1 x EP 3 = 3",
+        ),
+        (
+            "megatron_training.num_layer_list",
+            "1,one",
+            "num_layer_list = '1,one' must be whole numbers",
+        ),
+        ("actor_config.lr", "fast", "actor_config.lr = 'fast' must be float"),
+        ("actor_config.lr", float("nan"), "actor_config.lr = nan must be"),
+        ("actor_config.lr_decay_style", "cosin", "did you mean 'cosine'"),
+        ("generate_config.dtype", "float16", "unknown dtype 'float16'"),
+        ("generate_config.sampling_config.temperature", 0.0, "temperature = 0.0 must be above 0"),
+        ("task.prompt", "raw", "unknown prompt 'raw'"),
+        (
+            "task.train_file",
+            "no/such.parquet",
+            "task.train_file = 'no/such.parquet': no such file. Make it with",
+        ),
+        ("eval.every", 0, "eval.every = 0 must be at least 1"),
+        ("eval", [1], "section eval must be a mapping"),
+        ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
+        ("megatron_training.train_iters", 0, "train_iters = 0 must be at least 1"),
+        ("megatron_training.train_iters", True, "train_iters = True must be int"),
+        ("rl_config", 5, "section rl_config must be a mapping"),
+        ("rl_config.actor_resource", {"num_npu": 2}, "did you mean 'num_npus'"),
+        (
+            "rl_config.verifier_function",
+            [["gsm8k"]],
+            "rl_config.verifier_function[0] = ['gsm8k'] must be str",
+        ),
+        ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight[0] = 'x' must be float"),
+        ("generate_config.sampling_config", 3, "generate_config.sampling_config = 3 must be dict"),
+        (
+            "generate_config.sampling_config.top_p",
+            0.9,
+            "generate_config.sampling_config.top_p = 0.9",
+        ),
+        ("aqn.targets", [], "targets is empty; to run without noise, use aqn=off"),
+        ("aqn.exclude", "x", "unknown AQN target 'x'"),
+        ("eval.temperature", 0.0, "it must be above 0, or 0 (greedy) with 1 sample"),
+        ("eval.n_problems", 0, "eval.n_problems = 0 must be at least 1"),
+        ("run.rollout_samples", -1, "run.rollout_samples = -1 must be at least 0"),
+        ("megatron_training.seed", -1, "seed = -1 must be at least 0"),
+        ("megatron_training.lora_r", 0, "megatron_training.lora_r = 0 must be at least 1"),
+        ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
+        ("actor_config.adam_beta2", 1, "actor_config.adam_beta2 = 1 must be at most 0.999999"),
+        ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
+        (
+            "generate_config.infer_tensor_parallel_size",
+            4,
+            "num_key_value_heads = 2 is no multiple of 4",
+        ),
+        (
+            "generate_config.infer_tensor_parallel_size",
+            4,
+            "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads",
+        ),
+        (
+            "rollout_correction",
+            {"method": "token_ti"},
+            "rollout_correction.method: unknown method 'token_ti', did you mean 'token_tis'?",
+        ),
+        (
+            "rollout_correction",
+            {"method": "token_tis", "cap": 0.5},
+            "rollout_correction.cap = 0.5 must be at least 1",
+        ),
+        (
+            "hardware_error",
+            {"rollout": "gausian"},
+            "hardware_error.rollout: unknown rollout 'gausian', did you mean 'gaussian'?",
+        ),
+        (
+            "hardware_error",
+            {"evaluation": ["gaussian", "bf16"]},
+            "hardware_error.evaluation: unknown evaluation 'bf16'",
+        ),
+        ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be below 1"),
+        ("hardware_error", {"block": 0}, "hardware_error.block = 0 must be at least 1"),
+        ("hardware_error", {"training": 5}, "hardware_error.training = 5 must be"),
+        (
+            "rollout_quantization",
+            {"format": "int8"},
+            "rollout_quantization.format: unknown format 'int8', did you mean 'int8_w8a8'?",
+        ),
+        (
+            "rollout_quantization",
+            {"format": "nvfp4", "lora": "besides"},
+            "rollout_quantization.lora: unknown lora 'besides', did you mean 'beside'?",
+        ),
+        (
+            "rollout_quantization",
+            {"probe_answers": -1},
+            "rollout_quantization.probe_answers = -1 must be at least 0",
+        ),
+        (
+            "rollout_quantization",
+            {"ignored": ["*"]},
+            "unknown key in rollout_quantization: 'ignored', did you mean",
+        ),
+    ],
+)
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     put(raw, key, value)
     with pytest.raises(ConfigError) as error:
@@ -193,24 +340,87 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("values, message", [
-    ({"rollout_correction.method": "sequence_tis", "algorithm.loss_mode": "cispo"}, "CISPO weighs each token by a"),
-    ({"rl_config.token_level_loss": True, "algorithm.loss_agg_mode": "seq-mean-token-sum"}, "leave one of them out"),
-    ({"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 25},
-     "overlong_buffer = 25 with overlong_buffer_enable must be between 1 and sampling max_tokens = 24"),
-    ({"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 4, "rl_config.rollout_max_tokens": 30},
-     "rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens = 24, or left out"),
-    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 64},
-     "64 prompts cannot come from filter_groups_max_batches = 1 batches of megatron_training.global_batch_size = 32"),
-    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 24},
-     "filter_groups_train_batch_size = 24 prompts must be a multiple of rl_config.mini_batch_size = 32"),
-    ({"rl_config.filter_groups_enable": True, "rl_config.n_samples_per_prompt": 1}, "must be at least 2"),
-    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_train_batch_size": 32, "aqn.enabled": True,
-      "aqn.restart_every": "epoch"}, "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many"),
-    ({"rollout_quantization": {"format": "nvfp4", "lora": "beside"}, "generate_config.dtype": "bfloat16"},
-     "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets base and adapter as one weight"),
-    ({"rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc"},
-     "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'. Known: gsm8k_strict")])
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (
+            {"rollout_correction.method": "sequence_tis", "algorithm.loss_mode": "cispo"},
+            "CISPO weighs each token by a",
+        ),
+        (
+            {"rl_config.token_level_loss": True, "algorithm.loss_agg_mode": "seq-mean-token-sum"},
+            "leave one of them out",
+        ),
+        (
+            {"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 25},
+            (
+                "overlong_buffer = 25 with overlong_buffer_enable must be between 1 and sampling "
+                "max_tokens = 24"
+            ),
+        ),
+        (
+            {
+                "rl_config.overlong_buffer_enable": True,
+                "rl_config.overlong_buffer": 4,
+                "rl_config.rollout_max_tokens": 30,
+            },
+            (
+                "rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens = "
+                "24, or left out"
+            ),
+        ),
+        (
+            {
+                "rl_config.filter_groups_enable": True,
+                "rl_config.filter_groups_train_batch_size": 64,
+            },
+            (
+                "64 prompts cannot come from filter_groups_max_batches = 1 batches of "
+                "megatron_training.global_batch_size = 32"
+            ),
+        ),
+        (
+            {
+                "rl_config.filter_groups_enable": True,
+                "rl_config.filter_groups_train_batch_size": 24,
+            },
+            (
+                "filter_groups_train_batch_size = 24 prompts must be a multiple of "
+                "rl_config.mini_batch_size = 32"
+            ),
+        ),
+        (
+            {"rl_config.filter_groups_enable": True, "rl_config.n_samples_per_prompt": 1},
+            "must be at least 2",
+        ),
+        (
+            {
+                "rl_config.filter_groups_enable": True,
+                "rl_config.filter_groups_train_batch_size": 32,
+                "aqn.enabled": True,
+                "aqn.restart_every": "epoch",
+            },
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many",
+        ),
+        (
+            {
+                "rollout_quantization": {"format": "nvfp4", "lora": "beside"},
+                "generate_config.dtype": "bfloat16",
+            },
+            (
+                "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets base "
+                "and adapter as one weight"
+            ),
+        ),
+        (
+            {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc"},
+            (
+                "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'. Known: "
+                "gsm8k_strict"
+            ),
+        ),
+    ],
+)
 def test_options_that_exclude_each_other(raw, values, message):
     for key, value in values.items():
         put(raw, key, value)
@@ -255,8 +465,10 @@ def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
 def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw):
     put(raw, "megatron_training.use_flash_attn", True)
     put(raw, "generate_config.gpu_memory_utilization", 0.8)
-    assert set(checked(raw)[1].unused) == {"megatron_training.use_flash_attn",
-                                           "generate_config.gpu_memory_utilization"}
+    assert set(checked(raw)[1].unused) == {
+        "megatron_training.use_flash_attn",
+        "generate_config.gpu_memory_utilization",
+    }
 
 
 def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
@@ -268,37 +480,77 @@ def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
     put(raw, "actor_config.expert_model_parallel_size", 1)
     with pytest.raises(ConfigError) as error:
         checked(raw)
-    assert "in a single engine only; set it to 1" in str(error.value) and "which would drift apart" in str(error.value)
+    assert "in a single engine only; set it to 1" in str(
+        error.value
+    ) and "which would drift apart" in str(error.value)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"model_type": "gpt2"}, "unknown model_type 'gpt2'"),
-    ({"num_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
-    ({"num_experts": ..., "num_local_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
-    ({"num_experts": "8"}, "num_experts = '8' in config.json must be a whole number"),
-    ({"max_position_embeddings": 64}, "max_model_len = 128, and max_position_embeddings = 64 in .*max_model_len=64"),
-    ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "only 'Qwen3MoeForCausalLM' is built"),
-    ({"moe_intermediate_size": 40}, "moe_intermediate_size = 40 must be a multiple of 32"),
-    ('{"model_type": ', "is not valid JSON"),
-    ("[]", "holds no JSON object"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gpt2"}, "unknown model_type 'gpt2'"),
+        ({"num_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
+        (
+            {"num_experts": ..., "num_local_experts": 7},
+            "7 experts cannot be divided by TP 1 x EP 2 = 2",
+        ),
+        ({"num_experts": "8"}, "num_experts = '8' in config.json must be a whole number"),
+        (
+            {"max_position_embeddings": 64},
+            "max_model_len = 128, and max_position_embeddings = 64 in .*max_model_len=64",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForSequenceClassification"]},
+            "only 'Qwen3MoeForCausalLM' is built",
+        ),
+        ({"moe_intermediate_size": 40}, "moe_intermediate_size = 40 must be a multiple of 32"),
+        ('{"model_type": ', "is not valid JSON"),
+        ("[]", "holds no JSON object"),
+    ],
+)
 def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message):
     if not isinstance(change, str):
-        change = json.dumps({key: value for key, value in {**MODEL, **change}.items() if value is not ...})
+        change = json.dumps(
+            {key: value for key, value in {**MODEL, **change}.items() if value is not ...}
+        )
     (tmp_path / "config.json").write_text(change)
     with pytest.raises(ConfigError, match=message):
         checked(raw)
 
 
-@pytest.mark.parametrize("name, change, engines, message", [
-    ("mxfp4", {"hidden_size": 80}, 1, "'mxfp4': the model's hidden_size = 80 is no multiple of its blocks of 32"),
-    ("nvfp4", {"head_dim": 20, "num_attention_heads": 2}, 1, "num_attention_heads x head_dim = 40 is no multiple of"),
-    ("nvfp4", {"hidden_size": 80}, 1, None), ("fp8", {"hidden_size": 80}, 1, None),
-    ("mxfp8", {}, 1, None), ("nvfp4", {"moe_intermediate_size": 64, "head_dim": 8}, 2, None),
-    ("mxfp8", {"moe_intermediate_size": 64, "head_dim": 8}, 2,
-     "a rank's part of the model's num_attention_heads x head_dim = 32 is no multiple of its blocks of 32 inputs"),
-])
-def test_blocks_of_a_format_fill_the_inputs_of_every_layer(raw, tmp_path, name, change, engines, message):
+@pytest.mark.parametrize(
+    "name, change, engines, message",
+    [
+        (
+            "mxfp4",
+            {"hidden_size": 80},
+            1,
+            "'mxfp4': the model's hidden_size = 80 is no multiple of its blocks of 32",
+        ),
+        (
+            "nvfp4",
+            {"head_dim": 20, "num_attention_heads": 2},
+            1,
+            "num_attention_heads x head_dim = 40 is no multiple of",
+        ),
+        ("nvfp4", {"hidden_size": 80}, 1, None),
+        ("fp8", {"hidden_size": 80}, 1, None),
+        ("mxfp8", {}, 1, None),
+        ("nvfp4", {"moe_intermediate_size": 64, "head_dim": 8}, 2, None),
+        (
+            "mxfp8",
+            {"moe_intermediate_size": 64, "head_dim": 8},
+            2,
+            (
+                "a rank's part of the model's num_attention_heads x head_dim = 32 is no multiple of "
+                "its blocks of 32 inputs"
+            ),
+        ),
+    ],
+)
+def test_blocks_of_a_format_fill_the_inputs_of_every_layer(
+    raw, tmp_path, name, change, engines, message
+):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **change}))
     put(raw, "rollout_quantization", {"format": name})
     put(raw, "generate_config.infer_tensor_parallel_size", engines)
@@ -316,23 +568,33 @@ def test_a_model_without_experts_has_no_routes_to_replay(raw, tmp_path, mode):
     put(raw, "actor_config.expert_model_parallel_size", 1)
     put(raw, "algorithm.routing_replay", mode)
     assert checked(raw)[0].algorithm.routing_replay == mode
-    (tmp_path / "config.json").write_text(json.dumps({**dense, "model_type": "qwen3", "intermediate_size": 64}))
-    with pytest.raises(ConfigError, match=f"algorithm.routing_replay = '{mode}' with .* which has no experts"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**dense, "model_type": "qwen3", "intermediate_size": 64})
+    )
+    with pytest.raises(
+        ConfigError, match=f"algorithm.routing_replay = '{mode}' with .* which has no experts"
+    ):
         checked(raw)
     put(raw, "algorithm.routing_replay", "none")
     assert not checked(raw)[0].layout.ep > 1
     put(raw, "algorithm.routing_replay", "rolout")
-    with pytest.raises(ConfigError, match="unknown routing_replay 'rolout', did you mean 'rollout'"):
+    with pytest.raises(
+        ConfigError, match="unknown routing_replay 'rolout', did you mean 'rollout'"
+    ):
         checked(raw)
 
 
 def test_checks_come_before_heavy_imports():
-    program = ("import sys; sys.argv = ['train_grpo.py', '--config-name', 'grpo_tiny_moe_cpu', "
-               "'rl_config.verifier_function=[nope]']; import runpy\ntry: runpy.run_path('cli/train_grpo.py', "
-               "run_name='__main__')\nexcept SystemExit as stop: assert stop.code == 2, stop.code\n"
-               "heavy = {'torch', 'vllm', 'ray', 'megatron', 'transformers'} & set(sys.modules); assert not heavy, "
-               "heavy")
-    done = subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT, capture_output=True, text=True)
+    program = (
+        "import sys; sys.argv = ['train_grpo.py', '--config-name', 'grpo_tiny_moe_cpu', "
+        "'rl_config.verifier_function=[nope]']; import runpy\ntry: "
+        "runpy.run_path('cli/train_grpo.py', run_name='__main__')\nexcept SystemExit as stop: "
+        "assert stop.code == 2, stop.code\nheavy = {'torch', 'vllm', 'ray', 'megatron', "
+        "'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "unknown verifier 'nope'" in done.stderr
 
@@ -340,7 +602,10 @@ def test_checks_come_before_heavy_imports():
 def test_an_unknown_engine_is_refused_with_the_known_ones(raw, capsys):
     raw["engine"] = "lokal"
     assert run(raw, "a") == 2
-    assert "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl" in capsys.readouterr().err
+    assert (
+        "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_labelled_folder_of_a_run_can_be_given_on_the_command_line():

@@ -1,4 +1,6 @@
-"""A Recipe goes back to a config that reads as the same Recipe; random mutations end in a Recipe or in words."""
+"""A Recipe goes back to a config that reads as the same Recipe; random mutations end in a Recipe or
+in words.
+"""
 
 import sys
 from dataclasses import fields, replace
@@ -19,7 +21,9 @@ from mutations import NAMES, run
 def parts(recipe):
     """The typed parts, but for what Megatron is told by other keys than the Recipe's."""
     return {name: getattr(recipe, name) for name in PARTS if name != "model"} | {
-        "path": recipe.model.path, "dtype": recipe.model.dtype}
+        "path": recipe.model.path,
+        "dtype": recipe.model.dtype,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,22 +37,38 @@ def test_back_and_forth(name):
 def test_what_was_changed_in_the_recipe_is_what_is_written():
     recipe = read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu"))
     layout = replace(recipe.layout, pp=2, num_layer_list=(20, 28), ep=8)
-    changed = replace(recipe, layout=layout, run=replace(recipe.run, seed=7),
-                      task=replace(recipe.task, verifier_function=("a:b",), verifier_weight=(2.0,)))
+    changed = replace(
+        recipe,
+        layout=layout,
+        run=replace(recipe.run, seed=7),
+        task=replace(recipe.task, verifier_function=("a:b",), verifier_weight=(2.0,)),
+    )
     config = to_config(changed)
-    assert config["actor_config"]["pipeline_model_parallel_size"] == 2 and config["actor_config"][
-        "expert_model_parallel_size"] == 8
-    assert config["megatron_training"]["num_layer_list"] == "20,28" and config["megatron_training"]["seed"] == 7
-    assert config["rl_config"]["verifier_function"] == ["a:b"] and config["rl_config"]["verifier_weight"] == [2.0]
+    assert (
+        config["actor_config"]["pipeline_model_parallel_size"] == 2
+        and config["actor_config"]["expert_model_parallel_size"] == 8
+    )
+    assert (
+        config["megatron_training"]["num_layer_list"] == "20,28"
+        and config["megatron_training"]["seed"] == 7
+    )
+    assert config["rl_config"]["verifier_function"] == ["a:b"] and config["rl_config"][
+        "verifier_weight"
+    ] == [2.0]
     assert parts(read(config)[0]) == parts(changed)
-    assert recipe.sections["actor_config"][
-        "pipeline_model_parallel_size"] == 1, "the recipe that it came from is unchanged"
+    assert recipe.sections["actor_config"]["pipeline_model_parallel_size"] == 1, (
+        "the recipe that it came from is unchanged"
+    )
 
 
 def test_every_field_of_the_recipe_is_a_part_or_a_plain_value():
     from mindspeed_qerl.recipe.types import Recipe
 
-    assert {field.name for field in fields(Recipe)} - set(PARTS) == {"engine", "emulate_npu", "sections"}
+    assert {field.name for field in fields(Recipe)} - set(PARTS) == {
+        "engine",
+        "emulate_npu",
+        "sections",
+    }
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,4 +1,6 @@
-"""A rehearsal keeps what a layout divides, catches what is wrong with a config, and runs from the command line."""
+"""A rehearsal keeps what a layout divides, catches what is wrong with a config, and runs from the
+command line.
+"""
 
 import json
 import re
@@ -49,7 +51,9 @@ def data(tmp_path_factory):
 def composed(data, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA", str(data))
     monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
-    return lambda name, *overrides: compose(name, [*FEW, f"rehearsal.models={tmp_path}/models", *overrides])
+    return lambda name, *overrides: compose(
+        name, [*FEW, f"rehearsal.models={tmp_path}/models", *overrides]
+    )
 
 
 @pytest.mark.parametrize("name", NPU_CONFIGS)
@@ -59,20 +63,42 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     small = read_recipe(to_config(prepare(recipe, found)[0]))  # as train.py runs it
     assert [*local.validate(small)] == []
     shape = read_shape(small.model.path)
-    kept = ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob",
-            "tie_word_embeddings", "model_type", "rope_theta")
-    assert {key: getattr(shape, key) for key in kept} == {key: getattr(before.shape, key) for key in kept}
+    kept = (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "tie_word_embeddings",
+        "model_type",
+        "rope_theta",
+    )
+    assert {key: getattr(shape, key) for key in kept} == {
+        key: getattr(before.shape, key) for key in kept
+    }
     assert shape.num_hidden_layers == 6
     assert [getattr(small.layout, key) for key in ("world", "tp", "pp", "ep")] == [
-        getattr(before.layout, key) for key in ("world", "tp", "pp", "ep")]
+        getattr(before.layout, key) for key in ("world", "tp", "pp", "ep")
+    ]
     sizes = ("global_batch_size", "mini_batch_size", "samples_per_prompt", "micro_batch_size")
-    assert [getattr(small.batch, key) for key in sizes] == [getattr(before.batch, key) for key in sizes]
+    assert [getattr(small.batch, key) for key in sizes] == [
+        getattr(before.batch, key) for key in sizes
+    ]
     assert (small.lora.r, small.lora.alpha, small.lora.targets) == (
-        32, 64, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
-    assert (small.noise.sigma_start, small.noise.sigma_end, small.noise.targets) == (0.05, 0.0005, "auto")
+        32,
+        64,
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    )
+    assert (small.noise.sigma_start, small.noise.sigma_end, small.noise.targets) == (
+        0.05,
+        0.0005,
+        "auto",
+    )
     schedule = small.noise.noise_schedule(small.run.train_iters)
     assert schedule.sigma(small.run.train_iters - 1) > 0, "the last step has noise"
-    sampled = replace(small, layout=replace(small.layout, infer_tp=recipe.layout.infer_tp))  # one vLLM samples here
+    sampled = replace(
+        small, layout=replace(small.layout, infer_tp=recipe.layout.infer_tp)
+    )  # one vLLM samples here
     plan = replace(plan_of(sampled, shape), padded_vocab_size=shape.vocab_size)
     assert broken(plan) == [], "the narrow model obeys every rule"
 
@@ -96,10 +122,13 @@ def test_a_narrow_model_divides_as_the_real_one(composed):
     assert shape.hidden_size < 100 and shape.moe_intermediate_size == 32
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3_30b_a3b", marks=pytest.mark.full), "qwen25_1_5b"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3_30b_a3b", marks=pytest.mark.full), "qwen25_1_5b"]
+)
 def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
-    """Else no answer is ever right, no reward differs, and no gradient reaches an adapter: 48 layers drown what the
-    embedding says."""
+    """Else no answer is ever right, no reward differs, and no gradient reaches an adapter: 48
+    layers drown what the embedding says.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,49 +137,92 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
         shape = replace(shape, num_experts=4, num_experts_per_tok=2)
     rows = read_rows(data / "gsm8k" / "train_chat.parquet")
     directory = make_model(shape, rows, tmp_path)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory),
+    )
     assert model.config.num_hidden_layers == shape.num_hidden_layers >= 28
-    prompts = tokenizer.apply_chat_template([row.messages for row in rows[:8]], add_generation_prompt=True,
-                                            padding=True, padding_side="left", return_tensors="pt", return_dict=True)
+    prompts = tokenizer.apply_chat_template(
+        [row.messages for row in rows[:8]],
+        add_generation_prompt=True,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+        return_dict=True,
+    )
     torch.manual_seed(0)
-    tokens = model.generate(**prompts, do_sample=True, max_new_tokens=4, num_return_sequences=4)[:,
-                            prompts["input_ids"].shape[1]:]
+    tokens = model.generate(**prompts, do_sample=True, max_new_tokens=4, num_return_sequences=4)[
+        :, prompts["input_ids"].shape[1] :
+    ]
     answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    assert sum(any(character.isdigit() for character in answer) for answer in answers) > len(answers) / 2, answers
-    assert make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path), "another task"
+    assert (
+        sum(any(character.isdigit() for character in answer) for answer in answers)
+        > len(answers) / 2
+    ), answers
+    assert (
+        make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path)
+    ), "another task"
 
 
 def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
-    raw = composed("grpo_qwen3_30b_a3b_gsm8k_16npu", "actor_config.expert_model_parallel_size=6",
-                   "rl_config.verifier_function=[gsm8]", "rehearsal.steps=0")
+    raw = composed(
+        "grpo_qwen3_30b_a3b_gsm8k_16npu",
+        "actor_config.expert_model_parallel_size=6",
+        "rl_config.verifier_function=[gsm8]",
+        "rehearsal.steps=0",
+    )
     raw["megatron_training"]["lora_target_modules"] = ["linear_qvk"]
     raw["task"]["train_file"] = "nowhere.parquet"
     with pytest.raises(ConfigError) as error:
         prepare(*read(raw))
     message = str(error.value)
-    for fault in ("experts_by_training_ranks", "did you mean 'gsm8k'", "did you mean 'linear_qkv'",
-                  "rehearsal.steps = 0", "nowhere.parquet"):
+    for fault in (
+        "experts_by_training_ranks",
+        "did you mean 'gsm8k'",
+        "did you mean 'linear_qkv'",
+        "rehearsal.steps = 0",
+        "nowhere.parquet",
+    ):
         assert fault in message, message
     assert not (tmp_path / "models").exists()
 
 
-@pytest.mark.parametrize("override, message", [
-    ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
-    ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
-    ("task.prompt=plain", "task.prompt = 'plain' must be 'chat'"),
-    ("hardware_error.rollout=gaussian", "hardware_error.rollout = gaussian must be none"),
-])
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
+        ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
+        ("task.prompt=plain", "task.prompt = 'plain' must be 'chat'"),
+        ("hardware_error.rollout=gaussian", "hardware_error.rollout = gaussian must be none"),
+    ],
+)
 def test_what_the_engine_of_npus_refuses(composed, override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        prepare(*read(composed("grpo_qwen25_7b_gsm8k_8npu", override, "++actor_config.lr_decay_style=cosine")))
+        prepare(
+            *read(
+                composed(
+                    "grpo_qwen25_7b_gsm8k_8npu", override, "++actor_config.lr_decay_style=cosine"
+                )
+            )
+        )
 
 
 def test_a_verifier_of_upstreams_is_left_to_upstream(composed):
     """On the local engine, which lacks it, the others score; the report says so."""
-    for names, left in (("[acc]", (("gsm8k", 1.0),)), ("[gsm8k_strict,acc]", (("gsm8k_strict", 0.5),))):
+    for names, left in (
+        ("[acc]", (("gsm8k", 1.0),)),
+        ("[gsm8k_strict,acc]", (("gsm8k_strict", 0.5),)),
+    ):
         weights = "[1.0]" if names == "[acc]" else "[0.5,0.5]"
-        small, _ = prepare(*read(composed("grpo_qwen25_7b_gsm8k_8npu", f"rl_config.verifier_function={names}",
-                                          f"rl_config.verifier_weight={weights}")))
+        small, _ = prepare(
+            *read(
+                composed(
+                    "grpo_qwen25_7b_gsm8k_8npu",
+                    f"rl_config.verifier_function={names}",
+                    f"rl_config.verifier_weight={weights}",
+                )
+            )
+        )
         assert small.task.verifiers == left and [*local.validate(small)] == []
 
 
@@ -160,30 +232,50 @@ def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):
 
 
 def test_layers_that_no_stage_could_have(composed):
-    with pytest.raises(ConfigError,
-                       match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3"):
+    with pytest.raises(
+        ConfigError,
+        match="rehearsal.layers = 4 must be a multiple of pipeline_model_parallel_size = 3",
+    ):
         prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4")))
-    with pytest.raises(ConfigError, match="rehearsal.layers = 'some' must be int, or 'fewest' or 'all'$"):
-        read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=some"))[1].raise_faults()
+    with pytest.raises(
+        ConfigError, match="rehearsal.layers = 'some' must be int, or 'fewest' or 'all'$"
+    ):
+        read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=some"))[
+            1
+        ].raise_faults()
 
 
 def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     """No multiple of PP is wanted of them; the model itself is not made here."""
-    monkeypatch.setattr(sys.modules["mindspeed_qerl.rehearsal.prepare"], "make_model",
-                        lambda shape, *_: Path(str(shape.num_hidden_layers)))
+    monkeypatch.setattr(
+        sys.modules["mindspeed_qerl.rehearsal.prepare"],
+        "make_model",
+        lambda shape, *_: Path(str(shape.num_hidden_layers)),
+    )
     monkeypatch.setattr(local, "rehearsed", lambda recipe, *_: recipe)
     monkeypatch.setattr(local, "validate", lambda recipe: [])
     stages = "+megatron_training.num_layer_list='16,17,14'"
     shape = replace(NAMED_SHAPES["qwen3_30b_a3b"], num_hidden_layers=47)
-    monkeypatch.setattr(sys.modules["mindspeed_qerl.rehearsal.prepare"], "plan_to_rehearse",
-                        lambda recipe, found: plan_of(recipe, shape))
-    small, _ = prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=all", stages)))
+    monkeypatch.setattr(
+        sys.modules["mindspeed_qerl.rehearsal.prepare"],
+        "plan_to_rehearse",
+        lambda recipe, found: plan_of(recipe, shape),
+    )
+    small, _ = prepare(
+        *read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=all", stages))
+    )
     assert small.layout.num_layer_list == (16, 17, 14) and small.model.path == "47"
 
 
-@pytest.mark.parametrize("name, asked, layers", [
-    ("grpo_qwen3_30b_a3b_gsm8k_16npu", "fewest", 1), ("grpo_qwen3_30b_a3b_gsm8k_16npu", "all", 48),
-    ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "fewest", 3), ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", 9, 9)])
+@pytest.mark.parametrize(
+    "name, asked, layers",
+    [
+        ("grpo_qwen3_30b_a3b_gsm8k_16npu", "fewest", 1),
+        ("grpo_qwen3_30b_a3b_gsm8k_16npu", "all", 48),
+        ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "fewest", 3),
+        ("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", 9, 9),
+    ],
+)
 def test_the_fewest_layers_are_one_on_each_stage(composed, name, asked, layers):
     plan = plan_to_rehearse(*read(composed(name)))
     assert layers_to_rehearse(plan, asked) == layers
@@ -196,44 +288,92 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
     """Stages of two tensor parallel ranks, with experts spread over them."""
     monkeypatch.setenv("DATA", str(data))
     monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
-    command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name",
-               "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", *FEW,
-               f"rl_config.actor_resource.num_npus={2 * stages}", "actor_config.tensor_model_parallel_size=2",
-               f"actor_config.pipeline_model_parallel_size={stages}", "generate_config.infer_tensor_parallel_size=2",
-               "megatron_training.global_batch_size=4", "rl_config.mini_batch_size=2",
-               "actor_config.micro_batch_size=4", "rehearsal.layers=fewest", "rollout_quantization=nvfp4"]
+    command = [
+        sys.executable,
+        str(ROOT / "cli" / "train_grpo.py"),
+        "--config-name",
+        "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3",
+        *FEW,
+        f"rl_config.actor_resource.num_npus={2 * stages}",
+        "actor_config.tensor_model_parallel_size=2",
+        f"actor_config.pipeline_model_parallel_size={stages}",
+        "generate_config.infer_tensor_parallel_size=2",
+        "megatron_training.global_batch_size=4",
+        "rl_config.mini_batch_size=2",
+        "actor_config.micro_batch_size=4",
+        "rehearsal.layers=fewest",
+        "rollout_quantization=nvfp4",
+    ]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "rehearsals" / "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3").iterdir()
     text = (run / "rehearsal.md").read_text()
     assert text in done.stdout
     layers = f"1 of {48 // stages} layers"
-    for line in ((f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 KV groups, 64 "
-                 f"of 128 experts, {layers}."),
-                 ("4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches of 4, 2 "
-                 "update(s) a step; 2 steps."), "Every LoRA target reached the rollout engine: ",
-                 f"AQN fired: noise on {stages} RMSNorm layers in step 2, sigma 0.05",
-                 "Rollouts were in nvfp4: in step 2 the weights were 9.",
-                 "vLLM's layout, infer TP 2 x EP 1: its rules were checked", f"Depth: {stages} of 48 layers"):
+    for line in (
+        (
+            f"{2 * stages} processes ran it: TP 2 x PP {stages} x DP 1, EP 1. On each 16 heads, 2 "
+            f"KV groups, 64 of 128 experts, {layers}."
+        ),
+        (
+            "4 prompts x 8 answers a step, 32 on each of 1 data-parallel ranks in micro-batches "
+            "of 4, 2 update(s) a step; 2 steps."
+        ),
+        "Every LoRA target reached the rollout engine: ",
+        f"AQN fired: noise on {stages} RMSNorm layers in step 2, sigma 0.05",
+        "Rollouts were in nvfp4: in step 2 the weights were 9.",
+        "vLLM's layout, infer TP 2 x EP 1: its rules were checked",
+        f"Depth: {stages} of 48 layers",
+    ):
         assert line in text, text
     facts = json.loads((run / "facts.json").read_text())
     assert {target: count["modules"] for target, count in facts["lora"].items()} == {
-        "linear_qkv": stages, "linear_proj": stages, "linear_fc1": 128 * stages, "linear_fc2": 128 * stages}
+        "linear_qkv": stages,
+        "linear_proj": stages,
+        "linear_fc1": 128 * stages,
+        "linear_fc2": 128 * stages,
+    }
     assert facts["peak_memory_gib"] > 1
 
 
-# What two emulated NPUs allocated (tests/upstream/test_rehearsal.py), TP 2, vLLM TP 1 x EP 2, Qwen2-MoE of two layers
-MEASURED = {"stage": 0, "KV cache": 214_695_936, "KV cache of a token": 512, "adapters": 35_328, "gradients": 70_656,
-            "adapters, back": 35_328, "gradients, back": 70_656, "AdamW": 211_968, "frozen base": 1_399_040,
-            "vLLM's weights": 2_595_584, "sync buffers": 3_145_728}
-
+# What two emulated NPUs allocated (tests/upstream/test_rehearsal.py), TP 2, vLLM TP 1 x EP 2,
+# Qwen2-MoE of two layers
+MEASURED = {
+    "stage": 0,
+    "KV cache": 214_695_936,
+    "KV cache of a token": 512,
+    "adapters": 35_328,
+    "gradients": 70_656,
+    "adapters, back": 35_328,
+    "gradients, back": 70_656,
+    "AdamW": 211_968,
+    "frozen base": 1_399_040,
+    "vLLM's weights": 2_595_584,
+    "sync buffers": 3_145_728,
+}
 
 
 @pytest.fixture
 def planned():
     """The planner's formulas for the model and the layout of MEASURED."""
-    shape = ModelShape("tiny", "qwen2_moe", 2, 128, 4, 2, 32, 0, 4096, 1e6, False, 4096, num_experts=8,
-                       num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64)
+    shape = ModelShape(
+        "tiny",
+        "qwen2_moe",
+        2,
+        128,
+        4,
+        2,
+        32,
+        0,
+        4096,
+        1e6,
+        False,
+        4096,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    )
     layout = Layout(2, tp=2, ep=1, infer_tp=1, infer_ep=2, sequence_parallel=True)
     return terms(estimate(Plan(shape, layout, padded_vocab_size=4096), Settings(lora_r=4), 0))
 
@@ -244,9 +384,18 @@ def test_what_was_measured_is_what_is_planned(planned):
     assert "| sync buffers | 3,145,728 | 3,145,728 | 1.00 | 3,145,728 |" in table
 
 
-@pytest.mark.parametrize("term, measured", [
-    ("KV cache of a token", 1024), ("adapters", 70_656), ("gradients", 35_328), ("AdamW", 0), ("frozen base", 10**7),
-    ("vLLM's weights", 2_000_000), ("sync buffers", 458_752)])
+@pytest.mark.parametrize(
+    "term, measured",
+    [
+        ("KV cache of a token", 1024),
+        ("adapters", 70_656),
+        ("gradients", 35_328),
+        ("AdamW", 0),
+        ("frozen base", 10**7),
+        ("vLLM's weights", 2_000_000),
+        ("sync buffers", 458_752),
+    ],
+)
 def test_a_term_that_is_not_as_planned_is_named(planned, term, measured):
     """Measured otherwise on one rank of two, or planned otherwise: the same warning."""
     wrong = MEASURED | {term: measured}
@@ -254,8 +403,10 @@ def test_a_term_that_is_not_as_planned_is_named(planned, term, measured):
         wrong |= {f"{term}, back": measured}
     table = [*memory_table([MEASURED, wrong], [planned] * 2, planned)]
     [warning] = [line for line in table if line.startswith("**Warning**")]
-    assert warning.startswith(f"**Warning**: {term}: a rank allocated {measured:,} bytes, and the planner's formula "
-                              f"says {planned[term]:,}")
+    assert warning.startswith(
+        f"**Warning**: {term}: a rank allocated {measured:,} bytes, and the planner's formula "
+        f"says {planned[term]:,}"
+    )
     other = [*memory_table([MEASURED] * 2, [planned | {term: measured}] * 2, planned)]
     assert [line.split(":")[1] for line in other if line.startswith("**Warning**")] == [f" {term}"]
 

@@ -1,4 +1,6 @@
-"""The recorder beside a scheduler that is played: what it must have is a function of token, position and layer."""
+"""The recorder beside a scheduler that is played: what it must have is a function of token,
+position and layer.
+"""
 
 import re
 from types import SimpleNamespace
@@ -10,7 +12,9 @@ import torch
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers, routes_fault
 
-ROUTERS = Routers(layers=(0, 2, 5), experts=300, top_k=3)  # layers 1, 3 and 4 are dense; ids need two bytes
+ROUTERS = Routers(
+    layers=(0, 2, 5), experts=300, top_k=3
+)  # layers 1, 3 and 4 are dense; ids need two bytes
 
 
 def choice(request, position, layer):
@@ -24,14 +28,22 @@ class Runner:
 
     def __init__(self):
         self.computed, self.faults = {}, set()
-        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(8, dtype=np.int32))
+        self.input_batch = SimpleNamespace(
+            req_ids=[], num_computed_tokens_cpu=np.zeros(8, dtype=np.int32)
+        )
 
     def execute_model(self, scheduler_output):
         scheduled = scheduler_output.num_scheduled_tokens
         batch = self.input_batch
         batch.req_ids = sorted(scheduled, reverse=True)  # another order than the scheduler's
-        batch.num_computed_tokens_cpu[: len(scheduled)] = [self.computed.get(one, 0) for one in batch.req_ids]
-        rows = [(one, self.computed.get(one, 0) + token) for one in batch.req_ids for token in range(scheduled[one])]
+        batch.num_computed_tokens_cpu[: len(scheduled)] = [
+            self.computed.get(one, 0) for one in batch.req_ids
+        ]
+        rows = [
+            (one, self.computed.get(one, 0) + token)
+            for one in batch.req_ids
+            for token in range(scheduled[one])
+        ]
         self.forward(rows)
         for one, tokens in scheduled.items():
             self.computed[one] = self.computed.get(one, 0) + tokens
@@ -58,9 +70,14 @@ def runner():
 
 
 def output(request, prompt, answers):
-    return SimpleNamespace(request_id=request, prompt_token_ids=list(range(prompt)),
-                           outputs=[SimpleNamespace(index=index, token_ids=list(range(tokens)))
-                                    for index, tokens in enumerate(answers)])
+    return SimpleNamespace(
+        request_id=request,
+        prompt_token_ids=list(range(prompt)),
+        outputs=[
+            SimpleNamespace(index=index, token_ids=list(range(tokens)))
+            for index, tokens in enumerate(answers)
+        ],
+    )
 
 
 def run(runner, *passes):
@@ -69,18 +86,26 @@ def run(runner, *passes):
 
 
 def expected(request, tokens):
-    return np.array([[choice(request, position, layer) for layer in ROUTERS.layers] for position in range(tokens)])
+    return np.array(
+        [
+            [choice(request, position, layer) for layer in ROUTERS.layers]
+            for position in range(tokens)
+        ]
+    )
 
 
 def test_rows_are_put_where_they_belong(runner):
-    """Two answers to a prompt of 5, one of which comes in chunks, is preempted and computed again, and a prompt of
-    its own without an answer of more than one token."""
+    """Two answers to a prompt of 5, one of which comes in chunks, is preempted and computed again,
+    and a prompt of its own without an answer of more than one token.
+    """
     runner.forward([("profile", 0)])  # nobody asked: before and after
     with runner.recorder.recording():
         runner.forward([("0_a-00000000", 9)])  # a dummy batch between
         run(runner, {"0_a-00000000": 5, "1_a-00000000": 2})
         run(runner, {"0_a-00000000": 1, "1_a-00000000": 3, "b-11111111": 4})
-        runner.computed["0_a-00000000"] = 0  # preempted: all of it again, with the token that it has sampled
+        runner.computed["0_a-00000000"] = (
+            0  # preempted: all of it again, with the token that it has sampled
+        )
         run(runner, {"1_a-00000000": 1}, {})
         run(runner, {"0_a-00000000": 7})
     runner.forward([("0_a-00000000", 0)])
@@ -99,7 +124,9 @@ def test_the_next_recording_knows_nothing_of_the_last(runner):
         run(runner, {"a-0": 5})
     with runner.recorder.recording():
         pass
-    with pytest.raises(RuntimeError, match=r"request a, answer 0: no routes for 5 of its 5 tokens, the first at"):
+    with pytest.raises(
+        RuntimeError, match=r"request a, answer 0: no routes for 5 of its 5 tokens, the first at"
+    ):
         runner.recorder.take([output("a", 5, (1,))])
 
 
@@ -107,7 +134,10 @@ def test_a_prompt_of_which_a_part_was_cached_is_named(runner):
     with runner.recorder.recording():
         runner.computed["a-0"] = 3
         run(runner, {"a-0": 4})
-    with pytest.raises(RuntimeError, match=r"no routes for 3 of its 7 tokens, the first at position 0.*prefix cache"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"no routes for 3 of its 7 tokens, the first at position 0.*prefix cache",
+    ):
         runner.recorder.take([output("a", 6, (2,))])
 
 
@@ -117,23 +147,38 @@ def test_an_answer_without_a_token_has_its_prompts_routes(runner):
     assert runner.recorder.take([output("a", 6, (0,))])[0][0].shape == (6, 3, 3)
 
 
-@pytest.mark.parametrize("fault, message", [
-    (2, "layer 2 chose no experts in a forward pass of 5 tokens, 2 of 3 layers did"),
-    ("short", "routers chose experts for 1 tokens of 5"),
-    ("twice", "layer 0 chose experts twice in one forward pass")])
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (2, "layer 2 chose no experts in a forward pass of 5 tokens, 2 of 3 layers did"),
+        ("short", "routers chose experts for 1 tokens of 5"),
+        ("twice", "layer 0 chose experts twice in one forward pass"),
+    ],
+)
 def test_a_router_that_is_not_heard_as_it_should_stops_the_run(runner, fault, message):
     runner.faults.add(fault)
     with pytest.raises(RuntimeError, match=message), runner.recorder.recording():
         run(runner, {"a-0": 5})
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda routes: None, "it has no routes"),
-    (lambda routes: routes[:3], r"its routes have the shape \[3, 3, 3\], and 4 tokens in 3 layers with 3 experts a"),
-    (lambda routes: routes[:, :2], "they are of another sequence or another model"),
-    (lambda routes: np.where(routes == routes[1, 2, 0], 300, routes),
-     r"layer 5 sends token 1 to an expert that is none of its 300: \[300, "),
-    (lambda routes: np.where(np.arange(3) == 1, routes[..., :1], routes),
-     "layer 0 sends token 0 to the same expert twice")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda routes: None, "it has no routes"),
+        (
+            lambda routes: routes[:3],
+            r"its routes have the shape \[3, 3, 3\], and 4 tokens in 3 layers with 3 experts a",
+        ),
+        (lambda routes: routes[:, :2], "they are of another sequence or another model"),
+        (
+            lambda routes: np.where(routes == routes[1, 2, 0], 300, routes),
+            r"layer 5 sends token 1 to an expert that is none of its 300: \[300, ",
+        ),
+        (
+            lambda routes: np.where(np.arange(3) == 1, routes[..., :1], routes),
+            "layer 0 sends token 0 to the same expert twice",
+        ),
+    ],
+)
 def test_routes_that_cannot_be_are_named(change, message):
     assert re.search(message, routes_fault(change(expected("a", 4)), 4, ROUTERS))

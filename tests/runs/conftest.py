@@ -12,25 +12,39 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 def metrics_of(step, total, aqn=True):
     """Made-up metrics of one step: learning, and QeRL's ten noise stages."""
     metrics = {
-        "reward/mean": 0.25 + 0.5 * step / total, "entropy/mean": 0.5 / step, "entropy/first_tokens": 0.6 / step,
-        "mismatch/k1": -1e-7 * step, "mismatch/k3": 1e-12 * step,
-        "mismatch/mean_abs_prob_diff": 1e-7, "mismatch/max_abs_prob_diff": 2e-6,
-        "time/rollout": 9.0 if step == 1 else 0.3, "time/update": 0.2, "time/sync": 0.01,
+        "reward/mean": 0.25 + 0.5 * step / total,
+        "entropy/mean": 0.5 / step,
+        "entropy/first_tokens": 0.6 / step,
+        "mismatch/k1": -1e-7 * step,
+        "mismatch/k3": 1e-12 * step,
+        "mismatch/mean_abs_prob_diff": 1e-7,
+        "mismatch/max_abs_prob_diff": 2e-6,
+        "time/rollout": 9.0 if step == 1 else 0.3,
+        "time/update": 0.2,
+        "time/sync": 0.01,
     }
-    metrics["time/step"] = math.fsum(value for name, value in metrics.items() if name.startswith("time/")) + 0.05
+    metrics["time/step"] = (
+        math.fsum(value for name, value in metrics.items() if name.startswith("time/")) + 0.05
+    )
     if aqn:
         stage = min(9, (step - 1) * 10 // total)
         sigma = 0.0 if stage == 0 else 0.05 * 0.01 ** ((stage - 1) / 8)
-        metrics |= {"aqn/sigma": sigma, "aqn/stage": stage, "aqn/layers": 5 if sigma else 0,
-                    "aqn/measured_std": 1.01 * sigma,
-                    "aqn/changed_fraction": 1.0 if sigma else 0.0}
+        metrics |= {
+            "aqn/sigma": sigma,
+            "aqn/stage": stage,
+            "aqn/layers": 5 if sigma else 0,
+            "aqn/measured_std": 1.01 * sigma,
+            "aqn/changed_fraction": 1.0 if sigma else 0.0,
+        }
     return metrics
 
 
 @pytest.fixture
 def new_run(tmp_path):
     def create(name="test", **config):
-        return RunDirectory.create(tmp_path, name, config=config, command=["train"], seed=1, data_files={})
+        return RunDirectory.create(
+            tmp_path, name, config=config, command=["train"], seed=1, data_files={}
+        )
 
     return create
 
@@ -56,19 +70,24 @@ def made_run(new_run):
 
 @pytest.fixture
 def run_killed(tmp_path):
-    """A function that starts Python code which makes a run and kills itself (SIGKILL); returns its directory."""
+    """A function that starts Python code which makes a run and kills itself (SIGKILL); returns its
+    directory.
+    """
 
     def start(code):
         prelude = (
-            "import json, os, signal\n"
-            "from pathlib import Path\n"
-            "from mindspeed_qerl.runs.directory import RunDirectory\n"
-            "from mindspeed_qerl.runs.metrics import MetricsWriter\n"
-            f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'killed', config={{}}, command=['x'], seed=1, "
-            f"data_files={{}})\nprint(json.dumps(str(run.path)), flush=True)\n"
+            "import json, os, signal\nfrom pathlib import Path\nfrom "
+            "mindspeed_qerl.runs.directory import RunDirectory\nfrom mindspeed_qerl.runs.metrics "
+            f"import MetricsWriter\nrun = RunDirectory.create(Path({str(tmp_path)!r}), 'killed', "
+            "config={}, command=['x'], seed=1, "
+            "data_files={})\nprint(json.dumps(str(run.path)), flush=True)\n"
         )
-        child = subprocess.run([sys.executable, "-c", prelude + code + "\nos.kill(os.getpid(), signal.SIGKILL)"],
-                               capture_output=True, text=True, check=False)
+        child = subprocess.run(
+            [sys.executable, "-c", prelude + code + "\nos.kill(os.getpid(), signal.SIGKILL)"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert child.returncode == -9, child.stderr
         return RunDirectory.open(json.loads(child.stdout.splitlines()[0]))
 

@@ -22,7 +22,12 @@ ROWS_SHA256 = "fba5f57efc9866fdc0512e5316ac225d8f8a33388734369a0918b4ab17a4a6eb"
 
 
 def create(root, name="run", **changes):
-    arguments = {"config": {"lr": 2e-4}, "command": ["train"], "seed": 3, "data_files": {}} | changes
+    arguments = {
+        "config": {"lr": 2e-4},
+        "command": ["train"],
+        "seed": 3,
+        "data_files": {},
+    } | changes
     return RunDirectory.create(root, name, **arguments)
 
 
@@ -30,7 +35,12 @@ def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "_now", lambda: NOON)
     data = tmp_path / "train.jsonl"
     data.write_bytes(ROWS)
-    config = {"lr": 2e-4, "aqn": {"sigma_start": 0.05, "targets": ["auto"]}, "note": "é", "resume": None}
+    config = {
+        "lr": 2e-4,
+        "aqn": {"sigma_start": 0.05, "targets": ["auto"]},
+        "note": "é",
+        "resume": None,
+    }
     command = ["python", "cli/train_grpo.py", "run.note=two words", "model.path=$HOME/it's"]
 
     run = create(tmp_path, config=config, command=command, data_files={"train": data})
@@ -41,15 +51,27 @@ def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
     assert json.loads((run.path / "data.json").read_text()) == {
         "train": {"path": str(data), "sha256": ROWS_SHA256, "bytes": 19, "rows": 1}
     }
-    assert json.loads((run.path / "versions.json").read_text())["packages"]["numpy"] == numpy.__version__
-    assert run.status() == {"state": "running", "step": 0, "reason": None, "started": "2025-11-21T12:00:00+00:00",
-                            "ended": None, "seed": 3, "id": run.id}
+    assert (
+        json.loads((run.path / "versions.json").read_text())["packages"]["numpy"]
+        == numpy.__version__
+    )
+    assert run.status() == {
+        "state": "running",
+        "step": 0,
+        "reason": None,
+        "started": "2025-11-21T12:00:00+00:00",
+        "ended": None,
+        "seed": 3,
+        "id": run.id,
+    }
 
 
 def test_a_command_in_the_shell_gets_the_arguments_back(tmp_path):
     command = ["printf", "%s\\n", "a b", "it's", "$HOME", ""]
     run = create(tmp_path, command=command)
-    printed = subprocess.run(["sh", str(run.path / "command.txt")], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["sh", str(run.path / "command.txt")], capture_output=True, text=True, check=True
+    ).stdout
     assert printed.splitlines() == command[2:]
 
 
@@ -65,18 +87,36 @@ def test_the_folder_says_what_differs(tmp_path, monkeypatch):
     assert names == ["2025-11-21_12-00-00_aqn=off_seed3" + suffix for suffix in ("", "-2")]
 
 
-@pytest.mark.parametrize("overrides, label", [
-    ([], ""),
-    (["seed=3", "megatron_training.seed=3", "run.resume=auto", "+run.root=/tmp", "++run.name=x"], ""),
-    (["aqn=off", "actor_config.lr=1e-5"], "aqn=off_lr=1e-5"),
-    (["actor_config.lr=1e-5", "critic.lr=1"], "actor_config.lr=1e-5_critic.lr=1"),  # one last part, two keys
-    (["aqn.seed=4"], "aqn.seed=4"),
-    (["~aqn.targets", "++aqn.exclude=[a,'b c']"], "targets=none_exclude=a-b-c"),
-    (["gsm8k.train_file=/data/über/../train.parquet"], "train_file=train.parquet"),
-    (["a=../../etc/", "b=$HOME;x"], "a=etc_b=HOME-x"),
-    (["key=" + 200 * "x"], "key=" + 76 * "x"),
-    ([f"key{i}={i}" for i in range(40)], "_".join([*(f"key{i}={i}" for i in range(9)), "and-31-more"])),
-])
+@pytest.mark.parametrize(
+    "overrides, label",
+    [
+        ([], ""),
+        (
+            [
+                "seed=3",
+                "megatron_training.seed=3",
+                "run.resume=auto",
+                "+run.root=/tmp",
+                "++run.name=x",
+            ],
+            "",
+        ),
+        (["aqn=off", "actor_config.lr=1e-5"], "aqn=off_lr=1e-5"),
+        (
+            ["actor_config.lr=1e-5", "critic.lr=1"],
+            "actor_config.lr=1e-5_critic.lr=1",
+        ),  # one last part, two keys
+        (["aqn.seed=4"], "aqn.seed=4"),
+        (["~aqn.targets", "++aqn.exclude=[a,'b c']"], "targets=none_exclude=a-b-c"),
+        (["gsm8k.train_file=/data/über/../train.parquet"], "train_file=train.parquet"),
+        (["a=../../etc/", "b=$HOME;x"], "a=etc_b=HOME-x"),
+        (["key=" + 200 * "x"], "key=" + 76 * "x"),
+        (
+            [f"key{i}={i}" for i in range(40)],
+            "_".join([*(f"key{i}={i}" for i in range(9)), "and-31-more"]),
+        ),
+    ],
+)
 def test_labels_are_short_and_fit_a_folders_name(tmp_path, overrides, label):
     assert label_of(overrides) == label and len(label) <= directory.LABEL_LENGTH
     assert create(tmp_path, label=label).path.parent == tmp_path / "run"
@@ -85,7 +125,10 @@ def test_labels_are_short_and_fit_a_folders_name(tmp_path, overrides, label):
 def test_versions_of_others_are_added(tmp_path):
     run = create(tmp_path, versions={"upstream": {"MindSpeed": "0123abc"}})
     versions = json.loads((run.path / "versions.json").read_text())
-    assert versions["upstream"] == {"MindSpeed": "0123abc"} and versions["packages"]["numpy"] == numpy.__version__
+    assert (
+        versions["upstream"] == {"MindSpeed": "0123abc"}
+        and versions["packages"]["numpy"] == numpy.__version__
+    )
 
 
 def _create_many(barrier, root, who):
@@ -99,21 +142,33 @@ def _create_many(barrier, root, who):
 def test_runs_started_at_the_same_time_never_share_a_directory(tmp_path):
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(2)
-    children = [fork.Process(target=_create_many, args=(barrier, tmp_path, who)) for who in range(2)]
+    children = [
+        fork.Process(target=_create_many, args=(barrier, tmp_path, who)) for who in range(2)
+    ]
     for child in children:
         child.start()
     for child in children:
         child.join()
     configs = [RunDirectory.open(path).config() for path in (tmp_path / "run").iterdir()]
-    assert {(config["who"], config["k"]) for config in configs} == {(who, k) for who in range(2) for k in range(50)}
+    assert {(config["who"], config["k"]) for config in configs} == {
+        (who, k) for who in range(2) for k in range(50)
+    }
 
 
 def test_state_follows_the_run(tmp_path):
     run = create(tmp_path)
     run.reached(7)
-    assert (run.status()["state"], run.status()["step"], run.status()["ended"]) == ("running", 7, None)
+    assert (run.status()["state"], run.status()["step"], run.status()["ended"]) == (
+        "running",
+        7,
+        None,
+    )
     run.fail("a rank was killed")
-    assert (run.status()["state"], run.status()["step"], run.status()["reason"]) == ("failed", 7, "a rank was killed")
+    assert (run.status()["state"], run.status()["step"], run.status()["reason"]) == (
+        "failed",
+        7,
+        "a rank was killed",
+    )
     other = create(tmp_path)
     other.finish()
     status = other.status()
@@ -126,7 +181,10 @@ def test_facts_add_up(tmp_path):
     assert run.facts() == {}
     run.record(engine_start_seconds=12.5)
     run.record(lora={"linear_qkv": 8}, engine_start_seconds=13.5)
-    assert RunDirectory.open(run.path).facts() == {"engine_start_seconds": 13.5, "lora": {"linear_qkv": 8}}
+    assert RunDirectory.open(run.path).facts() == {
+        "engine_start_seconds": 13.5,
+        "lora": {"linear_qkv": 8},
+    }
 
 
 def strict(text: str):
@@ -136,17 +194,30 @@ def strict(text: str):
 
 def test_what_is_no_number_is_null_in_json(tmp_path):
     run = create(tmp_path)
-    run.record(a=math.nan, b=[math.inf, 1.5, {"c": -math.inf}], d=numpy.float64("nan"), e=numpy.float32(0.5), f="NaN")
-    assert strict(run.facts_file.read_text()) == {"a": None, "b": [None, 1.5, {"c": None}], "d": None, "e": 0.5,
-                                                  "f": "NaN"} == run.facts()
+    run.record(
+        a=math.nan,
+        b=[math.inf, 1.5, {"c": -math.inf}],
+        d=numpy.float64("nan"),
+        e=numpy.float32(0.5),
+        f="NaN",
+    )
+    assert (
+        strict(run.facts_file.read_text())
+        == {"a": None, "b": [None, 1.5, {"c": None}], "d": None, "e": 0.5, "f": "NaN"}
+        == run.facts()
+    )
 
 
 def test_what_a_package_brings_along_is_no_package_of_its_own(tmp_path, monkeypatch):
-    """Ray puts folders within its own on sys.path: whether it was imported before is no difference between runs."""
+    """Ray puts folders within its own on sys.path: whether it was imported before is no difference
+    between runs.
+    """
     for folder in ("lib/site-packages", "lib/site-packages/raylike/thirdparty", "checkout"):
         name = folder.rpartition("/")[2].replace("-", "")
         (tmp_path / folder / f"{name}-1.dist-info").mkdir(parents=True)
-        (tmp_path / folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+        (tmp_path / folder / f"{name}-1.dist-info" / "METADATA").write_text(
+            f"Name: {name}\nVersion: 1\n"
+        )
         monkeypatch.syspath_prepend(tmp_path / folder)
     found = versions._installed.__wrapped__()
     assert found["sitepackages"] == found["checkout"] == "1" and "thirdparty" not in found
@@ -177,7 +248,16 @@ def test_rows_of_parquet_and_jsonl_are_counted(tmp_path):
 
 def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
     def git(*arguments):
-        command = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path), *arguments]
+        command = [
+            "git",
+            "-c",
+            "user.name=n",
+            "-c",
+            "user.email=e",
+            "-C",
+            str(tmp_path),
+            *arguments,
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     git("init")
@@ -191,7 +271,9 @@ def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
     assert git_state(tmp_path)["dirty"] is False
     (tmp_path / "package" / "a.py").write_text("2")
     assert git_state(tmp_path)["dirty"] is True
-    assert git_state(tmp_path / "package") is None  # like site-packages below somebody else's checkout
+    assert (
+        git_state(tmp_path / "package") is None
+    )  # like site-packages below somebody else's checkout
 
 
 @pytest.mark.parametrize(
@@ -210,7 +292,9 @@ def test_bad_input_is_refused_before_anything_is_made(tmp_path, changes, error, 
 
 def test_a_root_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match=r"cannot make the run directory .*file/run: .*Choose a folder"):
+    with pytest.raises(
+        NotADirectoryError, match=r"cannot make the run directory .*file/run: .*Choose a folder"
+    ):
         create(tmp_path / "file")
 
 

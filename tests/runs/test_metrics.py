@@ -15,23 +15,29 @@ def test_a_killed_run_keeps_every_row_it_logged_also_in_tensorboard(run_killed):
     pytest.importorskip("torch")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = run_killed(
-        "writer = MetricsWriter(run)\n"
-        "writer.log_eval(0, {'accuracy': 0.25})\n"
-        "for step in (1, 2, 3):\n"
-        "    writer.log_rollouts(step, [{'prompt': 'p', 'response': '#### \\u2212 72', 'reward': 1.0}] * 2)\n"
-        "    writer.log(step, {'reward/mean': 0.1 * step, 'aqn/layers': 5, 'grad_norm': 1e-30})\n"
+        "writer = MetricsWriter(run)\nwriter.log_eval(0, {'accuracy': 0.25})\nfor step in (1, 2, "
+        "3):\n    writer.log_rollouts(step, [{'prompt': 'p', 'response': '#### \\u2212 72', "
+        "'reward': 1.0}] * 2)\n    writer.log(step, {'reward/mean': 0.1 * step, 'aqn/layers': 5, "
+        "'grad_norm': 1e-30})\n"
     )
 
     rows = read_jsonl(run.metrics_file)
-    assert rows == [{"step": step, "reward/mean": 0.1 * step, "aqn/layers": 5, "grad_norm": 1e-30}
-                    for step in (1, 2, 3)]
+    assert rows == [
+        {"step": step, "reward/mean": 0.1 * step, "aqn/layers": 5, "grad_norm": 1e-30}
+        for step in (1, 2, 3)
+    ]
     assert run.metrics_file.read_bytes().endswith(b"}\n")
     assert read_jsonl(run.eval_file) == [{"step": 0, "accuracy": 0.25}]
     assert [row["response"] for row in read_jsonl(run.rollouts_file)] == ["#### − 72"] * 6
     assert run.status()["step"] == 3
 
     events = accumulator.EventAccumulator(str(run.tensorboard_dir)).Reload()
-    assert set(events.Tags()["scalars"]) == {"reward/mean", "aqn/layers", "grad_norm", "eval/accuracy"}
+    assert set(events.Tags()["scalars"]) == {
+        "reward/mean",
+        "aqn/layers",
+        "grad_norm",
+        "eval/accuracy",
+    }
     for name in ("reward/mean", "aqn/layers", "grad_norm"):
         written = [(event.step, event.value) for event in events.Scalars(name)]
         assert written == [(row["step"], float(numpy.float32(row[name]))) for row in rows]
@@ -51,7 +57,10 @@ def test_a_last_row_cut_off_anywhere_is_dropped(tmp_path):
 @pytest.mark.parametrize("damage", [b'{"step": 2, "a"', b"", b"[1]", b"\xff\xfe", b"NaN"])
 def test_a_damaged_row_elsewhere_is_named(tmp_path, damage):
     file = tmp_path / "metrics.jsonl"
-    for after in (b'{"step": 3}\n', b""):  # in the middle, and last but with its newline: no kill does that
+    for after in (
+        b'{"step": 3}\n',
+        b"",
+    ):  # in the middle, and last but with its newline: no kill does that
         file.write_bytes(b'{"step": 1}\n' + damage + b"\n" + after)
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2: damaged line"):
             read_jsonl(file)
@@ -63,10 +72,16 @@ def test_nan_and_infinity_are_visible_valid_json_and_come_back(new_run):
 
     run = new_run()
     with MetricsWriter(run, tensorboard=False) as writer:
-        writer.log(1, {"loss/total": math.nan, "grad_norm": math.inf, "loss/kl": -math.inf, "lr": 1e-4})
+        writer.log(
+            1, {"loss/total": math.nan, "grad_norm": math.inf, "loss/kl": -math.inf, "lr": 1e-4}
+        )
         writer.log_rollouts(1, [{"response": "x", "reward": math.nan}])
     assert json.loads(run.metrics_file.read_text(), parse_constant=refuse) == {
-        "step": 1, "loss/total": None, "grad_norm": None, "loss/kl": None, "lr": 1e-4,
+        "step": 1,
+        "loss/total": None,
+        "grad_norm": None,
+        "loss/kl": None,
+        "lr": 1e-4,
         "nonfinite": {"loss/total": "nan", "grad_norm": "inf", "loss/kl": "-inf"},
     }
     (row,) = read_jsonl(run.metrics_file)
@@ -114,7 +129,9 @@ def test_columns_have_one_value_per_step(new_run):
     assert read_columns(run.path / "absent.jsonl") == {"step": []}
 
 
-def test_a_full_disk_under_tensorboard_is_raised_and_not_printed_by_its_thread(new_run, monkeypatch, capfd):
+def test_a_full_disk_under_tensorboard_is_raised_and_not_printed_by_its_thread(
+    new_run, monkeypatch, capfd
+):
     record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
 
     def write(*_):
@@ -133,7 +150,9 @@ def test_a_full_disk_under_tensorboard_is_raised_and_not_printed_by_its_thread(n
 @pytest.mark.parametrize(
     ("asked", "module"), [({"wandb": "project"}, "wandb"), ({"tensorboard": True}, "tensorboard")]
 )
-def test_a_missing_package_that_was_asked_for_is_an_error_at_the_start(new_run, monkeypatch, asked, module):
+def test_a_missing_package_that_was_asked_for_is_an_error_at_the_start(
+    new_run, monkeypatch, asked, module
+):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match="pip install"):
         MetricsWriter(new_run(), **{"tensorboard": False} | asked)
@@ -150,7 +169,9 @@ def test_wandb_that_does_not_answer_is_asked_shortly_and_said_in_words(new_run, 
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.delenv("WANDB_INIT_TIMEOUT", raising=False)
-    with pytest.raises(OSError, match=r"project 'mine': no such host. With WANDB_MODE=offline .*wandb_project=null"):
+    with pytest.raises(
+        OSError, match=r"project 'mine': no such host. With WANDB_MODE=offline .*wandb_project=null"
+    ):
         MetricsWriter(new_run(), tensorboard=False, wandb="mine")
     assert asked["settings"].init_timeout == 15
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "60")
@@ -163,12 +184,11 @@ def test_wandb_works_offline(new_run):
     pytest.importorskip("wandb")
     run = new_run(lr=1e-4)
     code = (
-        "import sys\n"
-        "from mindspeed_qerl.runs.directory import RunDirectory\n"
-        "from mindspeed_qerl.runs.metrics import MetricsWriter\n"
-        "with MetricsWriter(RunDirectory.open(sys.argv[1]), tensorboard=False, wandb='project') as writer:\n"
-        "    writer.log(1, {'reward/mean': 0.5})\n"
-        "    writer.log_eval(1, {'accuracy': 0.25})\n"
+        "import sys\nfrom mindspeed_qerl.runs.directory import RunDirectory\nfrom "
+        "mindspeed_qerl.runs.metrics import MetricsWriter\nwith "
+        "MetricsWriter(RunDirectory.open(sys.argv[1]), tensorboard=False, wandb='project') as "
+        "writer:\n    writer.log(1, {'reward/mean': 0.5})\n    writer.log_eval(1, {'accuracy': "
+        "0.25})\n"
     )
     # A process of its own: W&B's service writes its file out when the process that started it ends.
     quiet = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}

@@ -19,11 +19,17 @@ ALL_PLOTS = ["exploration.png", "learning.png", "mismatch.png", "noise.png", "ti
 
 
 def report(run):
-    """(what the terminal shows, summary.md, names of the pictures); a warning of matplotlib or numpy is an error."""
+    """(what the terminal shows, summary.md, names of the pictures); a warning of matplotlib or
+    numpy is an error.
+    """
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as terminal:
         warnings.simplefilter("error")
         write_report(run)
-    return terminal.getvalue(), run.summary_file.read_text(), sorted(path.name for path in run.plots_dir.iterdir())
+    return (
+        terminal.getvalue(),
+        run.summary_file.read_text(),
+        sorted(path.name for path in run.plots_dir.iterdir()),
+    )
 
 
 def pixels(png, color):
@@ -31,22 +37,31 @@ def pixels(png, color):
     from matplotlib.image import imread
 
     image = (imread(png)[..., :3] * 255).round().astype(int)
-    return int((abs(image - [int(color[k : k + 2], 16) for k in (1, 3, 5)]).max(axis=-1) <= 2).sum())
+    return int(
+        (abs(image - [int(color[k : k + 2], 16) for k in (1, 3, 5)]).max(axis=-1) <= 2).sum()
+    )
 
 
 def test_summary_is_what_the_files_say(made_run):
     run = made_run(20)
     terminal, summary, pictures = report(run)
     for label, said in {
-        "state": "finished", "steps": "20", "held-out accuracy, first": "0.250 ± 0.020 (standard error) at step 0",
+        "state": "finished",
+        "steps": "20",
+        "held-out accuracy, first": "0.250 ± 0.020 (standard error) at step 0",
         "held-out accuracy, last": "0.750 ± 0.030 (standard error) at step 20",
         "held-out accuracy, best": "0.750 ± 0.030 (standard error) at step 20",
         "training reward": "0.275 in the first step, 0.750 in the last",
         "k3": "mean 1.05e-11, largest 2.00e-11 nats per token",
-        "syncs with noise on": "18 of 20", "noisy layers per sync": "5",
+        "syncs with noise on": "18 of 20",
+        "noisy layers per sync": "5",
         # 9 s and 19 x 0.3 s of 20.3 s; 20 x 0.2; 20 x 0.01; 20 x 0.05; 0.4 s of one evaluation
-        "rollout": "0.735 s per step (72%)", "update": "0.2 s per step (20%)", "sync": "0.01 s per step (1%)",
-        "other": "0.05 s per step (5%)", "eval": "0.02 s per step (2%)", "a step": "1.02 s",
+        "rollout": "0.735 s per step (72%)",
+        "update": "0.2 s per step (20%)",
+        "sync": "0.01 s per step (1%)",
+        "other": "0.05 s per step (5%)",
+        "eval": "0.02 s per step (2%)",
+        "a step": "1.02 s",
     }.items():
         assert f"| {label} | {said} |" in summary and re.search(rf"{label}\s+│", terminal)
     for step in range(1, 20, 2):
@@ -65,15 +80,20 @@ def test_summary_is_what_the_files_say(made_run):
 
 def test_a_killed_run_gets_its_report(run_killed):
     run = run_killed(
-        "writer = MetricsWriter(run, tensorboard=False)\n"
-        "writer.log_eval(0, {'accuracy': 0.25, 'standard_error': 0.02})\n"
-        "for step in (1, 2): writer.log(step, {'reward/mean': 0.5, 'time/step': 1.0, 'time/rollout': 0.6})\n"
-        "open(run.metrics_file, 'a').write('{\"step\": 3, \"rew')\n"
+        "writer = MetricsWriter(run, tensorboard=False)\nwriter.log_eval(0, {'accuracy': 0.25, "
+        "'standard_error': 0.02})\nfor step in (1, 2): writer.log(step, {'reward/mean': 0.5, "
+        "'time/step': 1.0, 'time/rollout': 0.6})\nopen(run.metrics_file, 'a').write('{\"step\": "
+        "3, \"rew')\n"
     )
     terminal, summary, pictures = report(run)
-    for line in ("state | running, or killed before it could say so", "steps | 2",
-                 "training reward | 0.500 in the first step, 0.500 in the last",
-                 "rollout | 0.6 s per step (60%)", "other | 0.4 s per step (40%)", "eval | 0 s per step (0%)"):
+    for line in (
+        "state | running, or killed before it could say so",
+        "steps | 2",
+        "training reward | 0.500 in the first step, 0.500 in the last",
+        "rollout | 0.6 s per step (60%)",
+        "other | 0.4 s per step (40%)",
+        "eval | 0 s per step (0%)",
+    ):
         assert f"| {line} |" in summary
     assert "running, or killed before it could say so" in terminal
     assert pictures == ["learning.png", "time.png"]
@@ -87,15 +107,20 @@ def test_a_failed_run_says_why(made_run):
     assert "failed: rank 1 was killed \\| no memory<br>left |" in summary
 
 
-@pytest.mark.parametrize(("steps", "aqn", "expected"), [
-    (0, True, ["learning.png"]),
-    (30, False, ["exploration.png", "learning.png", "mismatch.png", "time.png"]),
-    (130, True, ALL_PLOTS),
-])
+@pytest.mark.parametrize(
+    ("steps", "aqn", "expected"),
+    [
+        (0, True, ["learning.png"]),
+        (30, False, ["exploration.png", "learning.png", "mismatch.png", "time.png"]),
+        (130, True, ALL_PLOTS),
+    ],
+)
 def test_pictures_of_short_and_long_runs(made_run, steps, aqn, expected):
     run = made_run(steps, aqn=aqn)
     run.plots_dir.mkdir()
-    (run.plots_dir / "noise.png").write_bytes(b"of an earlier report")  # must go where there is no noise to show
+    (run.plots_dir / "noise.png").write_bytes(
+        b"of an earlier report"
+    )  # must go where there is no noise to show
     _, _, pictures = report(run)
     assert pictures == expected
     assert pixels(run.plots_dir / "learning.png", plots.RED) > 50
@@ -112,8 +137,13 @@ def test_replayed_routes_have_a_picture_by_layer(new_run):
     run = new_run()
     with MetricsWriter(run, tensorboard=False) as writer:
         for step, share in ((1, 0.0), (2, 0.02), (3, None), (4, 0.06)):
-            replayed = {"routing/replayed_tokens": 1000, "routing/flipped": share, "aqn/sigma": share,
-                        "routing/flipped/layer_9": 0.0, "routing/flipped/layer_10": 2 * (share or 0)}
+            replayed = {
+                "routing/replayed_tokens": 1000,
+                "routing/flipped": share,
+                "aqn/sigma": share,
+                "routing/flipped/layer_9": 0.0,
+                "routing/flipped/layer_10": 2 * (share or 0),
+            }
             writer.log(step, {"reward/mean": 0.0} if share is None else replayed)
     terminal, summary, pictures = report(run)
     assert "routing.png" in pictures and pixels(run.plots_dir / "routing.png", plots.BLUE) > 10
@@ -124,25 +154,43 @@ def test_replayed_routes_have_a_picture_by_layer(new_run):
 def test_what_a_format_did_is_said(new_run):
     run = new_run()
     with MetricsWriter(run, tensorboard=False) as writer:
-        for step, noise in ((1, {}), (2, {"quantization/noise_k3": 3e-5, "quantization/together_k3": 5e-5,
-                                          "quantization/equivalent_sigma": 0.04})):
-            writer.log(step, {"quantization/weight_error": 0.09, "quantization/k3": step * 1e-5, **noise})
+        for step, noise in (
+            (1, {}),
+            (
+                2,
+                {
+                    "quantization/noise_k3": 3e-5,
+                    "quantization/together_k3": 5e-5,
+                    "quantization/equivalent_sigma": 0.04,
+                },
+            ),
+        ):
+            writer.log(
+                step, {"quantization/weight_error": 0.09, "quantization/k3": step * 1e-5, **noise}
+            )
     terminal, summary, _ = report(run)
-    for label, said in {"relative error of quantised weights": "mean 0.09",
-                        "k3 of the format alone": "mean 1.50e-05 nats per token",
-                        "k3 of the noise alone": "mean 3.00e-05 nats per token",
-                        "k3 of both": "mean 5.00e-05 nats per token",
-                        "noise of the format's k3": "sigma 0.04, mean"}.items():
+    for label, said in {
+        "relative error of quantised weights": "mean 0.09",
+        "k3 of the format alone": "mean 1.50e-05 nats per token",
+        "k3 of the noise alone": "mean 3.00e-05 nats per token",
+        "k3 of both": "mean 5.00e-05 nats per token",
+        "noise of the format's k3": "sigma 0.04, mean",
+    }.items():
         assert f"| {label} | {said} |" in summary and label in terminal
 
 
 def test_facts_measured_once_are_shown(made_run):
     run = made_run(1)
-    run.record(engine_start_seconds=125.0, lora={"linear_qkv": {"modules": 2, "parameters": 12288}},
-               lora_movement={"linear_qkv": {"moved": 0.0123, "expected": 0.0123}})
+    run.record(
+        engine_start_seconds=125.0,
+        lora={"linear_qkv": {"modules": 2, "parameters": 12288}},
+        lora_movement={"linear_qkv": {"moved": 0.0123, "expected": 0.0123}},
+    )
     _, text, pictures = report(run)
-    assert ("| linear_qkv | 2 modules, 12,288 parameters |\n| linear_qkv in the rollout engine | moved 0.0123 of "
-            "0.0123 |") in text
+    assert (
+        "| linear_qkv | 2 modules, 12,288 parameters |\n| linear_qkv in the rollout engine | "
+        "moved 0.0123 of 0.0123 |"
+    ) in text
     assert "| engine start | 2 min 5 s |" in text
     assert pictures == ALL_PLOTS
 
@@ -170,18 +218,27 @@ def test_pictures_draw_the_values_of_the_files(made_run):
     numpy.testing.assert_array_equal(reward.lines[0].get_xydata(), expected)
     numpy.testing.assert_array_equal(accuracy.lines[0].get_xydata(), [(0, 0.25), (20, 0.75)])
     bars = [segment[:, 1] for segment in accuracy.collections[0].get_segments()]
-    numpy.testing.assert_allclose(bars, [(0.25 - 0.0392, 0.25 + 0.0392), (0.75 - 0.0588, 0.75 + 0.0588)])
+    numpy.testing.assert_allclose(
+        bars, [(0.25 - 0.0392, 0.25 + 0.0392), (0.75 - 0.0588, 0.75 + 0.0588)]
+    )
 
     for row in evals:  # the mean of a user's own reward is no fraction
         row["accuracy"] -= 1
     *_, accuracy = plots.learning(columns, evals).axes
     bars = [segment[:, 1] for segment in accuracy.collections[0].get_segments()]
-    numpy.testing.assert_allclose(bars, [(-0.75 - 0.0392, -0.75 + 0.0392), (-0.25 - 0.0588, -0.25 + 0.0588)])
-    assert [text.get_text() for text in accuracy.texts] == ["-0.75", "-0.25"] and accuracy.get_ylim()[0] < -0.75
+    numpy.testing.assert_allclose(
+        bars, [(-0.75 - 0.0392, -0.75 + 0.0392), (-0.25 - 0.0588, -0.25 + 0.0588)]
+    )
+    assert [text.get_text() for text in accuracy.texts] == [
+        "-0.75",
+        "-0.25",
+    ] and accuracy.get_ylim()[0] < -0.75
 
     sigma_axes = plots.noise(columns).axes[0]
     nominal, measured = (line.get_ydata() for line in sigma_axes.lines)
-    numpy.testing.assert_array_equal(nominal, [math.nan if sigma == 0 else sigma for sigma in columns["aqn/sigma"]])
+    numpy.testing.assert_array_equal(
+        nominal, [math.nan if sigma == 0 else sigma for sigma in columns["aqn/sigma"]]
+    )
     numpy.testing.assert_array_equal(measured, [std for std in columns["aqn/measured_std"] if std])
     (off,) = sigma_axes.patches  # stage 0: steps 1 and 2
     assert (off.get_x(), off.get_x() + off.get_width()) == (0.5, 2.5)
@@ -189,28 +246,43 @@ def test_pictures_draw_the_values_of_the_files(made_run):
     bars = plots.time_per_part(columns, evals).axes[0].patches
     tops = {bar.get_x() + bar.get_width() / 2: bar.get_y() + bar.get_height() for bar in bars}
     # 0.4: evaluation
-    assert list(tops.values()) == pytest.approx([*columns["time/step"][:19], columns["time/step"][19] + 0.4])
+    assert list(tops.values()) == pytest.approx(
+        [*columns["time/step"][:19], columns["time/step"][19] + 0.4]
+    )
 
 
 def test_long_runs_show_a_moving_mean_and_binned_times():
     values = numpy.random.default_rng(0).normal(size=500)
-    columns = {"step": list(range(1, 501)), "reward/mean": list(values), "time/step": list(values**2)}
+    columns = {
+        "step": list(range(1, 501)),
+        "reward/mean": list(values),
+        "time/step": list(values**2),
+    }
     raw, mean = plots.learning(columns, []).axes[0].lines
     numpy.testing.assert_array_equal(raw.get_ydata(), values)
-    expected = [values[max(0, k - 12) : k + 13].mean() for k in range(500)]  # 500 // 40 = 12 to each side
+    expected = [
+        values[max(0, k - 12) : k + 13].mean() for k in range(500)
+    ]  # 500 // 40 = 12 to each side
     numpy.testing.assert_allclose(mean.get_ydata(), expected, atol=1e-12)
     bars = plots.time_per_part(columns, []).axes[0].patches[:100]
-    numpy.testing.assert_allclose([bar.get_height() for bar in bars], (values**2).reshape(100, 5).mean(axis=1))
+    numpy.testing.assert_allclose(
+        [bar.get_height() for bar in bars], (values**2).reshape(100, 5).mean(axis=1)
+    )
 
 
 def test_values_that_a_log_axis_cannot_show(new_run):
     run = new_run()
     with MetricsWriter(run, tensorboard=False) as writer:
         for step in (1, 2):
-            writer.log(step, {"mismatch/k1": -1e-3 if step == 1 else 0.0, "mismatch/k3": 0.0, "aqn/sigma": 0.0})
+            writer.log(
+                step,
+                {"mismatch/k1": -1e-3 if step == 1 else 0.0, "mismatch/k3": 0.0, "aqn/sigma": 0.0},
+            )
     report(run)
     kl = plots.mismatch(read_columns(run.metrics_file)).axes[0]
-    assert [tuple(line.get_ydata()) for line in kl.lines] == [(1e-3,)]  # |k1| of step 1; zeros have no place
+    assert [tuple(line.get_ydata()) for line in kl.lines] == [
+        (1e-3,)
+    ]  # |k1| of step 1; zeros have no place
     (sentence,) = plots.noise(read_columns(run.metrics_file)).axes[0].texts
     assert sentence.get_text() == "noise off at every step"
 
@@ -219,14 +291,25 @@ def test_results_that_only_look_fine_are_called_out(new_run):
     run = new_run()
     with MetricsWriter(run, tensorboard=False) as writer:
         for step in (1, 2):
-            writer.log(step, {"reward/mean": 0.0, "loss/total": math.nan if step == 2 else 1.0, "aqn/sigma": 5e-4,
-                              "aqn/stage": 9,
-                              "aqn/layers": 0, "aqn/measured_std": 2e-5})
+            writer.log(
+                step,
+                {
+                    "reward/mean": 0.0,
+                    "loss/total": math.nan if step == 2 else 1.0,
+                    "aqn/sigma": 5e-4,
+                    "aqn/stage": 9,
+                    "aqn/layers": 0,
+                    "aqn/measured_std": 2e-5,
+                },
+            )
     terminal, summary, _ = report(run)
     assert summary.count("> **Warning:** ") == 4
-    for says in ("loss/total was NaN or infinite, first in step 2", "reward was 0 at every step",
-                 "put noise on no layer",
-                 "AQN stage 9: the measured std 2.0e-05 is far below the nominal one, 5.0e-04"):
+    for says in (
+        "loss/total was NaN or infinite, first in step 2",
+        "reward was 0 at every step",
+        "put noise on no layer",
+        "AQN stage 9: the measured std 2.0e-05 is far below the nominal one, 5.0e-04",
+    ):
         assert re.search(rf"> \*\*Warning:\*\* .*{re.escape(says)}", summary), says
     assert terminal.count("Warning:") == 4
 
@@ -234,9 +317,13 @@ def test_results_that_only_look_fine_are_called_out(new_run):
 def test_the_command_writes_the_report_again_without_torch(made_run):
     run = made_run(3)
     # An entry of None in sys.modules makes `import torch` fail.
-    code = ("import runpy, sys; sys.modules['torch'] = None; runpy.run_module('mindspeed_qerl.runs.report', "
-            "run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False)
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; "
+        "runpy.run_module('mindspeed_qerl.runs.report', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Report:" in done.stdout
     assert sorted(path.name for path in run.plots_dir.iterdir()) == ALL_PLOTS
@@ -245,10 +332,16 @@ def test_the_command_writes_the_report_again_without_torch(made_run):
 def test_the_command_explains_what_is_wrong(made_run):
     run = made_run(2)
     run.metrics_file.write_text("{}}\n" + run.metrics_file.read_text())
-    for wrong, says in ((run.path, "metrics.jsonl:1: damaged line"),
-                        (Path("no/such/run"), "no/such/run is not a run directory")):
-        done = subprocess.run([sys.executable, "-m", "mindspeed_qerl.runs.report", str(wrong)], capture_output=True,
-                              text=True, check=False)
+    for wrong, says in (
+        (run.path, "metrics.jsonl:1: damaged line"),
+        (Path("no/such/run"), "no/such/run is not a run directory"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "mindspeed_qerl.runs.report", str(wrong)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert says in done.stderr

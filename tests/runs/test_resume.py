@@ -30,7 +30,9 @@ def stopped(new_run):
     """A run that logged five steps and failed; its last checkpoint is of step 3."""
     run = new_run(**CONFIG)
     with MetricsWriter(run, tensorboard=False) as writer:
-        writer.log_eval(0, {"accuracy": 0.2}, [{"question": "a", "responses": ["1"], "scores": [0.0]}])
+        writer.log_eval(
+            0, {"accuracy": 0.2}, [{"question": "a", "responses": ["1"], "scores": [0.0]}]
+        )
         for step in range(1, 6):
             writer.log(step, {"reward/mean": float("nan") if step == 2 else step / 10})
             writer.log_rollouts(step, [{"response": f"{step}"}, {"response": f"{step}, too"}])
@@ -46,8 +48,9 @@ def resumed_config(run, **changes):
 
 def test_later_rows_are_set_aside_and_written_again(stopped):
     before = read_jsonl(stopped.metrics_file)
-    run = RunDirectory.take(stopped.path).resume(config=resumed_config(stopped), command=["train", "again"],
-                                                 data_files={})
+    run = RunDirectory.take(stopped.path).resume(
+        config=resumed_config(stopped), command=["train", "again"], data_files={}
+    )
     assert run.status()["state"] == "running" and run.status()["reason"] is None
     assert (run.path / "command.txt").read_text() == "train\ntrain again\n"
     with MetricsWriter(run, tensorboard=False, after=3) as writer:
@@ -57,8 +60,11 @@ def test_later_rows_are_set_aside_and_written_again(stopped):
     assert repr(rows[:3]) == repr(before[:3]) and rows[3] == {"step": 4, "reward/mean": 0.45}
     assert run.status()["step"] == 4
     assert [row["step"] for row in read_jsonl(run.rollouts_file)] == [1, 1, 2, 2, 3, 3]
-    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0] == [
-        row["step"] for row in read_jsonl(run.eval_answers_file)]
+    assert (
+        [row["step"] for row in read_jsonl(run.eval_file)]
+        == [0]
+        == [row["step"] for row in read_jsonl(run.eval_answers_file)]
+    )
     assert read_jsonl(run.path / "discarded" / "metrics.jsonl") == before[3:]
     assert [row["accuracy"] for row in read_jsonl(run.path / "discarded" / "eval.jsonl")] == [0.5]
 
@@ -66,20 +72,29 @@ def test_later_rows_are_set_aside_and_written_again(stopped):
 def test_a_second_resumption_keeps_what_the_first_set_aside(stopped):
     for after in (4, 2):
         MetricsWriter(stopped, tensorboard=False, after=after)
-    assert [row["step"] for row in read_jsonl(stopped.path / "discarded" / "metrics.jsonl")] == [5, 3, 4]
+    assert [row["step"] for row in read_jsonl(stopped.path / "discarded" / "metrics.jsonl")] == [
+        5,
+        3,
+        4,
+    ]
 
 
 def test_another_config_is_refused_by_name(stopped):
-    with pytest.raises(ValueError, match=r"another config.*\naqn\.sigma_start was 0\.05 and is 0\.1$"):
-        RunDirectory.take(stopped.path).resume(config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[],
-                            data_files={})
+    with pytest.raises(
+        ValueError, match=r"another config.*\naqn\.sigma_start was 0\.05 and is 0\.1$"
+    ):
+        RunDirectory.take(stopped.path).resume(
+            config=resumed_config(stopped, aqn={"sigma_start": 0.1}), command=[], data_files={}
+        )
     assert stopped.status()["state"] == "failed"
 
 
 def test_a_finished_run_is_refused(stopped):
     stopped.finish()
     with pytest.raises(ValueError, match="is finished after 5 steps: there is nothing to resume"):
-        RunDirectory.take(stopped.path).resume(config=resumed_config(stopped), command=[], data_files={})
+        RunDirectory.take(stopped.path).resume(
+            config=resumed_config(stopped), command=[], data_files={}
+        )
 
 
 def test_a_run_is_resumed_with_other_accepted_checks(stopped):
@@ -94,8 +109,9 @@ def test_a_run_is_resumed_with_other_accepted_checks(stopped):
 
 def test_keys_that_may_change(stopped):
     changed = resumed_config(stopped, aqn={"sigma_start": 0.1})
-    run = RunDirectory.take(stopped.path).resume(config=changed, command=[], data_files={},
-                                                 may_change=["aqn.sigma_start"])
+    run = RunDirectory.take(stopped.path).resume(
+        config=changed, command=[], data_files={}, may_change=["aqn.sigma_start"]
+    )
     assert run.config()["aqn"] == {"sigma_start": 0.1}
     assert "sigma_start: 0.05" in (run.path / "config.before.yaml").read_text()
 
@@ -103,7 +119,9 @@ def test_keys_that_may_change(stopped):
 def test_a_run_that_is_being_written_is_left_alone(new_run):
     running = new_run(**CONFIG)
     with pytest.raises(ValueError, match="is being written by another process"):
-        RunDirectory.take(running.path).resume(config=resumed_config(running), command=[], data_files={})
+        RunDirectory.take(running.path).resume(
+            config=resumed_config(running), command=[], data_files={}
+        )
 
 
 def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
@@ -132,11 +150,19 @@ def test_the_newest_unfinished_run_of_a_config_is_found(new_run):
     assert found() is None
 
 
-@pytest.mark.parametrize("name, content", [
-    ("status.json", ""), ("status.json", '{"state": "fini'), ("status.json", "[]"),
-    ("status.json", '{"state": "failed"}'),
-    ("status.json", '{"state": "failed", "started": 5}'), ("status.json", "\0\0"), ("config.yaml", "a: ["),
-    ("config.yaml", None)])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("status.json", ""),
+        ("status.json", '{"state": "fini'),
+        ("status.json", "[]"),
+        ("status.json", '{"state": "failed"}'),
+        ("status.json", '{"state": "failed", "started": 5}'),
+        ("status.json", "\0\0"),
+        ("config.yaml", "a: ["),
+        ("config.yaml", None),
+    ],
+)
 def test_a_damaged_sibling_is_skipped_and_named_once(new_run, capsys, name, content):
     damaged, whole = new_run(**CONFIG), new_run(**CONFIG)
     (damaged.path / name).unlink()
@@ -155,17 +181,25 @@ def test_other_data_than_at_the_start_are_refused(tmp_path):
     files = {label: tmp_path / f"{label}.jsonl" for label in ("train", "test")}
     for label, file in files.items():
         file.write_text(json.dumps({"question": label}) + "\n")
-    old, new = (hashlib.sha256(files[label].read_bytes()).hexdigest() for label in ("train", "test"))
-    run = RunDirectory.create(tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1, data_files=files)
+    old, new = (
+        hashlib.sha256(files[label].read_bytes()).hexdigest() for label in ("train", "test")
+    )
+    run = RunDirectory.create(
+        tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1, data_files=files
+    )
     run.fail("killed")
     run.lock.close()
     status = run.status()
     files["train"].write_bytes(files["test"].read_bytes())
-    with pytest.raises(ValueError, match=rf"other data.*\ntrain data .*train.jsonl: sha256 was {old} and is {new}$"):
+    with pytest.raises(
+        ValueError, match=rf"other data.*\ntrain data .*train.jsonl: sha256 was {old} and is {new}$"
+    ):
         RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=files)
     assert run.status() == status
     files["train"].write_text(json.dumps({"question": "train"}) + "\n")
-    resumed = RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=files)
+    resumed = RunDirectory.take(run.path).resume(
+        config=resumed_config(run), command=[], data_files=files
+    )
     assert resumed.status()["state"] == "running"
 
 
@@ -185,35 +219,54 @@ def drop_tokenizer(model):
     (model / "tokenizer.json").unlink()
 
 
-@pytest.mark.parametrize("change, message", [
-    (replace_weights, r"model/weights data .*model: sha256 was \w+ and is \w+$"),
-    (change_tokenizer, r"model/tokenizer.json data .*tokenizer.json: sha256 was \w+ and is \w+$"),
-    (add_template, r"model/chat_template.jinja data .*chat_template.jinja: was not there$"),
-    (drop_tokenizer, r"model/tokenizer.json data .*tokenizer.json: is gone$")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (replace_weights, r"model/weights data .*model: sha256 was \w+ and is \w+$"),
+        (
+            change_tokenizer,
+            r"model/tokenizer.json data .*tokenizer.json: sha256 was \w+ and is \w+$",
+        ),
+        (add_template, r"model/chat_template.jinja data .*chat_template.jinja: was not there$"),
+        (drop_tokenizer, r"model/tokenizer.json data .*tokenizer.json: is gone$"),
+    ],
+)
 def test_another_model_than_at_the_start_is_refused(tmp_path, change, message):
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text('{"version": 1}')
     save_file({"w": torch.zeros(2)}, model / "model.safetensors")
-    run = RunDirectory.create(tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1,
-                              data_files=model_files(model))
+    run = RunDirectory.create(
+        tmp_path / "runs",
+        "test",
+        config=CONFIG,
+        command=["train"],
+        seed=1,
+        data_files=model_files(model),
+    )
     run.fail("killed")
     run.lock.close()
     weights = json.loads((run.path / "data.json").read_text())["model/weights"]["sha256"]
     assert run.identity() == {"run": run.id, "base": weights} and len(weights) == 64
     change(model)
     with pytest.raises(ValueError, match=rf"another model.*\n{message}"):
-        RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=model_files(model))
+        RunDirectory.take(run.path).resume(
+            config=resumed_config(run), command=[], data_files=model_files(model)
+        )
 
 
 def test_a_run_of_an_earlier_version_resumes_without_its_model_looked_at(tmp_path):
-    run = RunDirectory.create(tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1, data_files={})
+    run = RunDirectory.create(
+        tmp_path / "runs", "test", config=CONFIG, command=["train"], seed=1, data_files={}
+    )
     run.fail("killed")
     run.lock.close()
     model = tmp_path / "model"
     model.mkdir()
     save_file({"w": torch.zeros(2)}, model / "model.safetensors")
-    RunDirectory.take(run.path).resume(config=resumed_config(run), command=[], data_files=model_files(model))
+    RunDirectory.take(run.path).resume(
+        config=resumed_config(run), command=[], data_files=model_files(model)
+    )
     assert run.identity()["base"] is None
 
 
@@ -223,12 +276,19 @@ def test_a_checkpoint_of_another_run_is_refused(new_run):
     run.reached(3)
     run.check_owner(run.checkpoints_dir / "iter_0000003", run.id)
     run.check_owner(run.checkpoints_dir / "iter_0000003", None)  # of an earlier version
-    with pytest.raises(ValueError, match=rf"iter_0000003 is of another run \(id {other.id}; .* has {run.id}\)"):
+    with pytest.raises(
+        ValueError, match=rf"iter_0000003 is of another run \(id {other.id}; .* has {run.id}\)"
+    ):
         run.check_owner(run.checkpoints_dir / "iter_0000003", other.id)
 
 
-@pytest.mark.parametrize("engine, state", [("local", '{"iteration": 3, "run": "another", "files": {}}'),
-                                           ("ascend", '{"batches_asked": 3, "run": "another"}')])
+@pytest.mark.parametrize(
+    "engine, state",
+    [
+        ("local", '{"iteration": 3, "run": "another", "files": {}}'),
+        ("ascend", '{"batches_asked": 3, "run": "another"}'),
+    ],
+)
 def test_each_engine_asks_whose_its_checkpoint_is(new_run, engine, state):
     run = new_run(**CONFIG)
     checkpoint = run.checkpoints_dir / "iter_0000003"
@@ -256,21 +316,31 @@ def test_the_npu_engine_trusts_no_checkpoint(new_run):
         save(run, step, batches_asked=step)
         folder = run.checkpoints_dir / f"iter_{step:07d}"
         files = describe_files(folder, folder.glob("mp_rank_*/*"))
-        (folder / "data.json").write_text(json.dumps({**run.identity(), "batches_asked": step, "files": files}))
+        (folder / "data.json").write_text(
+            json.dumps({**run.identity(), "batches_asked": step, "files": files})
+        )
     tracker = run.checkpoints_dir / TRACKER
     tracker.write_text("10")
     assert last(recipe) == 10
     (folder / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"Weights")
-    with pytest.raises(ValueError, match=r"iter_0000010 is damaged: the content of mp_rank_00/model_optim_rng.pt has "
-                                         r"changed .* or write 5 into .*latest_checkpointed_iteration.txt to resume"):
+    with pytest.raises(
+        ValueError,
+        match=r"iter_0000010 is damaged: the content of mp_rank_00/model_optim_rng.pt has "
+        r"changed .* or write 5 into .*latest_checkpointed_iteration.txt to resume",
+    ):
         last(recipe)
     (folder / "data.json").unlink()
-    with pytest.raises(ValueError, match="iter_0000010 is damaged: data.json, which has the position in the data, is"):
+    with pytest.raises(
+        ValueError,
+        match="iter_0000010 is damaged: data.json, which has the position in the data, is",
+    ):
         last(recipe)
     tracker.write_text("5")
     assert last(recipe) == 5
     tracker.write_text("")  # Megatron opens it to write
-    with pytest.raises(ValueError, match="names no checkpoint .*: the run was killed .* there are: 5, 10"):
+    with pytest.raises(
+        ValueError, match="names no checkpoint .*: the run was killed .* there are: 5, 10"
+    ):
         last(recipe)
 
 
@@ -293,17 +363,26 @@ def test_a_run_that_is_resumed_with_other_versions_says_so(stopped, capsys, monk
     other = {**before, "packages": {**before["packages"], "torch": "9"}}
     monkeypatch.setattr(directory, "own_versions", lambda: other)
     monkeypatch.setattr(train, "trainer_of", lambda _: SimpleNamespace(train=lambda *_: None))
-    run = RunDirectory.take(stopped.path).resume(config=resumed_config(stopped), command=[], data_files={},
-                                                 versions={"upstream": {"MindSpeed": "abc"}})
+    run = RunDirectory.take(stopped.path).resume(
+        config=resumed_config(stopped),
+        command=[],
+        data_files={},
+        versions={"upstream": {"MindSpeed": "abc"}},
+    )
     torch_was = before["packages"]["torch"]
-    assert run.other_versions == [f"packages.torch was '{torch_was}' and is '9'",
-                                  "upstream.MindSpeed was not there and is 'abc'"]
+    assert run.other_versions == [
+        f"packages.torch was '{torch_was}' and is '9'",
+        "upstream.MindSpeed was not there and is 'abc'",
+    ]
     assert json.loads((run.path / "versions.before.json").read_text()) == before
     assert json.loads((run.path / "versions.json").read_text())["packages"]["torch"] == "9"
     recipe = read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
     train._train(recipe, Found(), "tiny", run, 3, None)
     said = " ".join(capsys.readouterr().out.split())
-    assert f"the run was started with other versions: packages.torch was '{torch_was}' and is '9'; upstream" in said
+    assert (
+        f"the run was started with other versions: packages.torch was '{torch_was}' and is '9'; "
+        "upstream" in said
+    )
 
 
 def test_a_damaged_row_is_named_and_no_traceback(stopped, capsys):
@@ -311,7 +390,9 @@ def test_a_damaged_row_is_named_and_no_traceback(stopped, capsys):
     stopped.metrics_file.write_text(whole.replace('{"step": 2', "step 2", 1))
     assert train._stop(stopped, "for a reason") == 1
     said = capsys.readouterr().err
-    assert "warning: the report cannot be written" in said and "metrics.jsonl:2: damaged line" in said
+    assert (
+        "warning: the report cannot be written" in said and "metrics.jsonl:2: damaged line" in said
+    )
     assert "error: for a reason" in said
 
 
@@ -326,23 +407,29 @@ def test_rows_that_a_cut_lost_are_named(stopped):
     assert "metrics.jsonl has no row for 2 of 5 steps: 3, 4" in stopped.summary_file.read_text()
 
 
-@pytest.mark.parametrize("override, message", [
-    ("run.root=null", "run.root may not be null"), ("run.name=5", "run.name = 5 must be str")])
+@pytest.mark.parametrize(
+    "override, message",
+    [("run.root=null", "run.root may not be null"), ("run.name=5", "run.name = 5 must be str")],
+)
 def test_resume_auto_with_a_folder_that_is_no_text_is_refused_in_words(capsys, override, message):
     assert train.run(compose("grpo_tiny_moe_cpu", ["run.resume=auto", override]), "tiny") == 2
     assert message in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_resume_and_from_where(stopped, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "orig_argv",
-                        ["python", "cli/train_grpo.py", "run.name=my run", "run.resume=old", "aqn=off"])
+    monkeypatch.setattr(
+        sys,
+        "orig_argv",
+        ["python", "cli/train_grpo.py", "run.name=my run", "run.resume=old", "aqn=off"],
+    )
     assert "before the first checkpoint" in train.how_to_resume(stopped)
     for name in ("iter_0000002", "iter_0000003", "iter_0000004.making"):
         (stopped.checkpoints_dir / name).mkdir(parents=True)
     assert train.how_to_resume(stopped).splitlines() == [
         "interrupted after step 5; resume with",
         "  python cli/train_grpo.py 'run.name=my run' aqn=off run.resume=auto",
-        "It continues after step 3, the last checkpoint"]
+        "It continues after step 3, the last checkpoint",
+    ]
 
 
 def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeypatch, capsys):
@@ -356,14 +443,26 @@ def test_a_full_disk_ends_a_run_with_a_reason_and_loses_nothing(new_run, monkeyp
         finally:
             kept.rename(directory.metrics_file)  # and reading it would never end
 
-    run, recipe = new_run(**CONFIG), read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0]
+    run, recipe = (
+        new_run(**CONFIG),
+        read(compose("grpo_tiny_moe_cpu", ["run.tensorboard=false"]))[0],
+    )
     monkeypatch.setattr(train, "trainer_of", lambda _: SimpleNamespace(train=train_two_steps))
     assert train._train(recipe, Found(), "tiny", run, None, None) == 1
     said = capsys.readouterr().err
-    assert "No space left on device: the disk of the run directory" in said and "Make room there" in said
+    assert (
+        "No space left on device: the disk of the run directory" in said
+        and "Make room there" in said
+    )
     assert "interrupted after step 1, before the first checkpoint" in said
-    assert "warning: status.json cannot be written" in said and "warning: the report cannot be written" in said
-    assert read_jsonl(run.metrics_file) == [{"step": 1, "reward/mean": 0.5}] and run.status()["step"] == 1
+    assert (
+        "warning: status.json cannot be written" in said
+        and "warning: the report cannot be written" in said
+    )
+    assert (
+        read_jsonl(run.metrics_file) == [{"step": 1, "reward/mean": 0.5}]
+        and run.status()["step"] == 1
+    )
 
 
 def test_a_full_disk_hides_no_other_error(new_run, monkeypatch, capsys):
@@ -385,4 +484,6 @@ def test_a_disk_that_is_full_before_the_first_step_is_said(new_run, monkeypatch,
     recipe = read(compose("grpo_tiny_moe_cpu", []))[0]
     monkeypatch.setattr(train, "MetricsWriter", full)
     assert train._train(recipe, Found(), "tiny", run := new_run(**CONFIG), None, None) == 1
-    assert "Make room there" in capsys.readouterr().err and "Make room there" in run.status()["reason"]
+    assert (
+        "Make room there" in capsys.readouterr().err and "Make room there" in run.status()["reason"]
+    )

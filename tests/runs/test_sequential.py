@@ -14,12 +14,20 @@ ALPHA, EFFECT = 0.05, 0.02
 def study(generator, truth, seeds=24, questions=300, of_seed=0.02, of_question=0.05, samples=4):
     """Differences [seeds, questions] whose mean over more seeds and questions is `truth`."""
     noise = generator.normal(0, 0.5 / samples**0.5, (seeds, questions))  # of sampled answers
-    return truth + generator.normal(0, of_seed, (seeds, 1)) + generator.normal(0, of_question, (1, questions)) + noise
+    return (
+        truth
+        + generator.normal(0, of_seed, (seeds, 1))
+        + generator.normal(0, of_question, (1, questions))
+        + noise
+    )
 
 
 def words(truth, studies, most=24, **more):
     generator = np.random.default_rng([int(1000 * truth), studies])
-    said = [judge(study(generator, truth, seeds=most, **more), most, ALPHA, EFFECT) for _ in range(studies)]
+    said = [
+        judge(study(generator, truth, seeds=most, **more), most, ALPHA, EFFECT)
+        for _ in range(studies)
+    ]
     assert None not in said
     return [word for word, _ in said]
 
@@ -30,7 +38,9 @@ def test_of_1000_studies_without_an_effect_at_most_5_percent_see_one():
         said = words(0.0, 1000, of_seed=of_seed)
         seen.append(said.count("better") + said.count("worse"))
     assert np.mean(seen) <= 50
-    assert max(seen) <= stats.binom.ppf(0.999, 1000, ALPHA), seen  # the chance of any being above it: 0.3 %
+    assert max(seen) <= stats.binom.ppf(0.999, 1000, ALPHA), (
+        seen
+    )  # the chance of any being above it: 0.3 %
 
 
 def test_looking_at_each_seed_with_5_percent_does_not_keep_that_promise():
@@ -43,7 +53,9 @@ def test_looking_at_each_seed_with_5_percent_does_not_keep_that_promise():
 
 
 def test_an_effect_is_seen_with_the_power_that_was_planned_and_never_called_smaller():
-    """As many seeds as the pilot's variance asks for: 80 % of studies see the effect, less what early looks cost."""
+    """As many seeds as the pilot's variance asks for: 80 % of studies see the effect, less what
+    early looks cost.
+    """
     pilot = study(np.random.default_rng(2), 0.0, seeds=200, of_question=0.02)
     needed = seeds_planned(estimate(pilot), ALPHA, EFFECT)
     assert 12 < needed < 40
@@ -54,6 +66,7 @@ def test_an_effect_is_seen_with_the_power_that_was_planned_and_never_called_smal
 
 def test_a_study_that_is_planned_from_its_own_first_seeds_keeps_5_percent(monkeypatch):
     """Without the least number of seeds that are planned it does not."""
+
     def share_of_wrong_words(studies=1500):
         wrong = 0
         for number in range(studies):
@@ -61,7 +74,9 @@ def test_a_study_that_is_planned_from_its_own_first_seeds_keeps_5_percent(monkey
             seeds = iter(generator.normal(0, 0.02, 200))
             pilot = np.array([[next(seeds)] for _ in range(4)])
             most = seeds_planned(estimate(pilot), ALPHA, EFFECT)
-            values = np.vstack([pilot, [[next(seeds)] for _ in range(most - 4)]] if most > 4 else [pilot])
+            values = np.vstack(
+                [pilot, [[next(seeds)] for _ in range(most - 4)]] if most > 4 else [pilot]
+            )
             wrong += judge(values, most, ALPHA, 1e-9)[0] in ("better", "worse")
         return wrong / studies
 

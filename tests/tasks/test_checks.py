@@ -1,4 +1,6 @@
-"""The planted faults of a task's files: each is found, in words; and rows without a fault pass in silence."""
+"""The planted faults of a task's files: each is found, in words; and rows without a fault pass in
+silence.
+"""
 
 import json
 from contextlib import contextmanager
@@ -55,14 +57,22 @@ def test_the_real_gsm8k_has_no_fault(tmp_path):
 
 def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
     train, test = rows
-    disguised = [replace(row, question=row.question.upper().replace(" ", "  "), where=f"leak:{i}")
-                 for i, row in enumerate(test[10:30])]
+    disguised = [
+        replace(row, question=row.question.upper().replace(" ", "  "), where=f"leak:{i}")
+        for i, row in enumerate(test[10:30])
+    ]
     [fault], warnings = check_rows(train + disguised, test, ["gsm8k"])
-    assert fault.startswith("20 of 60 test questions are training questions too, the first ") and not warnings
+    assert (
+        fault.startswith("20 of 60 test questions are training questions too, the first ")
+        and not warnings
+    )
     assert test[10].where in fault and "leak:0" in fault and "set task.allow_overlap=true" in fault
     faults, [warning] = check_rows(train + disguised, test, ["gsm8k"], allow_overlap=True)
-    assert not faults and warning.startswith(
-        "20 of 60 test questions are training questions too") and "allow_overlap = true" in warning
+    assert (
+        not faults
+        and warning.startswith("20 of 60 test questions are training questions too")
+        and "allow_overlap = true" in warning
+    )
 
 
 def conversation(*contents):
@@ -74,10 +84,16 @@ def conversation(*contents):
 def test_conversations_are_compared_from_their_first_turn_on():
     train = [conversation("2+2?", "5", "Sure?"), conversation("Add.", "2+2?")]
     other = [conversation("3+1?", "4", "Sure?"), conversation("Multiply.", "2+2?")]
-    assert check_rows(train * 10, other, ["gsm8k"])[0] == [] == check_rows(train + other, [], ["gsm8k"])[1]
+    assert (
+        check_rows(train * 10, other, ["gsm8k"])[0]
+        == []
+        == check_rows(train + other, [], ["gsm8k"])[1]
+    )
     for row in train:
         again = conversation(*(turn["content"].upper() for turn in row.messages))
-        assert check_rows(train, [*other, again], ["gsm8k"])[0][0].startswith("1 of 3 test questions are training")
+        assert check_rows(train, [*other, again], ["gsm8k"])[0][0].startswith(
+            "1 of 3 test questions are training"
+        )
 
 
 class Task(SimpleNamespace):
@@ -87,10 +103,17 @@ class Task(SimpleNamespace):
 def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
     (tmp_path / "by_level.py").write_text("def reward(completions, level):\n    return level\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with_level, without = {"prompt": "2+2?", "answer": 4, "level": 1}, {"prompt": "3+3?", "answer": 6}
+    with_level, without = (
+        {"prompt": "2+2?", "answer": 4, "level": 1},
+        {"prompt": "3+3?", "answer": 6},
+    )
     for train, test in ((with_level, without), (without, with_level), (None, with_level)):
         (tmp_path / "test.jsonl").write_text(json.dumps(test) + "\n")
-        task = Task(test_file=tmp_path / "test.jsonl", verifiers=[("by_level:reward", 1.0)], allow_overlap=False)
+        task = Task(
+            test_file=tmp_path / "test.jsonl",
+            verifiers=[("by_level:reward", 1.0)],
+            allow_overlap=False,
+        )
         with pytest.raises(RewardError, match="takes 'level', and .* no such column"):
             check_task(task, train and [row_of(train)])
     assert check_task(task, [row_of(with_level | {"prompt": "q"})]) == ([], [])
@@ -101,35 +124,53 @@ def test_repeated_rows_are_counted(rows):
     faults, [warning] = check_rows(train + train[:20] * 19 + train[20:21], test, ["gsm8k"])
     assert not faults
     assert warning.startswith(
-        "881 training rows hold 500 different questions: 1 is there 2 times, 20 are there 20 times, the first ")
+        "881 training rows hold 500 different questions: 1 is there 2 times, 20 are there 20 "
+        "times, the first "
+    )
 
 
 def test_swapped_files_are_asked_about(rows):
     train, test = rows
     assert check_rows(test, train, ["gsm8k"]) == (
-        [], ["the test file has more rows (500) than the training file (60): are they swapped?"])
+        [],
+        ["the test file has more rows (500) than the training file (60): are they swapped?"],
+    )
 
 
 def test_gold_answers_that_are_no_integers_are_shown(rows):
     train, test = rows
-    points = [with_answer(train[0], "1.234"), with_answer(train[1], "-7.0"), with_answer(train[2], "2/3"), *train[3:]]
+    points = [
+        with_answer(train[0], "1.234"),
+        with_answer(train[1], "-7.0"),
+        with_answer(train[2], "2/3"),
+        *train[3:],
+    ]
     faults, [warning] = check_rows(points, test, ["gsm8k_strict"])
     assert not faults
     assert warning.startswith(
-        f"2 of 500 training rows have an answer that is no integer: '1.234' ({train[0].where}), '2/3'")
+        f"2 of 500 training rows have an answer that is no integer: '1.234' ({train[0].where}), "
+        "'2/3'"
+    )
     words = [with_answer(row, "Paris") for row in test[:5]] + test[5:]
     [fault], warnings = check_rows(train, words, ["gsm8k"])
-    assert fault.startswith("5 of 60 test rows have an answer that is no number: 'Paris'") and fault.count(
-        "Paris") == 3
+    assert (
+        fault.startswith("5 of 60 test rows have an answer that is no number: 'Paris'")
+        and fault.count("Paris") == 3
+    )
     assert "convert the file with tools/convert_gsm8k.py" in fault and not warnings
-    assert check_rows(points, words, ["my_module:my_reward"]) == ([], [])  # another reward reads any answer
+    assert check_rows(points, words, ["my_module:my_reward"]) == (
+        [],
+        [],
+    )  # another reward reads any answer
 
 
 @pytest.fixture
 def tokenizer():
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}<eos>{{ m.content | trim }}{% endfor %}{% if "
-                               "add_generation_prompt %}####{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<eos>{{ m.content | trim }}{% endfor %}{% if "
+        "add_generation_prompt %}####{% endif %}"
+    )
     return tokenizer
 
 
@@ -137,14 +178,19 @@ def tokenizer():
 def test_prompts_without_a_fault_are_silent(folder, tokenizer, chat):
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat" if chat else "plain", 96)
     faults, warnings = check_prompts(task, tokenizer, chat)
-    assert not faults and bool(warnings) == chat  # the instruction's words are none of the tiny vocabulary
+    assert (
+        not faults and bool(warnings) == chat
+    )  # the instruction's words are none of the tiny vocabulary
 
 
 def test_a_template_that_ignores_the_question_is_refused(folder, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<eos>Tom has 3 apples.{% endfor %}"
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], warnings = check_prompts(task, tokenizer, True)
-    assert "become the same 7 token ids: the chat template loses the question" in fault and not warnings
+    assert (
+        "become the same 7 token ids: the chat template loses the question" in fault
+        and not warnings
+    )
     assert f"({task.rows[1].where}) and '{task.rows[0].question[:20]}" in fault
 
 
@@ -152,18 +198,26 @@ def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<eos>{{ m.content[7:] }}{% endfor %}"
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], _ = check_prompts(task, tokenizer, True)
-    assert fault.startswith(f"{task.rows[0].where}: the chat template loses the question. Asked is ")
+    assert fault.startswith(
+        f"{task.rows[0].where}: the chat template loses the question. Asked is "
+    )
     assert repr(tokenizer.decode(task.prompts[0]))[:60] in fault
 
 
 def test_a_tokenizer_that_does_not_know_the_words_is_a_warning(tmp_path, tokenizer):
     """Names that it lacks make two questions one: no fault of a template."""
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{name} has 3 apples.", "answer": "3"}}\n'
-                                              for name in ("Tom", "Zoe", "Ida")))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(
+            f'{{"prompt": "{name} has 3 apples.", "answer": "3"}}\n'
+            for name in ("Tom", "Zoe", "Ida")
+        )
+    )
     task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     assert task.prompts[1] == task.prompts[2]
     assert check_prompts(task, tokenizer, False) == (
-        [], ["2 of 3 prompts hold words that the tokenizer does not know: is it the right one?"])
+        [],
+        ["2 of 3 prompts hold words that the tokenizer does not know: is it the right one?"],
+    )
 
 
 def test_a_tokenizer_may_change_the_case(tmp_path):
@@ -174,43 +228,60 @@ def test_a_tokenizer_may_change_the_case(tmp_path):
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("apples", "books")
     (tmp_path / "a.jsonl").write_text('{"prompt": "Tom has 3 apples.", "answer": "3"}\n')
     task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
-    assert "books" in tokenizer.decode(task.prompts[0]) and check_prompts(task, tokenizer, False) == ([], [])
+    assert "books" in tokenizer.decode(task.prompts[0]) and check_prompts(
+        task, tokenizer, False
+    ) == ([], [])
 
 
 def test_too_long_prompts_are_counted_of_all(folder, tokenizer):
-    lengths = sorted(map(len, Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).prompts))
+    lengths = sorted(
+        map(len, Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).prompts)
+    )
     task = Prompts(folder / "test_chat.parquet", tokenizer, "plain", lengths[9])
     left = sum(length > lengths[9] for length in lengths)
-    assert task.left_out(
-        "evaluation") == f"{left} of 60 evaluation prompts are longer than {lengths[9]} tokens and are left out"
-    assert Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).left_out("evaluation") == ""
+    assert (
+        task.left_out("evaluation")
+        == f"{left} of 60 evaluation prompts are longer than {lengths[9]} tokens and are left out"
+    )
+    assert (
+        Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).left_out("evaluation") == ""
+    )
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
-    turns = ('[{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "Tom"}, {"role": "user", '
-             '"content": "Tom"}]')
+    turns = (
+        '[{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "Tom"}, {"role": '
+        '"user", "content": "Tom"}]'
+    )
     (tmp_path / "a.jsonl").write_text(f'{{"messages": {turns}, "answer": "3"}}\n')
-    with pytest.raises(ValueError, match=r"a.jsonl:1: its messages are a conversation, which has no plain form"):
+    with pytest.raises(
+        ValueError, match=r"a.jsonl:1: its messages are a conversation, which has no plain form"
+    ):
         Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
 
 
-@pytest.mark.parametrize("template, words", [
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
-    ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-    ("{{ messages[0].content | shout }}", "No filter named 'shout'"),
-    ("{{ messages.nothing.content }}", "has no attribute 'nothing'"),
-    ("{% for m in messages %}", "Unexpected end of template"),
-    ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
-    (7, "TypeError"),
-    ({"default": "{{ 1 / 0 }}"}, "ZeroDivisionError"),
-])
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0].content | shout }}", "No filter named 'shout'"),
+        ("{{ messages.nothing.content }}", "has no attribute 'nothing'"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        (7, "TypeError"),
+        ({"default": "{{ 1 / 0 }}"}, "ZeroDivisionError"),
+    ],
+)
 def test_any_error_of_a_template_is_the_templates(tmp_path, tokenizer, template, words):
     (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
     tokenizer.chat_template = template
     with pytest.raises(ConfigError) as error:
         Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
-    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:1: the tokenizer's chat template refuses its messages: ")
+    assert str(error.value).startswith(
+        f"{tmp_path}/a.jsonl:1: the tokenizer's chat template refuses its messages: "
+    )
     assert words in str(error.value)
 
 
@@ -219,9 +290,14 @@ def test_of_named_templates_the_default_is_taken(tmp_path, tokenizer):
     alone = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).prompts
     tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
     tokenizer.save_pretrained(tmp_path / "named")
-    assert Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path / "named"), "chat", 96).prompts == alone
+    assert (
+        Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path / "named"), "chat", 96).prompts
+        == alone
+    )
     tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
-    with pytest.raises(ConfigError, match="has the chat templates tool_use, rag, and none called default: give"):
+    with pytest.raises(
+        ConfigError, match="has the chat templates tool_use, rag, and none called default: give"
+    ):
         Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
     assert Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96).total == 1
 
@@ -231,20 +307,27 @@ def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer, t
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": json.loads(templates)}))
-    with pytest.raises(ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "):
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"chat_template": json.loads(templates)})
+    )
+    with pytest.raises(
+        ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "
+    ):
         load_tokenizer(tmp_path)
 
 
 def test_a_templates_date_is_the_one_it_is_told(tmp_path, tokenizer):
     """Against transformers' own answer, on a day when the clock says so."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
-    tokenizer.chat_template = ("{% if strftime_now is defined %}{{ strftime_now('%d') }} {{ strftime_now('%H') }}"
-                               "{% endif %} {{ messages[0].content }}")
+    tokenizer.chat_template = (
+        "{% if strftime_now is defined %}{{ strftime_now('%d') }} {{ strftime_now('%H') }}"
+        "{% endif %} {{ messages[0].content }}"
+    )
     started = datetime(2026, 7, 26, 23, 59)
     then = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=started)
-    assert tokenizer.decode(then.prompts[0]).split()[-1] == "Tom" and tokenizer.decode(then.prompts[0]).replace(
-        " ", "").startswith("2623")
+    assert tokenizer.decode(then.prompts[0]).split()[-1] == "Tom" and tokenizer.decode(
+        then.prompts[0]
+    ).replace(" ", "").startswith("2623")
     with freeze(started):
         assert then.digest() == Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).digest()
     later = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=datetime(2026, 7, 27, 23, 59))
@@ -267,7 +350,9 @@ def freeze(now):
 def test_a_token_beyond_the_vocabulary_is_refused_with_its_row(tmp_path, tokenizer, form):
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n{"prompt": "<extra>Tom", "answer": "3"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "Tom", "answer": "3"}\n{"prompt": "<extra>Tom", "answer": "3"}\n'
+    )
     size = len(tokenizer)
     (tmp_path / "config.json").write_text(f'{{"vocab_size": {size}}}')
     Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)

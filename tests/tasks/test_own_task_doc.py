@@ -1,4 +1,6 @@
-"""The example of docs/own_task.md, run as it is printed: its files, its command, its rewards counted again."""
+"""The example of docs/own_task.md, run as it is printed: its files, its command, its rewards
+counted again.
+"""
 
 import os
 import re
@@ -17,15 +19,25 @@ from mindspeed_qerl.tasks.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[2]
 TEXT = (REPO / "docs" / "own_task.md").read_text(encoding="utf-8")
-EXAMPLE = TEXT[TEXT.index("## A complete example"):TEXT.index("## The files")]
+EXAMPLE = TEXT[TEXT.index("## A complete example") : TEXT.index("## The files")]
 FILES = dict(re.findall(r"`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.DOTALL))
 [COMMAND] = re.findall(r"```bash\n(.*?)```", EXAMPLE, re.DOTALL)
 
 
 def start(folder, command):
-    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
-    return subprocess.run(["bash", "-c", command], check=False, cwd=folder, capture_output=True, text=True,
-                          env=variables)
+    variables = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+    }
+    return subprocess.run(
+        ["bash", "-c", command],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=variables,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,9 @@ def folder(tmp_path_factory):
     from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
 
     folder = tmp_path_factory.mktemp("own")
-    make_tiny_model(folder / "models" / "tiny_qwen3_moe", Recipe(steps=0, train_problems=4, test_problems=4))
+    make_tiny_model(
+        folder / "models" / "tiny_qwen3_moe", Recipe(steps=0, train_problems=4, test_problems=4)
+    )
     (folder / "cli").symlink_to(REPO / "cli")
     (folder / "my_task").mkdir()
     for name, content in FILES.items():
@@ -47,7 +61,8 @@ def test_the_example_is_complete_and_short():
     assert sum(part.count("\n") for part in (COMMAND, *FILES.values())) < 40
 
 
-@pytest.mark.full  # a reward of one's own in a run: test_a_reward_that_fails stops one before it starts
+# a reward of one's own in a run: test_a_reward_that_fails stops one before it starts
+@pytest.mark.full
 def test_the_example_runs_as_printed(folder):
     done = start(folder, COMMAND)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -57,29 +72,36 @@ def test_the_example_runs_as_printed(folder):
 
     rows = {row.question: row for row in read_rows(folder / "my_task" / "train.jsonl")}
     kept = read_jsonl(run.path / "rollouts.jsonl")
-    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3] and {row["step"] for row in kept} == {
-        1, 2, 3}
+    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3] and {
+        row["step"] for row in kept
+    } == {1, 2, 3}
     for one in kept:
         row = rows[one["question"]]
         assert one["answer"] == row.answer and [one["reward"]] == reward(
-            [one["response"]], [row.answer], [row.columns])
+            [one["response"]], [row.answer], [row.columns]
+        )
     assert len({one["reward"] for one in kept}) > 2, "the length counts"
 
     tested = read_rows(folder / "my_task" / "test.jsonl")
     for scored in read_jsonl(run.path / "eval_answers.jsonl"):
         [row] = [row for row in tested if row.question == scored["question"]]
-        assert scored["scores"] == reward(scored["responses"], [row.answer] * 4,
-                                          [row.columns] * 4) and "rules" not in scored
+        assert (
+            scored["scores"] == reward(scored["responses"], [row.answer] * 4, [row.columns] * 4)
+            and "rules" not in scored
+        )
     assert len(read_jsonl(run.path / "eval.jsonl")) >= 2
 
 
 def test_a_reward_that_fails_ends_the_run_before_it_starts(folder):
     (folder / "my_task" / "bad.py").write_text(
-        "def bad(responses, answers, rows):\n    return [row['points'] for row in rows]\n")
+        "def bad(responses, answers, rows):\n    return [row['points'] for row in rows]\n"
+    )
     done = start(folder, COMMAND.replace("my_task.reward:right_and_short", "my_task.bad:bad"))
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
-    assert ("verifier 'my_task.bad:bad' raised KeyError: 'points' (bad.py:2), on row 0 (my_task/train.jsonl:1): "
-            "question 'Tom has 3") in done.stderr
+    assert (
+        "verifier 'my_task.bad:bad' raised KeyError: 'points' (bad.py:2), on row 0 "
+        "(my_task/train.jsonl:1): question 'Tom has 3"
+    ) in done.stderr
 
 
 VERL_REWARD = """
@@ -101,29 +123,56 @@ async def right(prompts, completions, solution, **kwargs):
 
 def of_verl(columns, index):
     question, solution = columns["prompt"], f"It is {columns['answer']}.\n#### {columns['answer']}"
-    return {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": question}], "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": columns["answer"]},
-            "extra_info": {"split": "train", "index": index, "answer": solution, "question": question}}
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": columns["answer"]},
+        "extra_info": {"split": "train", "index": index, "answer": solution, "question": question},
+    }
 
 
 def of_trl(columns, index):
-    return {"prompt": [{"role": "user", "content": columns["prompt"]}], "solution": columns["answer"]}
+    return {
+        "prompt": [{"role": "user", "content": columns["prompt"]}],
+        "solution": columns["answer"],
+    }
 
 
 @pytest.mark.full  # two engine starts; the calls themselves: test_rewards.py
-@pytest.mark.parametrize("name, reward, made, verifiers", [
-    ("of_verl", VERL_REWARD, of_verl, "of_verl.reward:compute_score"),
-    ("of_trl", TRL_REWARD, of_trl,
-     ",".join(f"of_trl.reward:{function}" for function in ("reward_num_unique_letters", "right", "accuracy_reward")))])
+@pytest.mark.parametrize(
+    "name, reward, made, verifiers",
+    [
+        ("of_verl", VERL_REWARD, of_verl, "of_verl.reward:compute_score"),
+        (
+            "of_trl",
+            TRL_REWARD,
+            of_trl,
+            ",".join(
+                f"of_trl.reward:{function}"
+                for function in ("reward_num_unique_letters", "right", "accuracy_reward")
+            ),
+        ),
+    ],
+)
 def test_files_and_rewards_of_verl_and_trl_run_as_they_are(folder, name, reward, made, verifiers):
     (folder / name).mkdir()
     (folder / name / "reward.py").write_text(reward)
     for split in ("train", "test"):
-        rows = [made(row.columns, i) for i, row in enumerate(read_rows(folder / "my_task" / f"{split}.jsonl"))]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name / f"{split}.parquet")
+        rows = [
+            made(row.columns, i)
+            for i, row in enumerate(read_rows(folder / "my_task" / f"{split}.jsonl"))
+        ]
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), folder / name / f"{split}.parquet"
+        )
     command = COMMAND.strip().replace("jsonl", "parquet").replace("my_task/", f"{name}/")
     weights = f"'rl_config.verifier_weight={[1.0] * len(verifiers.split(','))}'"
-    done = start(folder, command.replace("my_task.reward:right_and_short", verifiers) + f" run.name={name} {weights}")
+    done = start(
+        folder,
+        command.replace("my_task.reward:right_and_short", verifiers)
+        + f" run.name={name} {weights}",
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [path] = (folder / "runs" / name).iterdir()
     kept = read_jsonl(path / "rollouts.jsonl")

@@ -1,4 +1,6 @@
-"""An own task packed for MindSpeed-RL: read back with megatron-core's reader; a label finds its whole row."""
+"""An own task packed for MindSpeed-RL: read back with megatron-core's reader; a label finds its
+whole row.
+"""
 
 import datetime
 import json
@@ -18,15 +20,19 @@ from mindspeed_qerl.tasks.packed import convert_packed, pack_rows, read_packed_r
 from mindspeed_qerl.tasks.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[2]
-COLUMNS = [{"prompt": f"Tom has {i} apples.", "answer": answer, "tags": ["fruit", i], "note": None}
-           for i, answer in enumerate(["Ä cafe\u0301\n", " 7 ", "x" * 3000, *map(str, range(9))])]
+COLUMNS = [
+    {"prompt": f"Tom has {i} apples.", "answer": answer, "tags": ["fruit", i], "note": None}
+    for i, answer in enumerate(["Ä cafe\u0301\n", " 7 ", "x" * 3000, *map(str, range(9))])
+]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt "
-                               "%}####{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt "
+        "%}####{% endif %}"
+    )
     tokenizer.save_pretrained(folder := tmp_path_factory.mktemp("tokenizer"))
     return folder
 
@@ -42,12 +48,18 @@ def test_labels_find_their_rows_exactly(tmp_path, file, tokenizer):
     packed = pack_rows(read_rows(file), tmp_path / "out" / "mine", tokenizer)
     assert packed.data_path == tmp_path / "out" / "mine" and len(packed.files) == 5
     decode = AutoTokenizer.from_pretrained(tokenizer).decode
-    prompts, labels = (IndexedDataset(f"{packed.data_path}_packed_{field}_document")
-                       for field in ("input_ids", "labels"))
+    prompts, labels = (
+        IndexedDataset(f"{packed.data_path}_packed_{field}_document")
+        for field in ("input_ids", "labels")
+    )
     assert [decode(ids) for ids in prompts] == [f"<eos>{row['prompt']}####" for row in COLUMNS]
-    rows = rows_of_labels([f" {decode(ids)} " for ids in labels], read_packed_rows(packed.data_path))
+    rows = rows_of_labels(
+        [f" {decode(ids)} " for ids in labels], read_packed_rows(packed.data_path)
+    )
     assert [row.columns for row in rows] == COLUMNS
-    assert [row.answer for row in rows] == [row["answer"] for row in COLUMNS], "no answer goes through the tokenizer"
+    assert [row.answer for row in rows] == [row["answer"] for row in COLUMNS], (
+        "no answer goes through the tokenizer"
+    )
     assert packed.prompt_lengths == list(map(len, prompts)) and packed.prompts_with_unknown == 0
 
 
@@ -59,8 +71,11 @@ def test_without_packed_rows_a_label_is_the_answer(tmp_path):
 
 @pytest.mark.parametrize("label", ["12", "-1", "Paris", "1.0", "²"])
 def test_a_label_that_counts_no_row_is_refused(file, label):
-    with pytest.raises(ConfigError,
-                       match="is not the number of one of the 12 packed rows .*: the files were not written together"):
+    with pytest.raises(
+        ConfigError,
+        match="is not the number of one of the 12 packed rows .*: the files were not written "
+        "together",
+    ):
         rows_of_labels(["0", label], read_rows(file))
 
 
@@ -78,24 +93,54 @@ def test_gsm8k_is_not_packed_beside_rows_of_another_packing(tmp_path, file, toke
 
 
 def test_columns_that_json_cannot_hold_are_named_and_nothing_is_written(tmp_path, tokenizer):
-    table = pyarrow.Table.from_pylist([{"prompt": "Tom", "answer": "3", "day": datetime.date(2026, 1, 2)}])
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": "Tom", "answer": "3", "day": datetime.date(2026, 1, 2)}]
+    )
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError,
-                       match=r"rows.parquet: row 1: Object of type date is not JSON serializable: a packed row holds"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rows.parquet: row 1: Object of type date is not JSON serializable: a packed row holds",
+    ):
         pack_rows(read_rows(tmp_path / "rows.parquet"), tmp_path / "out" / "mine", tokenizer)
     assert not (tmp_path / "out").exists()
 
 
 def test_tool(tmp_path, file, tokenizer):
     def run(*arguments):
-        return subprocess.run([sys.executable, REPO / "tools" / "pack_task.py", *map(str, arguments)], check=False,
-                              capture_output=True, text=True, env={"PYTHONPATH": str(REPO), "PATH": ""})
+        return subprocess.run(
+            [sys.executable, REPO / "tools" / "pack_task.py", *map(str, arguments)],
+            check=False,
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(REPO), "PATH": ""},
+        )
 
-    done = run("--rows", file, "--tokenizer", tokenizer, "--data-path", tmp_path / "out" / "mine",
-               "--max-prompt-length", "9")
+    done = run(
+        "--rows",
+        file,
+        "--tokenizer",
+        tokenizer,
+        "--data-path",
+        tmp_path / "out" / "mine",
+        "--max-prompt-length",
+        "9",
+    )
     assert done.returncode == 0, done.stderr
-    assert f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout and " of 12 have 9 tokens or more" in done.stdout
+    assert (
+        f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout
+        and " of 12 have 9 tokens or more" in done.stdout
+    )
     assert f"{tmp_path}/out/mine_rows.jsonl  12 rows" in done.stdout
-    done = run("--rows", tmp_path / "none.jsonl", "--tokenizer", tokenizer, "--data-path", tmp_path / "out" / "mine")
-    assert done.returncode == 1 and done.stderr.startswith(
-        "pack_task: no data file") and "Traceback" not in done.stderr
+    done = run(
+        "--rows",
+        tmp_path / "none.jsonl",
+        "--tokenizer",
+        tokenizer,
+        "--data-path",
+        tmp_path / "out" / "mine",
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("pack_task: no data file")
+        and "Traceback" not in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""Rewards: found by name or import path, called with three lists, and every way to fail is named with its row."""
+"""Rewards: found by name or import path, called with three lists, and every way to fail is named
+with its row.
+"""
 
 import asyncio
 import copy
@@ -21,7 +23,10 @@ from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, 
 from mindspeed_qerl.tasks.rows import Row, row_of
 
 REPO = Path(__file__).resolve().parents[2]
-ROWS = [row_of({"prompt": f"question {i}", "answer": str(i), "level": i}, f"data.jsonl:{i + 1}") for i in range(4)]
+ROWS = [
+    row_of({"prompt": f"question {i}", "answer": str(i), "level": i}, f"data.jsonl:{i + 1}")
+    for i in range(4)
+]
 TEXTS = ["#### 0", "it is 1", "#### 3", "none"]
 
 
@@ -40,13 +45,24 @@ def test_a_reward_cannot_change_the_rows_of_the_next_call():
     def reward(responses, answers, rows):
         return [float(row.pop("level")) for row in rows]
 
-    assert call_reward("mine", reward, TEXTS, ROWS).tolist() == call_reward("mine", reward, TEXTS, ROWS).tolist() == [
-        0, 1, 2, 3]
+    assert (
+        call_reward("mine", reward, TEXTS, ROWS).tolist()
+        == call_reward("mine", reward, TEXTS, ROWS).tolist()
+        == [0, 1, 2, 3]
+    )
 
 
-@pytest.mark.parametrize("given", [
-    [1, 0.5, True, 0], (1, 0.5, 1, 0), np.array([1, 0.5, 1, 0], dtype=np.float32), torch.tensor([1, 0.5, 1, 0]),
-    [torch.tensor(1), np.float16(0.5), Decimal(1), 0], (value for value in (1, 0.5, 1, 0))])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [1, 0.5, True, 0],
+        (1, 0.5, 1, 0),
+        np.array([1, 0.5, 1, 0], dtype=np.float32),
+        torch.tensor([1, 0.5, 1, 0]),
+        [torch.tensor(1), np.float16(0.5), Decimal(1), 0],
+        (value for value in (1, 0.5, 1, 0)),
+    ],
+)
 def test_any_list_of_numbers_will_do(given):
     scores = call_reward("mine", lambda *_: given, TEXTS, ROWS)
     assert scores.dtype == np.float64 and scores.tolist() == [1.0, 0.5, 1.0, 0.0]
@@ -54,14 +70,24 @@ def test_any_list_of_numbers_will_do(given):
 
 def test_several_rewards_are_weighted_and_summed(tmp_path, monkeypatch):
     (tmp_path / "weighted.py").write_text(
-        "def levels(responses, answers, rows):\n    return [row['level'] for row in rows]\n")
+        "def levels(responses, answers, rows):\n    return [row['level'] for row in rows]\n"
+    )
     monkeypatch.chdir(tmp_path)
-    total, each = score([("gsm8k", 1.0), ("gsm8k_strict", -0.25), ("weighted:levels", 10)], TEXTS, ROWS)
+    total, each = score(
+        [("gsm8k", 1.0), ("gsm8k_strict", -0.25), ("weighted:levels", 10)], TEXTS, ROWS
+    )
     flexible = [verifier.score(text, row.answer) for text, row in zip(TEXTS, ROWS)]
     strict = [verifier.score(text, row.answer, "strict") for text, row in zip(TEXTS, ROWS)]
     assert {name: values.tolist() for name, values in each.items()} == {
-        "gsm8k": flexible, "gsm8k_strict": strict, "weighted:levels": [0.0, 1.0, 2.0, 3.0]}
-    assert flexible == [1, 1, 0, 0] and strict == [1, 0, 0, 0] and total.tolist() == [0.75, 11.0, 20.0, 30.0]
+        "gsm8k": flexible,
+        "gsm8k_strict": strict,
+        "weighted:levels": [0.0, 1.0, 2.0, 3.0],
+    }
+    assert (
+        flexible == [1, 1, 0, 0]
+        and strict == [1, 0, 0, 0]
+        and total.tolist() == [0.75, 11.0, 20.0, 30.0]
+    )
 
 
 def bad_row(responses, answers, rows):
@@ -74,31 +100,56 @@ def together(responses, answers, rows):
     return [0.0]
 
 
-ROW = {i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}', response {TEXTS[i]!r}"
-       for i in range(4)}
+ROW = {
+    i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}', response {TEXTS[i]!r}"
+    for i in range(4)
+}
 
 
-@pytest.mark.parametrize("reward, message", [
-    (bad_row, (f"raised ZeroDivisionError: division by zero (test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), "
-              f"on {ROW[2]}")),
-    (together, f", on 4 responses together, and on none of them alone; the first is {ROW[0]}"),
-    (lambda responses, answers: [], "takes (responses, answers), and is called as f(responses, answers, rows), "),
-    (lambda *_: [0.0] * 3, f"returned 3 scores for 4 responses, and must return one for each; {ROW[3]} has none"),
-    (lambda *_: [0.0] * 5, "returned 5 scores for 4 responses, and must return one for each"),
-    (lambda *_: [], f"returned 0 scores for 4 responses, and must return one for each; {ROW[0]} has none"),
-    (lambda *_: None, "returned None (NoneType) instead of a list of 4 numbers"),
-    (lambda *_: 0.5, "returned 0.5 (float) instead of a list of 4 numbers"),
-    (lambda *_: "0101", "returned '0101' (str) instead of a list"),
-    (lambda *_: dict.fromkeys(range(4), 1.0), "(dict) instead of a list"),
-    (lambda *_: {0, 1, 2, 3}, "(set) instead of a list"),
-    (lambda *_: [0, 1, "1", 0], f"returned '1', which is not a finite number, for {ROW[2]}"),
-    (lambda *_: [0, None, 1, 0], f"returned None, which is not a finite number, for {ROW[1]}"),
-    (lambda *_: [0, 1, 0, float("nan")], f"returned nan, which is not a finite number, for {ROW[3]}"),
-    (lambda *_: [float("-inf"), 1, 0, 0], f"returned -inf, which is not a finite number, for {ROW[0]}"),
-    (lambda *_: [0, 10**400, 0, 0], "which is not a finite number, for row 1"),
-    (lambda *_: [0, [1, 2], 0, 0], "returned [1, 2], which is not a finite number"),
-    (lambda *_: (1 / n for n in (1, 2, 0, 1)), "raised ZeroDivisionError"),
-])
+@pytest.mark.parametrize(
+    "reward, message",
+    [
+        (
+            bad_row,
+            (
+                "raised ZeroDivisionError: division by zero "
+                f"(test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), on {ROW[2]}"
+            ),
+        ),
+        (together, f", on 4 responses together, and on none of them alone; the first is {ROW[0]}"),
+        (
+            lambda responses, answers: [],
+            "takes (responses, answers), and is called as f(responses, answers, rows), ",
+        ),
+        (
+            lambda *_: [0.0] * 3,
+            f"returned 3 scores for 4 responses, and must return one for each; {ROW[3]} has none",
+        ),
+        (lambda *_: [0.0] * 5, "returned 5 scores for 4 responses, and must return one for each"),
+        (
+            lambda *_: [],
+            f"returned 0 scores for 4 responses, and must return one for each; {ROW[0]} has none",
+        ),
+        (lambda *_: None, "returned None (NoneType) instead of a list of 4 numbers"),
+        (lambda *_: 0.5, "returned 0.5 (float) instead of a list of 4 numbers"),
+        (lambda *_: "0101", "returned '0101' (str) instead of a list"),
+        (lambda *_: dict.fromkeys(range(4), 1.0), "(dict) instead of a list"),
+        (lambda *_: {0, 1, 2, 3}, "(set) instead of a list"),
+        (lambda *_: [0, 1, "1", 0], f"returned '1', which is not a finite number, for {ROW[2]}"),
+        (lambda *_: [0, None, 1, 0], f"returned None, which is not a finite number, for {ROW[1]}"),
+        (
+            lambda *_: [0, 1, 0, float("nan")],
+            f"returned nan, which is not a finite number, for {ROW[3]}",
+        ),
+        (
+            lambda *_: [float("-inf"), 1, 0, 0],
+            f"returned -inf, which is not a finite number, for {ROW[0]}",
+        ),
+        (lambda *_: [0, 10**400, 0, 0], "which is not a finite number, for row 1"),
+        (lambda *_: [0, [1, 2], 0, 0], "returned [1, 2], which is not a finite number"),
+        (lambda *_: (1 / n for n in (1, 2, 0, 1)), "raised ZeroDivisionError"),
+    ],
+)
 def test_every_failure_is_named_with_its_row(reward, message):
     with pytest.raises(RewardError) as error:
         call_reward("mine", reward, TEXTS, ROWS)
@@ -112,9 +163,17 @@ def test_long_texts_are_cut_in_the_message():
     assert "r" * 197 + "..." in str(error.value) and len(str(error.value)) < 700
 
 
-VERL = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+2?"}], "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7, "answer": "#### 4"}}
-TRL = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}], "solution": "4"}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7, "answer": "#### 4"},
+}
+TRL = {
+    "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}],
+    "solution": "4",
+}
 SAID = ["#### 4", "#### 5"]
 
 
@@ -138,7 +197,9 @@ def judged_together(data_sources, solution_strs, ground_truths, extra_infos):
 
 
 def right(completions, solution, **kwargs):
-    return [float(said[0]["content"] == f"#### {gold}") for said, gold in zip(completions, solution)]
+    return [
+        float(said[0]["content"] == f"#### {gold}") for said, gold in zip(completions, solution)
+    ]
 
 
 async def right_later(prompts, completions, solution):
@@ -178,10 +239,22 @@ class InOurs:
         return by_name(rows, golds, texts)
 
 
-@pytest.mark.parametrize("reward, columns", [
-    (judged, VERL), (judged_later, VERL), (judged_together, VERL), (right, TRL), (right_later, TRL),
-    (right_with_default, TRL), (partial(right_with_default, weight=1.0), TRL), (by_name, TRL), (InOurs(), VERL),
-    (JudgedLater(), VERL), (by_place, VERL)])
+@pytest.mark.parametrize(
+    "reward, columns",
+    [
+        (judged, VERL),
+        (judged_later, VERL),
+        (judged_together, VERL),
+        (right, TRL),
+        (right_later, TRL),
+        (right_with_default, TRL),
+        (partial(right_with_default, weight=1.0), TRL),
+        (by_name, TRL),
+        (InOurs(), VERL),
+        (JudgedLater(), VERL),
+        (by_place, VERL),
+    ],
+)
 def test_a_reward_is_called_by_its_parameters(reward, columns):
     assert call_reward("mine", reward, SAID, [row_of(columns)] * 2).tolist() == [1, 0]
 
@@ -193,20 +266,28 @@ def test_rewards_of_the_libraries_themselves():
     texts = [r"\\boxed{4}", "#### 4", "<think>2+2</think>4", "4"]
     spoken = [[{"role": "assistant", "content": text}] for text in texts]
     rows = [row_of(TRL)] * 4
-    for reward, given in ((partial(accuracy_reward), accuracy_reward(spoken, ["4"] * 4)),
-                          (think_format_reward, think_format_reward(spoken))):
+    for reward, given in (
+        (partial(accuracy_reward), accuracy_reward(spoken, ["4"] * 4)),
+        (think_format_reward, think_format_reward(spoken)),
+    ):
         assert call_reward("trl", reward, texts, rows).tolist() == given and set(given) == {0, 1}
     strict = of_verl("gsm8k.py")["compute_score"]
     for reward in (strict, partial(strict, method="flexible")):
         expected = [reward(text, "4") for text in texts]
-        assert call_reward("verl", reward, texts, [row_of(VERL)] * 4).tolist() == expected and any(expected)
+        assert call_reward("verl", reward, texts, [row_of(VERL)] * 4).tolist() == expected and any(
+            expected
+        )
 
 
 def test_verls_structured_ground_truth_is_given_as_it_is():
     row = row_of(VERL | {"reward_model": {"ground_truth": {"target": ["4", "four"]}}})
     assert row.answer == '{"target": ["4", "four"]}'
-    judged = call_reward("verl", lambda solution_str, ground_truth: solution_str in ground_truth["target"],
-                         ["four", "five"], [row] * 2)
+    judged = call_reward(
+        "verl",
+        lambda solution_str, ground_truth: solution_str in ground_truth["target"],
+        ["four", "five"],
+        [row] * 2,
+    )
     assert judged.tolist() == [1, 0]
 
 
@@ -217,34 +298,65 @@ def test_completions_are_texts_where_the_prompt_is():
         seen.append((prompts, completions, columns))
         return [0.0] * len(completions)
 
-    call_reward("mine", keep, ["4"], [row_of({"prompt": "2+2?", "answer": 4, "level": 1, "completion": "4"})])
+    call_reward(
+        "mine",
+        keep,
+        ["4"],
+        [row_of({"prompt": "2+2?", "answer": 4, "level": 1, "completion": "4"})],
+    )
     assert seen == [(["2+2?"], ["4"], {"answer": [4], "level": [1]})]
 
 
 def test_a_class_is_made_once_and_gets_texts(modules, monkeypatch):
-    monkeypatch.setitem(sys.modules, "orms", SimpleNamespace(Right=Right, RightLater=RightLater,
-                                                                 Bare=Row))
+    monkeypatch.setitem(
+        sys.modules, "orms", SimpleNamespace(Right=Right, RightLater=RightLater, Bare=Row)
+    )
     for name in ("orms:Right", "orms:RightLater"):
         assert call_reward(name, load_reward(name), SAID, [row_of(TRL)] * 2).tolist() == [1, 0]
         assert load_reward(name).__self__ is load_reward(name).__self__
-    with pytest.raises(ConfigError, match=r"Bare in orms is a class, and Bare\(\) failed: TypeError"):
+    with pytest.raises(
+        ConfigError, match=r"Bare in orms is a class, and Bare\(\) failed: TypeError"
+    ):
         load_reward("orms:Bare")
 
 
-@pytest.mark.parametrize("reward, columns, words", [
-    (lambda prompts, responses, answer: [], TRL, "takes (prompts, responses, answer), and is called as f(responses, "),
-    (lambda completion, answer, gold: [], TRL, "takes (completion, answer, gold), and is called as"),
-    (lambda completion_ids, **kwargs: [], TRL, "takes (completion_ids, **kwargs), and is called as"),
-    (lambda *args, **kwargs: [], TRL, "takes (*args, **kwargs), and is called as"),
-    (lambda **kwargs: [], TRL, "takes (**kwargs), and is called as"),
-    (lambda queries, prompts, labels: [], TRL, "takes (queries, prompts, labels), and"),
-    (lambda responses, answers, rows, extra: [], TRL, "takes (responses, answers, rows, extra), and is called as"),
-    (lambda a, b, c, d: [], TRL, "takes (a, b, c, d), and is called as"),
-    (lambda completions, answer: [], TRL, "'answer', and a row has no such column, but prompt, solution. It can take"),
-    (lambda completions, completion_ids, **kwargs: [], TRL, "takes 'completion_ids', and"),
-    (judged, TRL, "takes 'data_source', and a row has no such column"),
-    (judged_together, TRL, "takes 'data_sources', and a row has no such column"),
-])
+@pytest.mark.parametrize(
+    "reward, columns, words",
+    [
+        (
+            lambda prompts, responses, answer: [],
+            TRL,
+            "takes (prompts, responses, answer), and is called as f(responses, ",
+        ),
+        (
+            lambda completion, answer, gold: [],
+            TRL,
+            "takes (completion, answer, gold), and is called as",
+        ),
+        (
+            lambda completion_ids, **kwargs: [],
+            TRL,
+            "takes (completion_ids, **kwargs), and is called as",
+        ),
+        (lambda *args, **kwargs: [], TRL, "takes (*args, **kwargs), and is called as"),
+        (lambda **kwargs: [], TRL, "takes (**kwargs), and is called as"),
+        (lambda queries, prompts, labels: [], TRL, "takes (queries, prompts, labels), and"),
+        (
+            lambda responses, answers, rows, extra: [],
+            TRL,
+            "takes (responses, answers, rows, extra), and is called as",
+        ),
+        (lambda a, b, c, d: [], TRL, "takes (a, b, c, d), and is called as"),
+        (
+            lambda completions, answer: [],
+            TRL,
+            "'answer', and a row has no such column, but prompt, solution. It can take",
+        ),
+        (lambda completions, completion_ids, **kwargs: [], TRL, "takes 'completion_ids', and"),
+        (judged, TRL, "takes 'data_source', and a row has no such column"),
+        (judged_together, TRL, "takes 'data_sources', and a row has no such column"),
+    ],
+)
 def test_what_fits_no_form_is_refused(reward, columns, words):
     with pytest.raises(RewardError) as error:
         call_reward("mine", reward, SAID, [row_of(columns)] * 2)
@@ -252,7 +364,9 @@ def test_what_fits_no_form_is_refused(reward, columns, words):
 
 
 def test_a_column_that_a_later_row_lacks_is_found_before_the_start(modules):
-    (modules / "of_level.py").write_text("def reward(completions, level):\n    return [0.0] * len(level)\n")
+    (modules / "of_level.py").write_text(
+        "def reward(completions, level):\n    return [0.0] * len(level)\n"
+    )
     rows = [*ROWS, row_of({"prompt": "q", "answer": "a"}, "data.jsonl:5")]
     try_reward("of_level:reward", ROWS)
     with pytest.raises(RewardError, match="takes 'level', and data.jsonl:5 has no such column"):
@@ -275,14 +389,20 @@ def change_as_trl(prompts, completions, reward_model, **kwargs):
     for prompt, gold in zip(prompts, reward_model):
         gold["ground_truth"] += "0"
         prompt.append({})
-    return [float(len(prompt) + len(gold["ground_truth"])) for prompt, gold in zip(prompts, reward_model)]
+    return [
+        float(len(prompt) + len(gold["ground_truth"]))
+        for prompt, gold in zip(prompts, reward_model)
+    ]
 
 
 @pytest.mark.parametrize("reward", [change, change_as_verl, change_as_trl])
 def test_what_a_reward_changes_no_other_answer_sees(reward):
     row = row_of(copy.deepcopy(VERL))
     first = call_reward("mine", reward, ["a"] * 3, [row] * 3)
-    assert len(set(first)) == 1 and call_reward("mine", reward, ["a"] * 3, [row] * 3).tolist() == first.tolist()
+    assert (
+        len(set(first)) == 1
+        and call_reward("mine", reward, ["a"] * 3, [row] * 3).tolist() == first.tolist()
+    )
     assert row == row_of(VERL)
 
 
@@ -290,13 +410,17 @@ class Panic(BaseException):
     """As pyo3's, which is no Exception either."""
 
 
-@pytest.mark.parametrize("error", [SystemExit("usage"), Panic("out of range"), asyncio.CancelledError("late"),
-                                   GeneratorExit()])
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit("usage"), Panic("out of range"), asyncio.CancelledError("late"), GeneratorExit()],
+)
 def test_whatever_a_reward_raises_is_its_own(error):
     def reward(responses, answers, rows):
         raise error
 
-    with pytest.raises(RewardError, match=f"'mine' raised {type(error).__name__}: {error} .*on row 0"):
+    with pytest.raises(
+        RewardError, match=f"'mine' raised {type(error).__name__}: {error} .*on row 0"
+    ):
         call_reward("mine", reward, TEXTS, ROWS)
 
 
@@ -325,7 +449,9 @@ def odd(completions, level, **kwargs):
     assert total.tolist() == [1, 6, 1, 6] and each["by_task:odd"].tolist() == [0, 3, 0, 3]
     with pytest.raises(RewardError, match="None, and so no reward at all, for row 1 "):
         score([("by_task:even", 1.0)], TEXTS, ROWS)
-    with pytest.raises(RewardError, match="'by_task:ours' returned None, which is not a finite number"):
+    with pytest.raises(
+        RewardError, match="'by_task:ours' returned None, which is not a finite number"
+    ):
         score([("gsm8k", 1.0), ("by_task:ours", 1.0)], TEXTS, ROWS)
     try_reward("by_task:even", ROWS, may_skip=True)
     with pytest.raises(RewardError, match="returned None, which is not a finite number"):
@@ -365,26 +491,57 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
     assert load_reward("gsm8k") is verifier.VERIFIERS["gsm8k"]
 
 
-@pytest.mark.parametrize("name, words", [
-    ("gsm8k_strikt", "unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, gsm8k_strict."),
-    ("code", "unknown verifier 'code'. Known: gsm8k, gsm8k_strict. Your own is written module:function"),
-    ("package.inner.my_reward", "Known: gsm8k, gsm8k_strict. Your own is written package.inner:my_reward"),
-    ("own_rewards.py:my_reward",
-     "'own_rewards.py' is not a module. Write it as in an import, my_package.my_module:my_reward"),
-    ("./own_rewards:my_reward", "'./own_rewards' is not a module. Write it as in an import"),
-    (":my_reward", "'' is not a module"),
-    ("no_such:f",
-     "no module 'no_such'. Start from the folder that holds it (this is FOLDER), or put that folder on PYTHONPATH"),
-    ("package.other:f", "no module 'package.other'"),
-    ("nowhere.inner:f", "no module 'nowhere'"),
-    ("needs:f", "its module needs one that is missing: No module named 'no_such_package'"),
-    ("broken:f", "importing broken failed: ZeroDivisionError: division by zero (broken.py:3)"),
-    ("unfinished:f", "importing unfinished failed: SyntaxError: invalid syntax"),
-    ("script:f", "importing script failed: SystemExit: usage"),
-    ("own_rewards:my_rewards", "unknown function in FOLDER/own_rewards.py: 'my_rewards', did you mean 'my_reward'?"),
-    ("own_rewards:", "unknown function in FOLDER/own_rewards.py: ''"),
-    ("own_rewards:limit", "limit in FOLDER/own_rewards.py is no function but of type int"),
-])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        (
+            "gsm8k_strikt",
+            (
+                "unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, "
+                "gsm8k_strict."
+            ),
+        ),
+        (
+            "code",
+            (
+                "unknown verifier 'code'. Known: gsm8k, gsm8k_strict. Your own is written "
+                "module:function"
+            ),
+        ),
+        (
+            "package.inner.my_reward",
+            "Known: gsm8k, gsm8k_strict. Your own is written package.inner:my_reward",
+        ),
+        (
+            "own_rewards.py:my_reward",
+            (
+                "'own_rewards.py' is not a module. Write it as in an import, "
+                "my_package.my_module:my_reward"
+            ),
+        ),
+        ("./own_rewards:my_reward", "'./own_rewards' is not a module. Write it as in an import"),
+        (":my_reward", "'' is not a module"),
+        (
+            "no_such:f",
+            (
+                "no module 'no_such'. Start from the folder that holds it (this is FOLDER), or put "
+                "that folder on PYTHONPATH"
+            ),
+        ),
+        ("package.other:f", "no module 'package.other'"),
+        ("nowhere.inner:f", "no module 'nowhere'"),
+        ("needs:f", "its module needs one that is missing: No module named 'no_such_package'"),
+        ("broken:f", "importing broken failed: ZeroDivisionError: division by zero (broken.py:3)"),
+        ("unfinished:f", "importing unfinished failed: SyntaxError: invalid syntax"),
+        ("script:f", "importing script failed: SystemExit: usage"),
+        (
+            "own_rewards:my_rewards",
+            "unknown function in FOLDER/own_rewards.py: 'my_rewards', did you mean 'my_reward'?",
+        ),
+        ("own_rewards:", "unknown function in FOLDER/own_rewards.py: ''"),
+        ("own_rewards:limit", "limit in FOLDER/own_rewards.py is no function but of type int"),
+    ],
+)
 def test_what_is_wrong_with_a_name(modules, name, words):
     with pytest.raises(ConfigError) as error:
         load_reward(name)
@@ -395,19 +552,34 @@ def test_a_script_of_another_folder_finds_the_reward_too(modules):
     """python cli/train_grpo.py puts cli/ on sys.path, not the current folder."""
     (modules / "elsewhere").mkdir()
     (modules / "elsewhere" / "start.py").write_text(
-        "from mindspeed_qerl.tasks.rewards import load_reward\nprint(load_reward('own_rewards:my_reward')(['a'], "
-        "['a'], [{}]))\n")
-    done = subprocess.run([sys.executable, "elsewhere/start.py"], check=False, cwd=modules, capture_output=True,
-                          text=True, env={"PYTHONPATH": str(REPO), "PATH": ""})
+        "from mindspeed_qerl.tasks.rewards import "
+        "load_reward\nprint(load_reward('own_rewards:my_reward')(['a'], ['a'], [{}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "elsewhere/start.py"],
+        check=False,
+        cwd=modules,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(REPO), "PATH": ""},
+    )
     assert done.stdout == "[1.0]\n", done.stderr
 
 
 def test_a_reward_is_tried_with_an_answer_and_an_empty_response(modules):
     try_reward("own_rewards:my_reward", ROWS)
     try_reward("gsm8k", ROWS[:1])
-    with pytest.raises(RewardError, match=r"needs_text' raised ZeroDivisionError.*row 1 .*response ''. \(It was tried "
-                                          r"before the start"):
+    with pytest.raises(
+        RewardError,
+        match=r"needs_text' raised ZeroDivisionError.*row 1 .*response ''. \(It was tried "
+        r"before the start",
+    ):
         try_reward("own_rewards:needs_text", ROWS)
-    with pytest.raises(RewardError,
-                       match=r"'gsm8k' raised ValueError: not a number: 'Paris'.* on row 0 \(towns.jsonl:1\)"):
-        try_reward("gsm8k", [row_of({"prompt": "The capital of France?", "answer": "Paris"}, "towns.jsonl:1")])
+    with pytest.raises(
+        RewardError,
+        match=r"'gsm8k' raised ValueError: not a number: 'Paris'.* on row 0 \(towns.jsonl:1\)",
+    ):
+        try_reward(
+            "gsm8k",
+            [row_of({"prompt": "The capital of France?", "answer": "Paris"}, "towns.jsonl:1")],
+        )

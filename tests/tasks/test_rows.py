@@ -9,8 +9,12 @@ import pytest
 from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.tasks.rows import read_rows
 
-CONVERTED = {"messages": [{"role": "user", "content": "3+4? Think."}], "question": "3+4?", "answer": "7",
-             "solution": "#### 7"}
+CONVERTED = {
+    "messages": [{"role": "user", "content": "3+4? Think."}],
+    "question": "3+4?",
+    "answer": "7",
+    "solution": "#### 7",
+}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -24,35 +28,71 @@ def write_parquet(path, rows):
     return path
 
 
-@pytest.mark.parametrize("write, name, first, second", [(write_jsonl, "a.jsonl", "a.jsonl:1", "a.jsonl:2"),
-                                                        (write_parquet, "a.parquet", "a.parquet: row 1",
-                                                         "a.parquet: row 2")])
+@pytest.mark.parametrize(
+    "write, name, first, second",
+    [
+        (write_jsonl, "a.jsonl", "a.jsonl:1", "a.jsonl:2"),
+        (write_parquet, "a.parquet", "a.parquet: row 1", "a.parquet: row 2"),
+    ],
+)
 def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, first, second):
-    columns = [{"prompt": "Name a fruit.\n", "answer": "apple", "level": 3},
-               {"prompt": "2?", "answer": " ", "level": 4} | {"answer": "x y"}]
+    columns = [
+        {"prompt": "Name a fruit.\n", "answer": "apple", "level": 3},
+        {"prompt": "2?", "answer": " ", "level": 4} | {"answer": "x y"},
+    ]
     one, two = read_rows(write(tmp_path / name, columns))
     assert one.messages == [{"role": "user", "content": "Name a fruit.\n"}]
     assert (one.prompt, one.question, one.answer, one.columns) == (
-        "Name a fruit.\n", "Name a fruit.\n", "apple", columns[0])
-    assert (two.answer, one.where, two.where) == ("x y", f"{tmp_path}/{first}", f"{tmp_path}/{second}")
+        "Name a fruit.\n",
+        "Name a fruit.\n",
+        "apple",
+        columns[0],
+    )
+    assert (two.answer, one.where, two.where) == (
+        "x y",
+        f"{tmp_path}/{first}",
+        f"{tmp_path}/{second}",
+    )
 
 
 def test_gsm8ks_converted_rows_are_such_rows(tmp_path):
-    for path in (write_jsonl(tmp_path / "a.jsonl", [CONVERTED]), write_parquet(tmp_path / "a.parquet", [CONVERTED])):
+    for path in (
+        write_jsonl(tmp_path / "a.jsonl", [CONVERTED]),
+        write_parquet(tmp_path / "a.parquet", [CONVERTED]),
+    ):
         [row] = read_rows(path)
         assert row.messages == CONVERTED["messages"] and row.columns == CONVERTED
         assert (row.prompt, row.question, row.answer) == ("3+4?\n", "3+4?", "7")
 
 
-@pytest.mark.parametrize("columns, prompt, question", [
-    ({"messages": [{"role": "user", "content": "2+2?"}]}, "2+2?", "2+2?"),
-    ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}]}, None, "system: Be brief.\nuser: 2+2?"),
-    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"},
-                   {"role": "user", "content": "Sure?"}]},
-     None, "user: 2+2?\nassistant: 5\nuser: Sure?"),
-    ({"messages": [SYSTEM, {"role": "user", "content": "2+2?"}], "prompt": "2+2="}, "2+2=", "2+2="),
-    ({"prompt": "2+2=", "messages": None}, "2+2=", "2+2="),  # parquet fills what one row lacks
-])
+@pytest.mark.parametrize(
+    "columns, prompt, question",
+    [
+        ({"messages": [{"role": "user", "content": "2+2?"}]}, "2+2?", "2+2?"),
+        (
+            {"messages": [SYSTEM, {"role": "user", "content": "2+2?"}]},
+            None,
+            "system: Be brief.\nuser: 2+2?",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "2+2?"},
+                    {"role": "assistant", "content": "5"},
+                    {"role": "user", "content": "Sure?"},
+                ]
+            },
+            None,
+            "user: 2+2?\nassistant: 5\nuser: Sure?",
+        ),
+        (
+            {"messages": [SYSTEM, {"role": "user", "content": "2+2?"}], "prompt": "2+2="},
+            "2+2=",
+            "2+2=",
+        ),
+        ({"prompt": "2+2=", "messages": None}, "2+2=", "2+2="),  # parquet fills what one row lacks
+    ],
+)
 def test_a_conversation_has_a_plain_form_only_if_it_is_given(tmp_path, columns, prompt, question):
     [row] = read_rows(write_jsonl(tmp_path / "a.jsonl", [columns | {"answer": "4"}]))
     assert (row.prompt, row.question) == (prompt, question)
@@ -63,41 +103,78 @@ USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize("write, name", [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")])
-@pytest.mark.parametrize("columns, messages, answer", [
-    # verl, examples/data_preprocess/gsm8k.py
-    ({"data_source": "openai/gsm8k", "prompt": [USER], "ability": "math",
-      "reward_model": {"style": "rule", "ground_truth": "4"},
-      "extra_info": {"split": "train", "index": 0, "answer": "#### 4", "question": "2+2?"}}, [USER], "4"),
-    # verl's search-r1
-    ({"prompt": [USER], "reward_model": {"ground_truth": {"target": ["4", "four"]}}}, [USER],
-     '{"target": ["4", "four"]}'),
-    # TRL: examples/scripts/async_grpo.py, grpo_continuous_batching.py, and prompt-completion rows
-    ({"prompt": [USER], "solution": "4"}, [USER], "4"),
-    ({"prompt": [SYSTEM, USER], "reference_answer": "4"}, [SYSTEM, USER], "4"),
-    ({"prompt": [USER], "completion": [ASSISTANT]}, [USER], "#### 4"),
-    ({"prompt": "2+2?", "completion": " 4"}, [USER], " 4"),
-    ({"prompt": "2+2?", "ground_truth": 4}, [USER], "4"),
-    ({"messages": [USER], "solution": 4.0}, [USER], "4"),  # ms-swift
-    ({"prompt": "2+2?", "answer": 0.5, "solution": "1/2"}, [USER], "0.5"),
-    ({"prompt": "2+2?", "answer": -1e-7}, [USER], "-0.0000001"),
-    ({"prompt": "2+2?", "answer": 10**17}, [USER], "1" + 17 * "0"),
-    ({"prompt": "2+2?", "answer": None, "solution": 1e20}, [USER], "1" + 20 * "0"),
-])
-def test_rows_of_verl_trl_and_swift_are_read_as_they_are(tmp_path, write, name, columns, messages, answer):
+@pytest.mark.parametrize(
+    "columns, messages, answer",
+    [
+        # verl, examples/data_preprocess/gsm8k.py
+        (
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [USER],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": "4"},
+                "extra_info": {
+                    "split": "train",
+                    "index": 0,
+                    "answer": "#### 4",
+                    "question": "2+2?",
+                },
+            },
+            [USER],
+            "4",
+        ),
+        # verl's search-r1
+        (
+            {"prompt": [USER], "reward_model": {"ground_truth": {"target": ["4", "four"]}}},
+            [USER],
+            '{"target": ["4", "four"]}',
+        ),
+        # TRL: examples/scripts/async_grpo.py, grpo_continuous_batching.py, and prompt-completion
+        # rows
+        ({"prompt": [USER], "solution": "4"}, [USER], "4"),
+        ({"prompt": [SYSTEM, USER], "reference_answer": "4"}, [SYSTEM, USER], "4"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER], "#### 4"),
+        ({"prompt": "2+2?", "completion": " 4"}, [USER], " 4"),
+        ({"prompt": "2+2?", "ground_truth": 4}, [USER], "4"),
+        ({"messages": [USER], "solution": 4.0}, [USER], "4"),  # ms-swift
+        ({"prompt": "2+2?", "answer": 0.5, "solution": "1/2"}, [USER], "0.5"),
+        ({"prompt": "2+2?", "answer": -1e-7}, [USER], "-0.0000001"),
+        ({"prompt": "2+2?", "answer": 10**17}, [USER], "1" + 17 * "0"),
+        ({"prompt": "2+2?", "answer": None, "solution": 1e20}, [USER], "1" + 20 * "0"),
+    ],
+)
+def test_rows_of_verl_trl_and_swift_are_read_as_they_are(
+    tmp_path, write, name, columns, messages, answer
+):
     [row] = read_rows(write(tmp_path / name, [columns]))
     assert (row.messages, row.answer, row.columns) == (messages, answer, columns)
     assert row.prompt == ("2+2?" if len(messages) == 1 else None)
 
 
-TURNS = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "tool": {"role": "tool", "content": "4"},
-         "model": {"role": "model", "content": "4"}, "gpt": {"role": "gpt", "content": "4"},
-         "Assistant": {"role": "Assistant", "content": "4"},
-         "call": {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}}
+TURNS = {
+    "user": USER,
+    "assistant": ASSISTANT,
+    "system": SYSTEM,
+    "tool": {"role": "tool", "content": "4"},
+    "model": {"role": "model", "content": "4"},
+    "gpt": {"role": "gpt", "content": "4"},
+    "Assistant": {"role": "Assistant", "content": "4"},
+    "call": {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+}
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
-@pytest.mark.parametrize("turns", ["user", "system user", "user assistant user", "user call tool", "user system",
-                                   "system user assistant user"])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        "user",
+        "system user",
+        "user assistant user",
+        "user call tool",
+        "user system",
+        "system user assistant user",
+    ],
+)
 def test_a_conversation_may_end_where_the_model_is_to_speak(tmp_path, column, turns):
     messages = [TURNS[name] for name in turns.split()]
     [row] = read_rows(write_jsonl(tmp_path / "a.jsonl", [{column: messages, "answer": "4"}]))
@@ -105,35 +182,71 @@ def test_a_conversation_may_end_where_the_model_is_to_speak(tmp_path, column, tu
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
-@pytest.mark.parametrize("turns", ["user assistant", "system user assistant", "user model", "user gpt", "user call",
-                                   "user Assistant", "user assistant user assistant", "user assistant tool call"])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        "user assistant",
+        "system user assistant",
+        "user model",
+        "user gpt",
+        "user call",
+        "user Assistant",
+        "user assistant user assistant",
+        "user assistant tool call",
+    ],
+)
 def test_a_conversation_that_ends_with_an_answer_is_refused(tmp_path, column, turns):
     messages = [TURNS[name] for name in turns.split()]
     path = write_jsonl(tmp_path / "a.jsonl", [{column: messages, "answer": "4"}])
     with pytest.raises(ConfigError) as error:
         read_rows(path)
     role = messages[-1]["role"]
-    assert str(error.value).startswith(f"{path}:1: column {column!r} ends with a turn of the role {role!r}, which")
+    assert str(error.value).startswith(
+        f"{path}:1: column {column!r} ends with a turn of the role {role!r}, which"
+    )
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"messages": None},
-     "neither column 'prompt' nor column 'messages'; the row has messages, question, answer, solution"),
-    ({"messages": []}, "column 'messages': expected a list of {role, content}, both of them text, got []"),
-    ({"messages": [{"role": "user"}]}, "column 'messages'"),
-    ({"messages": [{"content": "3+4?"}]}, "column 'messages'"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "column 'messages'"),
-    ({"messages": "3+4?"}, "column 'messages'"),
-    ({"messages": [SYSTEM]}, "column 'messages': no turn of the role 'user', so nothing is asked"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "column 'messages': not valid Unicode"),
-    ({"answer": True}, "column 'answer': expected a non-empty string, got 'True' (bool)"),
-    ({"answer": float("nan")}, "column 'answer': expected a non-empty string, got 'nan' (float)"),
-    ({"answer": ["7"]}, "column 'answer': expected a non-empty string, got \"['7']\" (list)"),
-    ({"answer": ""}, "column 'answer'"),
-    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "column 'messages': expected a list of {role, "),
-    ({"question": ""}, "column 'question'"),
-    ({"prompt": ["3+4?"]}, "column 'prompt': expected a list of {role, content}"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"messages": None},
+            (
+                "neither column 'prompt' nor column 'messages'; the row has messages, question, "
+                "answer, solution"
+            ),
+        ),
+        (
+            {"messages": []},
+            "column 'messages': expected a list of {role, content}, both of them text, got []",
+        ),
+        ({"messages": [{"role": "user"}]}, "column 'messages'"),
+        ({"messages": [{"content": "3+4?"}]}, "column 'messages'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "column 'messages'"),
+        ({"messages": "3+4?"}, "column 'messages'"),
+        (
+            {"messages": [SYSTEM]},
+            "column 'messages': no turn of the role 'user', so nothing is asked",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "column 'messages': not valid Unicode",
+        ),
+        ({"answer": True}, "column 'answer': expected a non-empty string, got 'True' (bool)"),
+        (
+            {"answer": float("nan")},
+            "column 'answer': expected a non-empty string, got 'nan' (float)",
+        ),
+        ({"answer": ["7"]}, "column 'answer': expected a non-empty string, got \"['7']\" (list)"),
+        ({"answer": ""}, "column 'answer'"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": ""}]},
+            "column 'messages': expected a list of {role, ",
+        ),
+        ({"question": ""}, "column 'question'"),
+        ({"prompt": ["3+4?"]}, "column 'prompt': expected a list of {role, content}"),
+    ],
+)
 def test_malformed_rows_are_named(tmp_path, change, words):
     path = write_jsonl(tmp_path / "bad.jsonl", [CONVERTED, CONVERTED | change])
     with pytest.raises(ConfigError) as error:
@@ -142,24 +255,34 @@ def test_malformed_rows_are_named(tmp_path, change, words):
 
 
 def test_missing_columns_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"a.parquet: row 1: column 'answer' is missing; the row has prompt"):
+    with pytest.raises(
+        ConfigError, match=r"a.parquet: row 1: column 'answer' is missing; the row has prompt"
+    ):
         read_rows(write_parquet(tmp_path / "a.parquet", [{"prompt": "q"}]))
-    with pytest.raises(ConfigError, match=r"raw.jsonl:1: neither column 'prompt' nor column 'messages'; the row has "
-                                          r"question, answer. tools/convert_gsm8k.py makes such rows of GSM8K's own"):
-        read_rows(write_jsonl(tmp_path / "raw.jsonl", [{"question": "3+4?", "answer": "#### 7"}]))  # raw GSM8K
+    with pytest.raises(
+        ConfigError,
+        match=r"raw.jsonl:1: neither column 'prompt' nor column 'messages'; the row has "
+        r"question, answer. tools/convert_gsm8k.py makes such rows of GSM8K's own",
+    ):
+        read_rows(
+            write_jsonl(tmp_path / "raw.jsonl", [{"question": "3+4?", "answer": "#### 7"}])
+        )  # raw GSM8K
 
 
-@pytest.mark.parametrize("name, content, words", [
-    ("a.jsonl", b"", "no rows"),
-    ("a.jsonl", b"\n", "a.jsonl:1: empty line"),
-    ("a.jsonl", b'{"prompt": ', "a.jsonl:1: invalid JSON"),
-    ("a.jsonl", b"\xff\xfe{}", "a.jsonl:1: invalid JSON"),
-    ("a.jsonl", b"[" * 100_000, "a.jsonl:1: invalid JSON"),
-    ("a.jsonl", b"[1]\n", "a.jsonl:1: expected a JSON object, got list"),
-    ("a.jsonl", b"9" * 10_000, "a.jsonl:1: invalid JSON"),
-    ("a.parquet", b"not parquet", "a.parquet: not a readable parquet file"),
-    ("a.csv", b"", r"expected a .jsonl or .parquet file"),
-])
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.jsonl", b"", "no rows"),
+        ("a.jsonl", b"\n", "a.jsonl:1: empty line"),
+        ("a.jsonl", b'{"prompt": ', "a.jsonl:1: invalid JSON"),
+        ("a.jsonl", b"\xff\xfe{}", "a.jsonl:1: invalid JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: invalid JSON"),
+        ("a.jsonl", b"[1]\n", "a.jsonl:1: expected a JSON object, got list"),
+        ("a.jsonl", b"9" * 10_000, "a.jsonl:1: invalid JSON"),
+        ("a.parquet", b"not parquet", "a.parquet: not a readable parquet file"),
+        ("a.csv", b"", r"expected a .jsonl or .parquet file"),
+    ],
+)
 def test_unreadable_files(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
@@ -167,5 +290,7 @@ def test_unreadable_files(tmp_path, name, content, words):
 
 
 def test_no_such_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no data file .*train.jsonl: docs/own_task.md says what it holds"):
+    with pytest.raises(
+        FileNotFoundError, match="no data file .*train.jsonl: docs/own_task.md says what it holds"
+    ):
         read_rows(tmp_path / "train.jsonl")

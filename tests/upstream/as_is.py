@@ -1,5 +1,6 @@
-"""Upstream's own train on a config's upstream sections, with nothing of ours but the emulated NPU. Prints what becomes
-of it."""
+"""Upstream's own train on a config's upstream sections, with nothing of ours but the emulated NPU.
+Prints what becomes of it.
+"""
 
 import importlib.util
 import os
@@ -21,22 +22,34 @@ def main() -> int:
     from omegaconf import OmegaConf
 
     variables = {name: os.environ[name] for name in emulation.environment(npus)} | {
-        "VLLM_DP_SIZE": str(config["generate_config"]["infer_expert_parallel_size"]), "IS_MULTIMODAL": "False"}
+        "VLLM_DP_SIZE": str(config["generate_config"]["infer_expert_parallel_size"]),
+        "IS_MULTIMODAL": "False",
+    }
     os.environ.update(variables)
-    ray.init(address="local", num_cpus=32, resources={"NPU": npus}, include_dashboard=False, log_to_driver=False,
-             runtime_env={"env_vars": variables})
+    ray.init(
+        address="local",
+        num_cpus=32,
+        resources={"NPU": npus},
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": variables},
+    )
     import mindspeed_rl
 
-    spec = importlib.util.spec_from_file_location("cli_train_grpo",
-                                                  Path(mindspeed_rl.__path__[0]).parent / "cli" / "train_grpo.py")
+    spec = importlib.util.spec_from_file_location(
+        "cli_train_grpo", Path(mindspeed_rl.__path__[0]).parent / "cli" / "train_grpo.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = ("model", "megatron_training", "actor_config", "rl_config", "generate_config")
     try:
         module.train._function(OmegaConf.create({name: config[name] for name in names}))
     except ray.exceptions.RayTaskError as error:
-        print("FAILED:", repr(error.cause),
-              [line.strip() for line in str(error).splitlines() if "resharding" in line][-1])
+        print(
+            "FAILED:",
+            repr(error.cause),
+            [line.strip() for line in str(error).splitlines() if "resharding" in line][-1],
+        )
         return 1
     print("FINISHED")
     return 0

@@ -1,6 +1,8 @@
-"""One engine of the real vllm-ascend on emulated NPUs beside transformers, as a process of its own for each rank.
+"""One engine of the real vllm-ascend on emulated NPUs beside transformers, as a process of its own
+for each rank.
 
-`UPSTREAM=DIR python tests/upstream/ascend_rollout.py` runs all cases and prints the tables of docs/emulation.md.
+`UPSTREAM=DIR python tests/upstream/ascend_rollout.py` runs all cases and prints the tables of
+docs/emulation.md.
 """
 
 import ast
@@ -14,7 +16,11 @@ from functools import partial
 from pathlib import Path
 
 SIGMA = 0.05
-SHARED, LONG, ANSWER = 140, 9, 6  # tokens: of the prefix that all prompts share, of the shortest rest, of an answer
+SHARED, LONG, ANSWER = (
+    140,
+    9,
+    6,
+)  # tokens: of the prefix that all prompts share, of the shortest rest, of an answer
 FUNCTIONS = "MINDSPEED_QERL_TEST_FUNCTIONS"  # set: say which functions of vllm-ascend were called
 
 
@@ -35,21 +41,34 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [self.family, self.dtype, f"tp{self.tp}", f"dp{self.dp}", self.soc, self.cann, f"nz{self.nz}"]
-        also = ["chunked"] * self.chunked + ["graphs"] * (not self.eager) + [self.quantised] * bool(self.quantised)
+        parts = [
+            self.family,
+            self.dtype,
+            f"tp{self.tp}",
+            f"dp{self.dp}",
+            self.soc,
+            self.cann,
+            f"nz{self.nz}",
+        ]
+        also = (
+            ["chunked"] * self.chunked
+            + ["graphs"] * (not self.eager)
+            + [self.quantised] * bool(self.quantised)
+        )
         return "-".join([*parts, *also, *self.variables])
 
     @property
     def shared(self) -> int:
-        """Tokens that the prompts share, more than a block of the cache (128): but with CANN 8.5 vllm-ascend reads
-        cached prompts in half precision only (attention/attention_mask.py:94)."""
+        """Tokens that the prompts share, more than a block of the cache (128): but with CANN 8.5
+        vllm-ascend reads cached prompts in half precision only (attention/attention_mask.py:94).
+        """
         if self.dtype == "float32" and not self.cann.startswith("8.3"):
             return 0
         return 1010 if self.variables == FLASHCOMM else SHARED
 
 
-# vllm-ascend prefetches below 500 tokens, and shares a dense model's tokens out among the ranks above 1000
-# (ascend_forward_context.py:114, 141)
+# vllm-ascend prefetches below 500 tokens, and shares a dense model's tokens out among the ranks
+# above 1000 (ascend_forward_context.py:114, 141)
 PREFETCH = {"VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE": "1", "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1"}
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 CASES = [
@@ -78,20 +97,28 @@ CASES = [
     Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", quantised="W8A8"),
     Case("qwen3", "bfloat16", quantised="W8A8_DYNAMIC"),
 ]
-UNSUMMED = Case("qwen2_moe", tp=2, cann="8.3.RC1")  # the shared expert's parts: rule shared_expert_is_summed
+UNSUMMED = Case(
+    "qwen2_moe", tp=2, cann="8.3.RC1"
+)  # the shared expert's parts: rule shared_expert_is_summed
 
 
 def make(case: Case, folder: Path) -> Path:
-    """The model of `case` below `folder`. In bfloat16 all experts are active: no rounding can change a route. Heads of
-    64 are the smallest that CANN's fused infer attention takes."""
+    """The model of `case` below `folder`. In bfloat16 all experts are active: no rounding can
+    change a route. Heads of 64 are the smallest that CANN's fused infer attention takes.
+    """
     from rehearsal import make_model
     from w8a8 import quantise
 
     model = folder / f"{case.family}-{case.dtype}"
     if case.quantised:
-        plain, model = make(replace(case, quantised=""), folder), folder / f"{case.family}-{case.quantised}"
+        plain, model = (
+            make(replace(case, quantised=""), folder),
+            folder / f"{case.family}-{case.quantised}",
+        )
         return model if model.is_dir() else quantise(plain, model, case.quantised)
-    changes = {"num_experts_per_tok": 8} if "moe" in case.family and case.dtype == "bfloat16" else {}
+    changes = (
+        {"num_experts_per_tok": 8} if "moe" in case.family and case.dtype == "bfloat16" else {}
+    )
     changes |= {"head_dim": 64} if "qwen3" in case.family else {}
     changes["max_position_embeddings"] = 1200
     return model if model.is_dir() else make_model(case.family, model, **changes)
@@ -106,24 +133,50 @@ def run_case(case: Case, model: Path, upstream: Path, script: str = __file__) ->
     world, variables = case.tp * case.dp, environment(upstream)
     emulated = emulation.environment(world, case.soc, case.cann)
     emulated["PYTHONPATH"] = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
-    variables = {**variables, **emulated, **case.variables, "VLLM_DP_SIZE": str(case.dp), "HF_HUB_OFFLINE": "1",
-                 "VLLM_ASCEND_ENABLE_NZ": str(case.nz), "VLLM_LOGGING_LEVEL": "ERROR"}
+    variables = {
+        **variables,
+        **emulated,
+        **case.variables,
+        "VLLM_DP_SIZE": str(case.dp),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ASCEND_ENABLE_NZ": str(case.nz),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                              str(world), script, json.dumps(asdict(case)), str(model), folder], env=variables,
-                             check=False, capture_output=True, text=True, timeout=400)
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(world),
+                script,
+                json.dumps(asdict(case)),
+                str(model),
+                folder,
+            ],
+            env=variables,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def main(case: Case, folder: str, results: Path) -> None:
-    """This rank's part, written into `results`: greedy answers clean, with noise, and clean again, each beside
-    transformers."""
+    """This rank's part, written into `results`: greedy answers clean, with noise, and clean again,
+    each beside transformers.
+    """
     import torch
     import torch_npu
     import w8a8
 
-    torch.distributed.init_process_group("hccl")  # Megatron has done so when MindSpeed-RL makes its engine
+    torch.distributed.init_process_group(
+        "hccl"
+    )  # Megatron has done so when MindSpeed-RL makes its engine
     replica = int(os.environ["RANK"]) // case.tp
     os.environ["VLLM_DP_RANK"] = str(replica)
     import vllm_ascend
@@ -137,8 +190,13 @@ def main(case: Case, folder: str, results: Path) -> None:
 
     package, called = os.path.dirname(vllm_ascend.__file__), set()
     if FUNCTIONS in os.environ:
-        sys.setprofile(lambda frame, event, _: event == "call" and frame.f_code.co_filename.startswith(package)
-                       and called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno)))
+        sys.setprofile(
+            lambda frame, event, _: (
+                event == "call"
+                and frame.f_code.co_filename.startswith(package)
+                and called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+            )
+        )
     chosen, operators = set(), set()
     select = NPUModelRunner._select_moe_comm_method
 
@@ -155,21 +213,41 @@ def main(case: Case, folder: str, results: Path) -> None:
     for name, operator in list(vars(torch_npu).items()):
         if name.startswith(("npu_", "_npu_")):
             setattr(torch_npu, name, counted(operator, name))
-    if case.variables == FLASHCOMM:  # takes rows that this rank has not (model_runner_v1.py:2571), unchecked there
+    if (
+        case.variables == FLASHCOMM
+    ):  # takes rows that this rank has not (model_runner_v1.py:2571), unchecked there
         NPUModelRunner.profile_run = lambda self: None
     scheduler = {"enabled": True, **({"enable_chunked_prefill": True} if case.chunked else {})}
-    engine = LLM(folder, dtype=case.dtype, enforce_eager=case.eager, max_model_len=1200, max_num_seqs=4, seed=0,
-                 skip_tokenizer_init=True, gpu_memory_utilization=0.5, enable_prefix_caching=True,
-                 max_num_batched_tokens=64 if case.chunked else 1200, distributed_executor_backend="external_launcher",
-                 enable_expert_parallel="moe" in case.family and case.tp * case.dp > 1, tensor_parallel_size=case.tp,
-                 quantization="ascend" if case.quantised else None,
-                 additional_config={"ascend_scheduler_config": scheduler})
+    engine = LLM(
+        folder,
+        dtype=case.dtype,
+        enforce_eager=case.eager,
+        max_model_len=1200,
+        max_num_seqs=4,
+        seed=0,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=64 if case.chunked else 1200,
+        distributed_executor_backend="external_launcher",
+        enable_expert_parallel="moe" in case.family and case.tp * case.dp > 1,
+        tensor_parallel_size=case.tp,
+        quantization="ascend" if case.quantised else None,
+        additional_config={"ascend_scheduler_config": scheduler},
+    )
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     graphs = [type(runner).__name__, runner.use_aclgraph, runner.compilation_config.level]
     model = runner.get_model()
-    injector = NoiseInjector(model, NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=2, total_steps=4),
-                             seed=1)
-    load = w8a8.load if case.quantised else partial(AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
+    injector = NoiseInjector(
+        model,
+        NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=2, total_steps=4),
+        seed=1,
+    )
+    load = (
+        w8a8.load
+        if case.quantised
+        else partial(AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
+    )
     reference, rounded = load(folder, dtype=torch.float32), load(folder, dtype=torch.bfloat16)
     clean, cached = answers(engine, case, replica)
     worst, own = distances(clean, reference, rounded, case, replica)
@@ -183,26 +261,45 @@ def main(case: Case, folder: str, results: Path) -> None:
             weights[f"{target.name}.weight"].data.copy_(target.module.weight)
     worst_noisy, own_noisy = distances(noisy, reference, rounded, case, replica)
     engine.reset_prefix_cache()
-    routed = routes(engine, case, replica, reference) if "moe" in case.family else None  # of the noisy model
+    routed = (
+        routes(engine, case, replica, reference) if "moe" in case.family else None
+    )  # of the noisy model
     injector.remove()
     engine.reset_prefix_cache()
     again = answers(engine, case, replica)[0]
     in_blocks = write_bytes(model)
     engine.reset_prefix_cache()
     raw, _ = answers(engine, case, replica)
-    (results / f"{os.environ['RANK']}.json").write_text(json.dumps({
-        "package": vllm_ascend.__file__, "methods": sorted(chosen), "operators": sorted(operators), "graphs": graphs,
-        "worst": worst, "own": own, "worst_noisy": worst_noisy, "own_noisy": own_noisy, "unmatched": unmatched,
-        "clean_again": again == clean, "cached": cached, "in_blocks": in_blocks, "bytes_moved": raw != clean,
-        "routes": routed,
-        "classes": sorted({type(module).__name__ for module in model.modules()}),
-        "called": sorted((os.path.relpath(file, package), line) for file, line in called)}))
+    (results / f"{os.environ['RANK']}.json").write_text(
+        json.dumps(
+            {
+                "package": vllm_ascend.__file__,
+                "methods": sorted(chosen),
+                "operators": sorted(operators),
+                "graphs": graphs,
+                "worst": worst,
+                "own": own,
+                "worst_noisy": worst_noisy,
+                "own_noisy": own_noisy,
+                "unmatched": unmatched,
+                "clean_again": again == clean,
+                "cached": cached,
+                "in_blocks": in_blocks,
+                "bytes_moved": raw != clean,
+                "routes": routed,
+                "classes": sorted({type(module).__name__ for module in model.modules()}),
+                "called": sorted((os.path.relpath(file, package), line) for file, line in called),
+            }
+        )
+    )
 
 
 def routes(engine, case: Case, replica: int, reference) -> dict:
-    """The routes of two answers to each of some prompts beside those that the float32 `reference` computes: how far
-    below the weakest expert that it chooses the recorded ones lie at most, in its router's logits; that of routes
-    which are off by a token or in other layers; how many routes there are; and what is said of cached prompts."""
+    """The routes of two answers to each of some prompts beside those that the float32 `reference`
+    computes: how far below the weakest expert that it chooses the recorded ones lie at most, in its
+    router's logits; that of routes which are off by a token or in other layers; how many routes
+    there are; and what is said of cached prompts.
+    """
     import numpy as np
     import torch
     from vllm import SamplingParams, TokensPrompt
@@ -216,16 +313,27 @@ def routes(engine, case: Case, replica: int, reference) -> dict:
     recorder = AscendRecorder(runner, routers, 1200, runner.get_model())
 
     def ask(asked: list[list[int]], n: int) -> tuple[list, list]:
-        seed = None if case.chunked else 3  # chunks set it back, which a CPU cannot (model_runner_v1.py:2072)
-        sampling = SamplingParams(n=n, max_tokens=ANSWER, seed=seed, detokenize=False, ignore_eos=True)
+        seed = (
+            None if case.chunked else 3
+        )  # chunks set it back, which a CPU cannot (model_runner_v1.py:2072)
+        sampling = SamplingParams(
+            n=n, max_tokens=ANSWER, seed=seed, detokenize=False, ignore_eos=True
+        )
         with recorder.recording():
-            outputs = [engine.generate([TokensPrompt(prompt_token_ids=ids) for ids in part], sampling, use_tqdm=False)
-                       for part in (asked[:1], asked)][1]
+            outputs = [
+                engine.generate(
+                    [TokensPrompt(prompt_token_ids=ids) for ids in part], sampling, use_tqdm=False
+                )
+                for part in (asked[:1], asked)
+            ][1]
         return outputs, recorder.take(outputs)
 
     lengths = [110, 90, 70] if case.chunked else [9, 16, 23]  # below a block of the cache
     generator = torch.Generator().manual_seed(7 + replica)
-    asked = [torch.randint(1, 100, (length,), generator=generator).tolist() for length in lengths[: 3 - replica % 2]]
+    asked = [
+        torch.randint(1, 100, (length,), generator=generator).tolist()
+        for length in lengths[: 3 - replica % 2]
+    ]
     outputs, found = ask(asked, n=2)
     below, faults = {"recorded": [], "shifted": [], "swapped": []}, []
     for prompt, output, of_prompt in zip(asked, outputs, found, strict=True):
@@ -234,10 +342,15 @@ def routes(engine, case: Case, replica: int, reference) -> dict:
             faults += [routes_fault(recorded, len(ids) - 1, routers)]
             with torch.no_grad():
                 logits = reference(torch.tensor([ids]), output_router_logits=True).router_logits
-            logits = torch.stack([layer[:-1] for layer in logits], dim=1)  # the last token was never computed
+            logits = torch.stack(
+                [layer[:-1] for layer in logits], dim=1
+            )  # the last token was never computed
             weakest = logits.topk(routers.top_k).values[..., -1]
-            for name, planted in (("recorded", recorded), ("shifted", np.roll(recorded, 1, axis=0)),
-                                  ("swapped", recorded[:, ::-1])):
+            for name, planted in (
+                ("recorded", recorded),
+                ("shifted", np.roll(recorded, 1, axis=0)),
+                ("swapped", recorded[:, ::-1]),
+            ):
                 chosen = logits.gather(-1, torch.from_numpy(planted.astype(np.int64)))
                 below[name].append((weakest - chosen.min(-1).values).max().item())
     engine.reset_prefix_cache()
@@ -246,13 +359,17 @@ def routes(engine, case: Case, replica: int, reference) -> dict:
     except RuntimeError as error:
         faults.append(str(error))
     engine.reset_prefix_cache()
-    return {**{name: max(values) for name, values in below.items()}, "faults": [fault for fault in faults if fault],
-            "tokens": sum(len(recorded) for of_prompt in found for recorded in of_prompt)}
+    return {
+        **{name: max(values) for name, values in below.items()},
+        "faults": [fault for fault in faults if fault],
+        "tokens": sum(len(recorded) for of_prompt in found for recorded in of_prompt),
+    }
 
 
 def write_bytes(model) -> int:
-    """Write the values of every weight in FRACTAL_NZ over it as bytes in plain order, as a copy would that goes round
-    torch's operators; how many there are."""
+    """Write the values of every weight in FRACTAL_NZ over it as bytes in plain order, as a copy
+    would that goes round torch's operators; how many there are.
+    """
     import ctypes
 
     from torch_npu import get_npu_format
@@ -275,59 +392,101 @@ def prompts(case: Case, replica: int) -> list[list[int]]:
 
 
 def answers(engine, case: Case, replica: int) -> tuple[list[tuple[list[int], list[float]]], int]:
-    """Token ids and their log-probs for each prompt; and how many tokens of a prompt were cached, at most: the first
-    prompt is asked alone before."""
+    """Token ids and their log-probs for each prompt; and how many tokens of a prompt were cached,
+    at most: the first prompt is asked alone before.
+    """
     from vllm import SamplingParams, TokensPrompt
 
-    sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=ANSWER, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True
+    )
     asked = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(case, replica)]
     outputs = [engine.generate(part, sampling, use_tqdm=False) for part in (asked[:1], asked)][1]
     found = []
     for output in outputs:
         [answer] = output.outputs
-        found.append((list(answer.token_ids), [entry[token].logprob for token, entry in
-                                               zip(answer.token_ids, answer.logprobs)]))
+        found.append(
+            (
+                list(answer.token_ids),
+                [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
+            )
+        )
     return found, max(output.num_cached_tokens for output in outputs)
 
 
 def distances(found: list, reference, rounded, case: Case, replica: int) -> tuple[float, float]:
-    """Largest difference of a log-prob from `reference`, and of `rounded`, transformers in bfloat16, from it."""
+    """Largest difference of a log-prob from `reference`, and of `rounded`, transformers in
+    bfloat16, from it.
+    """
     import torch
 
     ours, theirs = [], []
     for ids, (tokens, logprobs) in zip(prompts(case, replica), found):
         with torch.no_grad():
-            exact, half = (twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
-                           for twin in (reference, rounded))
-        picked, picked_half = (x.gather(1, torch.tensor(tokens)[:, None])[:, 0] for x in (exact, half))
+            exact, half = (
+                twin(torch.tensor([ids + tokens]))
+                .logits[0, len(ids) - 1 : -1]
+                .float()
+                .log_softmax(-1)
+                for twin in (reference, rounded)
+            )
+        picked, picked_half = (
+            x.gather(1, torch.tensor(tokens)[:, None])[:, 0] for x in (exact, half)
+        )
         ours.append((torch.tensor(logprobs) - picked).abs().max().item())
         theirs.append((picked_half - picked).abs().max().item())
-    return torch.tensor(ours).max().item(), torch.tensor(theirs).max().item()  # NaN, if there is one
+    return torch.tensor(ours).max().item(), torch.tensor(
+        theirs
+    ).max().item()  # NaN, if there is one
 
 
 def tables(upstream: Path) -> None:
-    """Run all cases; print what each measured, and how many functions of each file of vllm-ascend ran."""
+    """Run all cases; print what each measured, and how many functions of each file of vllm-ascend
+    ran.
+    """
     called, root = set(), upstream / "vllm-ascend" / "vllm_ascend"
-    columns = ("model", "dtype", "TP x DP", "die, CANN", "NZ", "also", "experts by", "worst", "transformers' bfloat16",
-               "with noise")
+    columns = (
+        "model",
+        "dtype",
+        "TP x DP",
+        "die, CANN",
+        "NZ",
+        "also",
+        "experts by",
+        "worst",
+        "transformers' bfloat16",
+        "with noise",
+    )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as folder:
         for case in [*CASES, UNSUMMED]:
             ranks = run_case(case, make(case, Path(folder)), upstream)
-            worst, own, noisy = (max(rank[key] for rank in ranks) for key in ("worst", "own", "worst_noisy"))
+            worst, own, noisy = (
+                max(rank[key] for rank in ranks) for key in ("worst", "own", "worst_noisy")
+            )
             also = ["prefix hits"] * bool(case.shared) + ["chunked"] * case.chunked
             also += [case.quantised] * bool(case.quantised) + list(case.variables)
             methods = ranks[0]["methods"] if "moe" in case.family else []
             called |= {tuple(entry) for rank in ranks for entry in rank["called"]}
-            print(f"| {case.family} | {case.dtype} | {case.tp} x {case.dp} | {case.soc}, {case.cann} | {case.nz} | "
-                  f"{', '.join(also)} | {', '.join(methods)} | {worst:.1e} | {own:.1e} | {noisy:.1e} |", flush=True)
+            print(
+                f"| {case.family} | {case.dtype} | {case.tp} x {case.dp} | {case.soc}, "
+                f"{case.cann} | {case.nz} | {', '.join(also)} | {', '.join(methods)} | "
+                f"{worst:.1e} | {own:.1e} | {noisy:.1e} |",
+                flush=True,
+            )
     print("\n| file of vllm_ascend | functions that ran | of |\n|---|---|---|")
     for file in sorted(root.rglob("*.py")):
         name = str(file.relative_to(root))
-        functions = {min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                     for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+        functions = {
+            min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.FunctionDef)
+        }
         if functions:
-            print(f"| `{name}` | {sum((name, line) in called for line in functions)} | {len(functions)} |")
+            print(
+                f"| `{name}` | {sum((name, line) in called for line in functions)} | "
+                f"{len(functions)} |"
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Tests on the real upstream: they need its checkouts (UPSTREAM names the folder) and the environment of `make
-upstream-env`."""
+"""Tests on the real upstream: they need its checkouts (UPSTREAM names the folder) and the
+environment of `make upstream-env`.
+"""
 
 import importlib.util
 import os
@@ -23,7 +24,9 @@ def upstream() -> Path:
         pytest.fail(f"UPSTREAM={folder} has no {', '.join(missing)}")
     if importlib.util.find_spec("tensordict") is None:
         pytest.skip(
-            "not the environment of `make upstream-env`: run these tests with `UPSTREAM=DIR make test-upstream`")
+            "not the environment of `make upstream-env`: run these tests with `UPSTREAM=DIR make "
+            "test-upstream`"
+        )
     return folder
 
 
@@ -37,6 +40,10 @@ def tiny(tmp_path_factory):
     def get(family: str) -> tuple[Path, Path]:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            made[family] = make_model(family, folder / "model"), make_data(folder / "model", folder / "data")
+            made[family] = (
+                make_model(family, folder / "model"),
+                make_data(folder / "model", folder / "data"),
+            )
         return made[family]
+
     return get

@@ -2,8 +2,9 @@
 
     python local_side.py CONFIG.yaml MODEL FOLDER DTYPE
 
-CONFIG.yaml and FOLDER are a probe's (probe.py), MODEL the Hugging Face model. Written: FOLDER/local_DTYPE.pt with the
-metrics of the iteration, by name, and the gradient of every adapter in the first update, by the names of reference.py.
+CONFIG.yaml and FOLDER are a probe's (probe.py), MODEL the Hugging Face model. Written:
+FOLDER/local_DTYPE.pt with the metrics of the iteration, by name, and the gradient of every adapter
+in the first update, by the names of reference.py.
 """
 
 import sys
@@ -26,8 +27,12 @@ from mindspeed_qerl.recipe.types import Layout, Recipe
 def main(config: Path, model: str, folder: Path, dtype: str) -> None:
     torch.set_num_threads(1)
     recipe, _ = read(yaml.safe_load(config.read_text()))
-    recipe = replace(recipe, layout=Layout(world=1), model=replace(recipe.model, path=model, dtype=dtype),
-                     batch=replace(recipe.batch, micro_batch_size=8))
+    recipe = replace(
+        recipe,
+        layout=Layout(world=1),
+        model=replace(recipe.model, path=model, dtype=dtype),
+        batch=replace(recipe.batch, micro_batch_size=8),
+    )
     adapters = torch.load(folder / "full.pt", weights_only=False)["adapters"]
     dock = torch.load(folder / "experience.pt", weights_only=False)["experience"]
     trainer = TrainRank(recipe, 0, f"file://{folder}/rendezvous_{dtype}")
@@ -37,18 +42,24 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         a, b = adapters[full] if expert is None else (part[expert].T for part in adapters[full])
         layer.lora_A.data.copy_(a)
         layer.lora_B.data.copy_(b)
-    batch = build_batch([prompt.tolist() for prompt in dock["prompts"]],
-                        [response.tolist() for response in dock["responses"]],
-                        [logprobs.tolist() for logprobs in dock["rollout_log_prob"]],
-                        torch.stack([advantages[0] for advantages in dock["advantages"]]).numpy(),
-                        routes_of(dock, recipe) if recipe.algorithm.routing_replay == "rollout" else None)
+    batch = build_batch(
+        [prompt.tolist() for prompt in dock["prompts"]],
+        [response.tolist() for response in dock["responses"]],
+        [logprobs.tolist() for logprobs in dock["rollout_log_prob"]],
+        torch.stack([advantages[0] for advantages in dock["advantages"]]).numpy(),
+        routes_of(dock, recipe) if recipe.algorithm.routing_replay == "rollout" else None,
+    )
     batch.mask[[not trained.item() for trained in dock["trained"]]] = False
     gradients, step = {}, trainer.optimizer.step
 
     def keep_gradients():
         if not gradients:
-            gradients.update({name: (layer.lora_A.grad.clone(), layer.lora_B.grad.clone())
-                              for name, layer in layers.items()})
+            gradients.update(
+                {
+                    name: (layer.lora_A.grad.clone(), layer.lora_B.grad.clone())
+                    for name, layer in layers.items()
+                }
+            )
         return step()
 
     trainer.optimizer.step = keep_gradients
@@ -58,8 +69,11 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         full, expert = expert_name(name)
         if expert is None:
             whole[full] = pair
-        else:  # ours are [r, in] and [out, r] for each expert, upstream's [E, in, r] and [E, r, out]
-            for stacked, part in zip(whole.setdefault(full, tuple(map(torch.zeros_like, adapters[full]))), pair):
+        # ours are [r, in] and [out, r] for each expert, upstream's [E, in, r] and [E, r, out]
+        else:
+            for stacked, part in zip(
+                whole.setdefault(full, tuple(map(torch.zeros_like, adapters[full]))), pair
+            ):
                 stacked[expert] = part.T
     torch.save({"metrics": metrics, "gradients": whole}, folder / f"local_{dtype}.pt")
 
@@ -67,8 +81,12 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
 def routes_of(dock: dict, recipe: Recipe) -> list[np.ndarray]:
     """Of each answer [length - 1, layers, top_k]."""
     routers = read_shape(recipe.model.path).routers
-    return [np.frombuffer(row.numpy()[3:].tobytes(), np.uint8)[: row[:3].prod()].reshape(
-        -1, len(routers.layers), routers.top_k) for row in dock["routes"]]
+    return [
+        np.frombuffer(row.numpy()[3:].tobytes(), np.uint8)[: row[:3].prod()].reshape(
+            -1, len(routers.layers), routers.top_k
+        )
+        for row in dock["routes"]
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A run whose weight sync loses one LoRA target; test_rehearsal.py sees it stopped.
 
-    python lying_sync.py CONFIG.yaml
+python lying_sync.py CONFIG.yaml
 """
 
 import sys
@@ -28,10 +28,13 @@ def load_with_a_lie(recipe, observer):
 
             merged = MergedWeights.__getitem__
             MergedWeights.__getitem__ = lambda weights, name: (
-                dict.__getitem__(weights, name) if "linear_proj" in name else merged(weights, name))
+                dict.__getitem__(weights, name) if "linear_proj" in name else merged(weights, name)
+            )
             return super()._build_sharding_manager()
 
-    launcher.resource_mapping[LyingWorker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
+    launcher.resource_mapping[LyingWorker.__ray_actor_class__.__name__] = lambda config: (
+        config.actor_resource
+    )
     module.IntegratedWorker = LyingWorker
     return module
 

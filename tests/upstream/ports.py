@@ -24,14 +24,19 @@ def server_info(ports):
 
 
 def start_pair(server_class, ports):
-    """A server that sends one tensor to its client; what arrives. The addresses go through a queue instead of
-    torch.distributed."""
+    """A server that sends one tensor to its client; what arrives. The addresses go through a queue
+    instead of torch.distributed.
+    """
     addresses, failures = queue.Queue(), []
 
     class Server(server_class):
         def broadcast_server_info(self):
-            addresses.put({name: getattr(self.server_info, name) for name in (
-                "ip_addr", "register_port", "publisher_port", "reliability_port")})
+            addresses.put(
+                {
+                    name: getattr(self.server_info, name)
+                    for name in ("ip_addr", "register_port", "publisher_port", "reliability_port")
+                }
+            )
 
     class Client(ZmqClient):
         def wait_server_broadcast(self):
@@ -39,7 +44,9 @@ def start_pair(server_class, ports):
 
     def serve():
         try:
-            Server(server_info(ports), None).dispatch_transfer_docker_data({"answers": torch.arange(5)})
+            Server(server_info(ports), None).dispatch_transfer_docker_data(
+                {"answers": torch.arange(5)}
+            )
         except (AttributeError, TypeError, TimeoutError, zmq.ZMQError) as error:
             failures.append(error)
             addresses.put(None)
@@ -74,13 +81,26 @@ def error_of(start, *arguments):
         return f"{type(error).__name__}: {error}"
 
 
-with ThreadPoolExecutor(50) as pool:  # a message that comes before its subscription is sent again after a second
-    arrived = list(pool.map(lambda _: error_of(start_pair, BoundZmqServer, drawn_ports()), range(int(sys.argv[1]))))
+with ThreadPoolExecutor(
+    50
+) as pool:  # a message that comes before its subscription is sent again after a second
+    arrived = list(
+        pool.map(
+            lambda _: error_of(start_pair, BoundZmqServer, drawn_ports()), range(int(sys.argv[1]))
+        )
+    )
 ports = drawn_ports()
 with socket.socket() as taken:
-    taken.bind(("127.0.0.1", ports[1]))  # the first that is bound; with another one upstream waits for ever
-    ZmqServer.broadcast_server_info = lambda self: None  # by itself: a client would wait for it for ever
-    of_upstream, ours = error_of(ZmqServer, server_info(ports), None), error_of(start_pair, BoundZmqServer, ports)
+    taken.bind(
+        ("127.0.0.1", ports[1])
+    )  # the first that is bound; with another one upstream waits for ever
+    ZmqServer.broadcast_server_info = lambda self: (
+        None
+    )  # by itself: a client would wait for it for ever
+    of_upstream, ours = (
+        error_of(ZmqServer, server_info(ports), None),
+        error_of(start_pair, BoundZmqServer, ports),
+    )
 elsewhere = server_info(drawn_ports())
 elsewhere.ip_addr = "203.0.113.1"
 interfaces = []
@@ -89,5 +109,15 @@ for address, variable in (("203.0.113.1", ""), ("127.0.0.1", ""), ("127.0.0.1", 
     ray.util.get_node_ip_address = lambda address=address: address
     install_address()
     interfaces.append(os.environ.pop("GLOO_SOCKET_IFNAME", None))
-print("RESULT", json.dumps({"arrived": arrived, "upstream": of_upstream, "ours": ours, "interfaces": interfaces,
-                            "elsewhere": error_of(BoundZmqServer, elsewhere, None)}))
+print(
+    "RESULT",
+    json.dumps(
+        {
+            "arrived": arrived,
+            "upstream": of_upstream,
+            "ours": ours,
+            "interfaces": interfaces,
+            "elsewhere": error_of(BoundZmqServer, elsewhere, None),
+        }
+    ),
+)

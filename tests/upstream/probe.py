@@ -1,11 +1,12 @@
-"""One iteration of the real engine on given weights, with everything of interest written to a folder.
+"""One iteration of the real engine on given weights, with everything of interest written to a
+folder.
 
     python probe.py CONFIG.yaml FOLDER
 
-FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the rank's place, its
-training weights, vLLM's weights after a sync with zero adapters, with the given ones and with noise, and the gradients
-of the update, what each of some cycles of waking up and falling asleep left; experience.pt with the transfer dock's
-content at the end of the iteration.
+FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the
+rank's place, its training weights, vLLM's weights after a sync with zero adapters, with the given
+ones and with noise, and the gradients of the update, what each of some cycles of waking up and
+falling asleep left; experience.pt with the transfer dock's content at the end of the iteration.
 """
 
 import sys
@@ -18,7 +19,9 @@ FOLDER = Path(sys.argv[2])
 
 
 def probe_classes():
-    """Our worker and trainer with a few more methods; they must be made after upstream can be imported."""
+    """Our worker and trainer with a few more methods; they must be made after upstream can be
+    imported.
+    """
     import ray
     from reference import Place, shard
 
@@ -35,10 +38,16 @@ def probe_classes():
 
         def _place(self):
             state = self.parallel_state
-            layers = self.megatron_config.num_layers // self.megatron_config.pipeline_model_parallel_size
-            return Place(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size(),
-                         state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size(),
-                         layers * state.get_pipeline_model_parallel_rank())
+            layers = (
+                self.megatron_config.num_layers // self.megatron_config.pipeline_model_parallel_size
+            )
+            return Place(
+                state.get_tensor_model_parallel_rank(),
+                state.get_tensor_model_parallel_world_size(),
+                state.get_expert_model_parallel_rank(),
+                state.get_expert_model_parallel_world_size(),
+                layers * state.get_pipeline_model_parallel_rank(),
+            )
 
         def load(self, folder, zero):
             content = torch.load(folder / "full.pt", weights_only=False)
@@ -52,30 +61,57 @@ def probe_classes():
         def synced(self, noise_step):
             self.inference_model.noise_step = noise_step
             self.sharding_manager.enter_infer_mode()
-            weights = {name: parameter.detach().clone()
-                       for name, parameter in self.inference_model.model.named_parameters()}
+            weights = {
+                name: parameter.detach().clone()
+                for name, parameter in self.inference_model.model.named_parameters()
+            }
             self.sharding_manager.exit_infer_mode()
             self.actor_offloader.onload_param()
             return weights
 
         def cycle(self, noise_step):
-            """As between two steps: training weights out, vLLM's in, greedy answers with that noise, vLLM's out, and
-            training's in again; what held memory while vLLM slept, and while it was awake."""
-            rollout, worker = self.inference_model, self.inference_model.llm.llm_engine.model_executor.driver_worker
+            """As between two steps: training weights out, vLLM's in, greedy answers with that
+            noise, vLLM's out, and training's in again; what held memory while vLLM slept, and while
+            it was awake.
+            """
+            rollout, worker = (
+                self.inference_model,
+                self.inference_model.llm.llm_engine.model_executor.driver_worker,
+            )
             rollout.noise_step = noise_step
             self.sharding_manager.enter_infer_mode()
-            held = [parameter.untyped_storage().size() for parameter in self._parameters().values()
-                    if parameter.requires_grad]
+            held = [
+                parameter.untyped_storage().size()
+                for parameter in self._parameters().values()
+                if parameter.requires_grad
+            ]
             groups = rollout.sample([[5, 6, 7, 8], [9, 10, 11]], n=1, temperature=0.0, max_tokens=5)
             self.sharding_manager.exit_infer_mode()
-            weights, container = dict(rollout.model.named_parameters()), self.sharding_manager.vllm_weight_container
+            weights, container = (
+                dict(rollout.model.named_parameters()),
+                self.sharding_manager.vllm_weight_container,
+            )
             found = {
-                "answers": [(list(answer.token_ids), [of_token[token].logprob for token, of_token in
-                                                      zip(answer.token_ids, answer.logprobs)]) for [answer] in groups],
-                "training_held": held, "caches": len(worker.worker.model_runner.kv_caches),
+                "answers": [
+                    (
+                        list(answer.token_ids),
+                        [
+                            of_token[token].logprob
+                            for token, of_token in zip(answer.token_ids, answer.logprobs)
+                        ],
+                    )
+                    for [answer] in groups
+                ],
+                "training_held": held,
+                "caches": len(worker.worker.model_runner.kv_caches),
                 "buffers": [buffer.memory_buffers for buffer in container.weight_buffers],
-                "asleep": {name for name, parameter in weights.items()
-                           if parameter.data_ptr() == rollout.cpu_model[name].data_ptr()}, "all": set(weights)}
+                "asleep": {
+                    name
+                    for name, parameter in weights.items()
+                    if parameter.data_ptr() == rollout.cpu_model[name].data_ptr()
+                },
+                "all": set(weights),
+            }
             self.actor_offloader.onload_param()
             return found
 
@@ -85,38 +121,72 @@ def probe_classes():
             self.load(folder, zero=True)
             self.seen["vllm_zero"] = self.synced(None)
             self.load(folder, zero=False)
-            self.seen["train"] = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+            self.seen["train"] = {
+                name: parameter.detach().clone() for name, parameter in self._parameters().items()
+            }
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
-            self.seen["cycles"] = {name: self.cycle(step) for name, step in (
-                ("clean", None), ("noisy", 1), ("clean again", None), ("other noise", 2), ("noisy again", 1))}
-            self.seen["train_after"] = {name: parameter.detach().clone()
-                                        for name, parameter in self._parameters().items()}
-            apply = self.inference_model.injector.apply  # the noise of step 1, where it is on: the policy that samples
-            self.inference_model.injector.apply = lambda step: apply(step + 1)  # is not the one that is trained
+            self.seen["cycles"] = {
+                name: self.cycle(step)
+                for name, step in (
+                    ("clean", None),
+                    ("noisy", 1),
+                    ("clean again", None),
+                    ("other noise", 2),
+                    ("noisy again", 1),
+                )
+            }
+            self.seen["train_after"] = {
+                name: parameter.detach().clone() for name, parameter in self._parameters().items()
+            }
+            apply = (
+                self.inference_model.injector.apply
+            )  # the noise of step 1, where it is on: the policy that samples
+            self.inference_model.injector.apply = lambda step: apply(
+                step + 1
+            )  # is not the one that is trained
             self.seen["rollouts"] = []
             rollout, sample = self.inference_model, self.inference_model.sample
 
             def keep_rollouts(prompts, **options):
                 groups = sample(prompts, **options)
                 if rollout.seed_of[0] == "rollout":
-                    self.seen["rollouts"] += zip(prompts, [[(list(answer.token_ids), [
-                        of_token[token].logprob for token, of_token in zip(answer.token_ids, answer.logprobs)])
-                        for answer in group] for group in groups], [
-                            [getattr(answer, "routes", None) for answer in group] for group in groups])
+                    self.seen["rollouts"] += zip(
+                        prompts,
+                        [
+                            [
+                                (
+                                    list(answer.token_ids),
+                                    [
+                                        of_token[token].logprob
+                                        for token, of_token in zip(
+                                            answer.token_ids, answer.logprobs
+                                        )
+                                    ],
+                                )
+                                for answer in group
+                            ]
+                            for group in groups
+                        ],
+                        [[getattr(answer, "routes", None) for answer in group] for group in groups],
+                    )
                 return groups
+
             rollout.sample = keep_rollouts
             step = self.optimizer.step
 
             def keep_gradients():
-                gradients = {name: parameter.main_grad.detach().clone()
-                             for name, parameter in self._parameters().items()
-                             if parameter.requires_grad}
+                gradients = {
+                    name: parameter.main_grad.detach().clone()
+                    for name, parameter in self._parameters().items()
+                    if parameter.requires_grad
+                }
                 result = step()
                 # of the first update, when the policy is still the old one
                 self.seen.setdefault("gradients", gradients)
                 self.seen.setdefault("grad_norm", result[1])
                 return result
+
             self.optimizer.step = keep_gradients
 
         def save_seen(self, folder):
@@ -124,12 +194,17 @@ def probe_classes():
 
     class ProbeTrainer(QeRLTrainer):
         def fit(self, data_iters):
-            self.observer.checks.check = lambda *_: []  # the first step has no noise by its schedule
+            self.observer.checks.check = (
+                lambda *_: []
+            )  # the first step has no noise by its schedule
             self.actor_worker.execute_sync_command("look", FOLDER)
             super().fit(data_iters)
 
         def log_metrics(self, metrics, iteration):
-            torch.save({"metrics": metrics, "experience": self.data_strategy.experience}, FOLDER / "experience.pt")
+            torch.save(
+                {"metrics": metrics, "experience": self.data_strategy.experience},
+                FOLDER / "experience.pt",
+            )
             self.actor_worker.execute_sync_command("save_seen", FOLDER)
             super().log_metrics(metrics, iteration)
 
@@ -137,7 +212,9 @@ def probe_classes():
 
 
 def main(classes) -> int:
-    """The run of the config that the command names, with the worker and the trainer that ``classes()`` makes."""
+    """The run of the config that the command names, with the worker and the trainer that
+    ``classes()`` makes.
+    """
     from functools import partial
 
     from mindspeed_qerl import train
@@ -150,7 +227,9 @@ def main(classes) -> int:
         from mindspeed_rl.workers.scheduler import launcher
 
         worker, trainer = classes()
-        launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: config.actor_resource
+        launcher.resource_mapping[worker.__ray_actor_class__.__name__] = lambda config: (
+            config.actor_resource
+        )
         module.IntegratedWorker, module.RayGRPOTrainer = worker, partial(trainer, observer=observer)
         return module
 

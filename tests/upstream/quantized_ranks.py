@@ -1,8 +1,9 @@
-"""Quantised weights in the real vllm-ascend on emulated NPUs, as a process of its own for each rank; the arguments are
-those of ascend_rollout.py, whose cases, prompts and answers these are.
+"""Quantised weights in the real vllm-ascend on emulated NPUs, as a process of its own for each
+rank; the arguments are those of ascend_rollout.py, whose cases, prompts and answers these are.
 
-Each format in turn, on the weights of the model's files: the parts of all ranks put together beside the format of the
-whole tensors in the files; log-probs beside transformers with those; and what `unlike` says of planted faults.
+Each format in turn, on the weights of the model's files: the parts of all ranks put together beside
+the format of the whole tensors in the files; log-probs beside transformers with those; and what
+`unlike` says of planted faults.
 """
 
 import json
@@ -32,15 +33,22 @@ def rounded_twin(folder: str, dtype: torch.dtype, format: str, tp: int) -> torch
 
     from mindspeed_qerl.quantization.formats import FORMATS
 
-    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    twin = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
     for name, weight in linears(dict(twin.named_parameters())).items():
         if format == INT8:
             scale = weight.detach().float().abs().amax(1, keepdim=True) / 127
             module = twin.get_submodule(name.removesuffix(".weight"))
             integers = (weight.detach().float() / scale).round()
-            twin.set_submodule(name.removesuffix(".weight"), w8a8.Linear(
-                {"weight": integers, "weight_scale": scale}, None if module.bias is None else module.bias.double(),
-                tp if name.endswith(BY_INPUT) else 1))
+            twin.set_submodule(
+                name.removesuffix(".weight"),
+                w8a8.Linear(
+                    {"weight": integers, "weight_scale": scale},
+                    None if module.bias is None else module.bias.double(),
+                    tp if name.endswith(BY_INPUT) else 1,
+                ),
+            )
         elif format:
             weight.data.copy_(FORMATS[format].weight(weight.detach().bfloat16()).bfloat16())
     return twin
@@ -51,27 +59,41 @@ def by_twin(twin: torch.nn.Module, found: list, case: Case, replica: int) -> lis
     scored = []
     for ids, (tokens, _) in zip(prompts(case, replica), found):
         with torch.no_grad():
-            of_tokens = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
+            of_tokens = (
+                twin(torch.tensor([ids + tokens]))
+                .logits[0, len(ids) - 1 : -1]
+                .float()
+                .log_softmax(-1)
+            )
         scored.append((tokens, of_tokens.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()))
     return scored
 
 
 def distance(found: list, other: list) -> list[float]:
     """Of the log-probs of the same tokens."""
-    return [abs(ours - theirs) for (_, of_ours), (_, of_theirs) in zip(found, other, strict=True)
-            for ours, theirs in zip(of_ours, of_theirs, strict=True)]
+    return [
+        abs(ours - theirs)
+        for (_, of_ours), (_, of_theirs) in zip(found, other, strict=True)
+        for ours, theirs in zip(of_ours, of_theirs, strict=True)
+    ]
 
 
 def of_layers(layers, methods: dict) -> dict[str, list[float]]:
-    """The share of each layer's outputs, on random tokens, that are the formula's of its int8 weights to the last bit
-    of bfloat16, and the same of the layer with its own method. (Where an input is a tie, which half of amax is, the
-    float32 and the float64 of the scale decide, and a token's outputs move.)"""
+    """The share of each layer's outputs, on random tokens, that are the formula's of its int8
+    weights to the last bit of bfloat16, and the same of the layer with its own method. (Where an
+    input is a tie, which half of amax is, the float32 and the float64 of the scale decide, and a
+    token's outputs move.)
+    """
     found: dict[str, list[float]] = {"of_layers": [], "of_layers_unquantised": []}
     for _, layer, weights in layers:
-        x = torch.randn(7, layer.weight.shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
+        x = torch.randn(
+            7, layer.weight.shape[1], generator=torch.Generator().manual_seed(3)
+        ).bfloat16()
         method, bias = layer.quant_method, layer.bias
         integers, scale = method.copy.weight.t(), method.copy.weight_scale[:, None]
-        expected = w8a8.Linear({"weight": integers, "weight_scale": scale}, None if bias is None else bias.double())(x)
+        expected = w8a8.Linear(
+            {"weight": integers, "weight_scale": scale}, None if bias is None else bias.double()
+        )(x)
         for key, of_method in (("of_layers", method), ("of_layers_unquantised", methods[layer])):
             found[key].append((of_method.apply(layer, x, bias) == expected).float().mean().item())
     return found
@@ -85,7 +107,9 @@ def together(parts: dict[str, torch.Tensor], tp: int) -> dict[str, torch.Tensor]
     for name in {name for of_rank in of_ranks for name in of_rank}:
         holders = [of_rank[name] for of_rank in of_ranks if name in of_rank]
         dim = int(f"{name}.weight".endswith(BY_INPUT))
-        found[f"{name}.weight"] = holders[0] if ".experts." in name else torch.cat(holders[:tp], dim)
+        found[f"{name}.weight"] = (
+            holders[0] if ".experts." in name else torch.cat(holders[:tp], dim)
+        )
     return found
 
 
@@ -97,16 +121,30 @@ def main(case: Case, folder: str, results: Path) -> None:
     from vllm import LLM
 
     from mindspeed_qerl.ascend.proof import held_layers, held_weights
-    from mindspeed_qerl.ascend.quantized import Int8Linear, QuantizedModel, _set_method, used_weights
+    from mindspeed_qerl.ascend.quantized import (
+        Int8Linear,
+        QuantizedModel,
+        _set_method,
+        used_weights,
+    )
     from mindspeed_qerl.quantization.formats import FORMATS
     from mindspeed_qerl.quantization.weights import weight_errors
     from mindspeed_qerl.recipe.types import Quantization
 
-    engine = LLM(folder, dtype=case.dtype, enforce_eager=True, max_model_len=1200, max_num_seqs=4, seed=0,
-                 skip_tokenizer_init=True, gpu_memory_utilization=0.3,
-                 distributed_executor_backend="external_launcher",
-                 enable_expert_parallel="moe" in case.family, tensor_parallel_size=case.tp,
-                 additional_config={"ascend_scheduler_config": {"enabled": True}})
+    engine = LLM(
+        folder,
+        dtype=case.dtype,
+        enforce_eager=True,
+        max_model_len=1200,
+        max_num_seqs=4,
+        seed=0,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.3,
+        distributed_executor_backend="external_launcher",
+        enable_expert_parallel="moe" in case.family,
+        tensor_parallel_size=case.tp,
+        additional_config={"ascend_scheduler_config": {"enabled": True}},
+    )
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     files = linears(load_file(Path(folder) / "model.safetensors"))
     synced = {name: weight.clone() for name, weight in held_weights(model)}
@@ -119,9 +157,17 @@ def main(case: Case, folder: str, results: Path) -> None:
         quantized.quantize()
         engine.reset_prefix_cache()
         found = ask()[0]
-        exact, half = (by_twin(twin(dtype, format), found, case, replica) for dtype in (torch.float32, torch.bfloat16))
-        whole = linears(together({name: weight.clone() for name, weight in used_weights(model)}, case.tp))
-        expected = {name: FORMATS[format].weight(weight).to(whole[name].dtype) for name, weight in files.items()}
+        exact, half = (
+            by_twin(twin(dtype, format), found, case, replica)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        whole = linears(
+            together({name: weight.clone() for name, weight in used_weights(model)}, case.tp)
+        )
+        expected = {
+            name: FORMATS[format].weight(weight).to(whole[name].dtype)
+            for name, weight in files.items()
+        }
         squares = [None] * dist.get_world_size()
         dist.all_gather_object(squares, quantized.squares)
         parts = {key: value for of_rank in squares for key, value in of_rank.items()}
@@ -133,8 +179,11 @@ def main(case: Case, folder: str, results: Path) -> None:
             "unmatched": distance(found, by_twin(unrounded, found, case, replica)),
             "errors": weight_errors((name, value) for (name, _), value in parts.items()),
             "unlike": quantized.unlike(synced),
-            "int8_layers": sum(isinstance(getattr(module, "quant_method", None), Int8Linear)
-                               for module in model.modules())}
+            "int8_layers": sum(
+                isinstance(getattr(module, "quant_method", None), Int8Linear)
+                for module in model.modules()
+            ),
+        }
         if format == INT8:
             of_report |= of_layers(held_layers(model), quantized._methods)
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method

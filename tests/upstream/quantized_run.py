@@ -1,11 +1,11 @@
-"""A run of the real engine with quantised rollouts that says what each of its samples was drawn by, or with a planted
-fault.
+"""A run of the real engine with quantised rollouts that says what each of its samples was drawn by,
+or with a planted fault.
 
     python quantized_run.py CONFIG.yaml FOLDER [FAULT]
 
-FOLDER/rank{r}.jsonl has a line for each time that this rank asked vLLM: what for, at which step, the most magnitudes
-that 16 inputs of a weight have, and how many layers multiply int8. FAULT: "weight", one weight is left as it was
-synced; "layer", one layer is left on its own method.
+FOLDER/rank{r}.jsonl has a line for each time that this rank asked vLLM: what for, at which step,
+the most magnitudes that 16 inputs of a weight have, and how many layers multiply int8. FAULT:
+"weight", one weight is left as it was synced; "layer", one layer is left on its own method.
 """
 
 import json
@@ -19,7 +19,9 @@ FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
 
 def magnitudes(model) -> int:
     """Of 16 inputs of a row, at most: 8 of E2M1 with one scale."""
-    blocks = model.model.layers[1].self_attn.o_proj.weight.abs().unflatten(-1, (-1, 16)).flatten(0, 1)
+    blocks = (
+        model.model.layers[1].self_attn.o_proj.weight.abs().unflatten(-1, (-1, 16)).flatten(0, 1)
+    )
     return max(len(block.unique()) for block in blocks)
 
 
@@ -37,11 +39,23 @@ def quantized_classes():
             sample, quantize, model = rollout.sample, rollout.quantized.quantize, rollout.model
 
             def told(prompts, **options):
-                int8 = sum(isinstance(getattr(module, "quant_method", None), Int8Linear) for module in model.modules())
+                int8 = sum(
+                    isinstance(getattr(module, "quant_method", None), Int8Linear)
+                    for module in model.modules()
+                )
                 purpose, step = rollout.seed_of
                 with open(Path(FOLDER) / f"rank{self._rank}.jsonl", "a") as file:
-                    file.write(json.dumps({"purpose": purpose, "step": step, "magnitudes": magnitudes(model),
-                                           "int8_layers": int8}) + "\n")
+                    file.write(
+                        json.dumps(
+                            {
+                                "purpose": purpose,
+                                "step": step,
+                                "magnitudes": magnitudes(model),
+                                "int8_layers": int8,
+                            }
+                        )
+                        + "\n"
+                    )
                 return sample(prompts, **options)
 
             def faulty():

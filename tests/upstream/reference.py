@@ -1,12 +1,14 @@
-"""An independent view of the tiny models: unsharded training weights made from the Hugging Face model, their shards by
-rank, and the model with adapters in float32 by transformers.
+"""An independent view of the tiny models: unsharded training weights made from the Hugging Face
+model, their shards by rank, and the model with adapters in float32 by transformers.
 
-"Full" tensors are those of Megatron with all parallel sizes at 1, by the training name with the global layer number:
-    decoder.layers.1.self_attention.linear_qkv.weight   rows grouped by key/value head: its queries, its key, its value
-    decoder.layers.1.mlp.linear_fc1.weight              gate rows above up rows
-    decoder.layers.1.mlp.experts.weight1                [E, h, 2f], gate left of up; weight2 [E, f, h]
-Adapters: full name of the adapted weight -> (A, B) with delta = scaling B A for linears (A [r, in], B [out, r]) and,
-for experts, delta = scaling A B per expert (A [E, in, r], B [E, r, out]).
+"Full" tensors are those of Megatron with all parallel sizes at 1, by the training name with the
+global layer number:
+    decoder.layers.1.self_attention.linear_qkv.weight   rows grouped by key/value head: its queries,
+    its key, its value decoder.layers.1.mlp.linear_fc1.weight              gate rows above up rows
+    decoder.layers.1.mlp.experts.weight1                [E, h, 2f], gate left of up; weight2 [E, f,
+    h]
+Adapters: full name of the adapted weight -> (A, B) with delta = scaling B A for linears (A [r, in],
+B [out, r]) and, for experts, delta = scaling A B per expert (A [E, in, r], B [E, r, out]).
 """
 
 import re
@@ -44,38 +46,60 @@ def full_weights(model) -> dict[str, torch.Tensor]:
     full["output_layer.weight"] = hf["lm_head.weight"]
 
     def interleave(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+        return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(
+            0, 1
+        )
 
     for i in range(config.num_hidden_layers):
         source, target = f"model.layers.{i}.", f"decoder.layers.{i}."
         for kind in ("weight", "bias"):
             if f"{source}self_attn.q_proj.{kind}" in hf:
                 full[f"{target}self_attention.linear_qkv.{kind}"] = interleave(
-                    [hf[f"{source}self_attn.{p}_proj.{kind}"] for p in "qkv"])
-        names = {"self_attn.o_proj": "self_attention.linear_proj", "input_layernorm": "input_layernorm",
-                 "post_attention_layernorm": "pre_mlp_layernorm", "self_attn.q_norm": "self_attention.q_layernorm",
-                 "self_attn.k_norm": "self_attention.k_layernorm", "mlp.down_proj": "mlp.linear_fc2",
-                 "mlp.gate": "mlp.router",
-                 "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2"}
+                    [hf[f"{source}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+                )
+        names = {
+            "self_attn.o_proj": "self_attention.linear_proj",
+            "input_layernorm": "input_layernorm",
+            "post_attention_layernorm": "pre_mlp_layernorm",
+            "self_attn.q_norm": "self_attention.q_layernorm",
+            "self_attn.k_norm": "self_attention.k_layernorm",
+            "mlp.down_proj": "mlp.linear_fc2",
+            "mlp.gate": "mlp.router",
+            "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
+        }
         for ours, theirs in names.items():
             if f"{source}{ours}.weight" in hf:
                 full[f"{target}{theirs}.weight"] = hf[f"{source}{ours}.weight"]
-        for ours, theirs in {"mlp": "mlp.linear_fc1", "mlp.shared_expert": "mlp.shared_experts.linear_fc1"}.items():
+        for ours, theirs in {
+            "mlp": "mlp.linear_fc1",
+            "mlp.shared_expert": "mlp.shared_experts.linear_fc1",
+        }.items():
             if f"{source}{ours}.gate_proj.weight" in hf:
-                full[f"{target}{theirs}.weight"] = torch.cat([hf[f"{source}{ours}.{p}_proj.weight"]
-                                                              for p in ("gate", "up")])
+                full[f"{target}{theirs}.weight"] = torch.cat(
+                    [hf[f"{source}{ours}.{p}_proj.weight"] for p in ("gate", "up")]
+                )
         if f"{source}mlp.shared_expert_gate.weight" in hf:
-            full[f"{target}mlp.shared_experts.gate_weight"] = hf[f"{source}mlp.shared_expert_gate.weight"]
+            full[f"{target}mlp.shared_experts.gate_weight"] = hf[
+                f"{source}mlp.shared_expert_gate.weight"
+            ]
         if f"{source}mlp.experts.0.gate_proj.weight" in hf:
-            experts = [{p: hf[f"{source}mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
-                       for e in range(config.num_experts)]
-            full[f"{target}mlp.experts.weight1"] = torch.stack([torch.cat([e["gate"], e["up"]]).t() for e in experts])
+            experts = [
+                {p: hf[f"{source}mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
+                for e in range(config.num_experts)
+            ]
+            full[f"{target}mlp.experts.weight1"] = torch.stack(
+                [torch.cat([e["gate"], e["up"]]).t() for e in experts]
+            )
             full[f"{target}mlp.experts.weight2"] = torch.stack([e["down"].t() for e in experts])
     return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
-def random_adapters(full: dict[str, torch.Tensor], zero: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """float32 adapters of bfloat16 values on all four targets; with `zero` B is zero, as at the start of training."""
+def random_adapters(
+    full: dict[str, torch.Tensor], zero: bool = False
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """float32 adapters of bfloat16 values on all four targets; with `zero` B is zero, as at the
+    start of training.
+    """
     generator, adapters = torch.Generator().manual_seed(5), {}
 
     def draw(*shape: int) -> torch.Tensor:
@@ -97,19 +121,23 @@ def delta(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def to_hf(full: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
     """The inverse of `full_weights`, differentiable."""
-    hf = {"model.embed_tokens.weight": full["embedding.word_embeddings.weight"],
-          "model.norm.weight": full["decoder.final_layernorm.weight"],
-          "lm_head.weight": full["output_layer.weight"]}
+    hf = {
+        "model.embed_tokens.weight": full["embedding.word_embeddings.weight"],
+        "model.norm.weight": full["decoder.final_layernorm.weight"],
+        "lm_head.weight": full["output_layer.weight"],
+    }
     groups, heads = config.num_key_value_heads, config.num_attention_heads
-    names = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-             "input_layernorm.weight": "input_layernorm.weight",
-             "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-             "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-             "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-             "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-             "mlp.router.weight": "mlp.gate.weight",
-             "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
-             "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight"}
+    names = {
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    }
     for name, tensor in full.items():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if not match:
@@ -124,13 +152,21 @@ def to_hf(full: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
                 hf[f"{layer}self_attn.{part}_proj.{kind}"] = rows.reshape(-1, *tensor.shape[1:])
         elif rest.endswith("linear_fc1.weight"):
             module = "mlp.shared_expert" if "shared" in rest else "mlp"
-            hf[f"{layer}{module}.gate_proj.weight"], hf[f"{layer}{module}.up_proj.weight"] = tensor.chunk(2)
+            hf[f"{layer}{module}.gate_proj.weight"], hf[f"{layer}{module}.up_proj.weight"] = (
+                tensor.chunk(2)
+            )
         elif rest == "mlp.experts.weight1":
             for e, weight in enumerate(tensor):
                 gate, up = weight.t().chunk(2)
-                hf[f"{layer}mlp.experts.{e}.gate_proj.weight"], hf[f"{layer}mlp.experts.{e}.up_proj.weight"] = gate, up
+                (
+                    hf[f"{layer}mlp.experts.{e}.gate_proj.weight"],
+                    hf[f"{layer}mlp.experts.{e}.up_proj.weight"],
+                ) = gate, up
         elif rest == "mlp.experts.weight2":
-            hf |= {f"{layer}mlp.experts.{e}.down_proj.weight": weight.t() for e, weight in enumerate(tensor)}
+            hf |= {
+                f"{layer}mlp.experts.{e}.down_proj.weight": weight.t()
+                for e, weight in enumerate(tensor)
+            }
         else:
             raise AssertionError(f"{name} has no place in the Hugging Face model")
     return hf
@@ -138,8 +174,10 @@ def to_hf(full: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
 
 def with_adapters(full: dict[str, torch.Tensor], adapters: dict) -> dict[str, torch.Tensor]:
     """Full float32 weights, adapters merged."""
-    return {name: weight.float() + (delta(name, *adapters[name]) if name in adapters else 0)
-            for name, weight in full.items()}
+    return {
+        name: weight.float() + (delta(name, *adapters[name]) if name in adapters else 0)
+        for name, weight in full.items()
+    }
 
 
 def _tp_share(tensor: torch.Tensor, dim: int, place: Place, gated: bool = False) -> torch.Tensor:
@@ -149,21 +187,35 @@ def _tp_share(tensor: torch.Tensor, dim: int, place: Place, gated: bool = False)
 
 
 def _experts(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """This rank's whole experts, counted over expert ranks first and tensor ranks within them (moe_tp_extend_ep)."""
+    """This rank's whole experts, counted over expert ranks first and tensor ranks within them
+    (moe_tp_extend_ep).
+    """
     return tensor.chunk(place.ep_size * place.tp_size)[place.ep * place.tp_size + place.tp]
 
 
-def shard(training_name: str, full: dict[str, torch.Tensor], adapters: dict, place: Place) -> torch.Tensor:
-    """What the rank at `place` must hold under `training_name` (its own layer numbers, `.base_layer` and LoRA names as
-    PEFT makes them)."""
-    name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + place.first_layer}.", training_name)
+def shard(
+    training_name: str, full: dict[str, torch.Tensor], adapters: dict, place: Place
+) -> torch.Tensor:
+    """What the rank at `place` must hold under `training_name` (its own layer numbers,
+    `.base_layer` and LoRA names as PEFT makes them).
+    """
+    name = re.sub(
+        r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + place.first_layer}.", training_name
+    )
     if match := re.match(r"(.*\.experts\.weight([12]))_lora_([ab])$", name):
         part = _experts(adapters[match[1]][match[3] == "b"], place)
-        flat = {("1", "a"): (part.shape[1], -1), ("1", "b"): (R, -1), ("2", "a"): (-1, R),
-                ("2", "b"): (-1, part.shape[2])}
+        flat = {
+            ("1", "a"): (part.shape[1], -1),
+            ("1", "b"): (R, -1),
+            ("2", "a"): (-1, R),
+            ("2", "b"): (-1, part.shape[2]),
+        }
         return part.reshape(flat[match[2], match[3]])
     if match := re.match(r"(.*)\.lora_([AB])\.default\.weight$", name):
-        tensor, linear = adapters[f"{match[1]}.weight"][match[2] == "B"], match[1].rpartition(".")[2]
+        tensor, linear = (
+            adapters[f"{match[1]}.weight"][match[2] == "B"],
+            match[1].rpartition(".")[2],
+        )
         if linear in COLUMN and match[2] == "B":
             return _tp_share(tensor, 0, place, gated=linear == "linear_fc1")
         return _tp_share(tensor, 1, place) if linear in ROW and match[2] == "A" else tensor
@@ -171,25 +223,40 @@ def shard(training_name: str, full: dict[str, torch.Tensor], adapters: dict, pla
     tensor = full[name]
     if "experts.weight" in name:
         part = _experts(tensor, place)
-        return part.reshape(part.shape[1], -1) if name.endswith("1") else part.reshape(-1, part.shape[2])
+        return (
+            part.reshape(part.shape[1], -1)
+            if name.endswith("1")
+            else part.reshape(-1, part.shape[2])
+        )
     owner = name.split(".")[-2]
     if name in VOCABULARY or owner in COLUMN:
         return _tp_share(tensor, 0, place, gated=owner == "linear_fc1")
     return _tp_share(tensor, 1, place) if owner in ROW else tensor
 
 
-def vllm_shard(name: str, hf: dict[str, torch.Tensor], tp: int, tp_size: int, experts: range) -> torch.Tensor:
-    """What vLLM's rank must hold: query, key and value (gate and up) stacked, each split over the tensor ranks; whole
-    experts [in, out]."""
+def vllm_shard(
+    name: str, hf: dict[str, torch.Tensor], tp: int, tp_size: int, experts: range
+) -> torch.Tensor:
+    """What vLLM's rank must hold: query, key and value (gate and up) stacked, each split over the
+    tensor ranks; whole experts [in, out].
+    """
+
     def split(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.chunk(tp_size, dim)[tp]
 
     prefix, _, rest = name.partition(".mlp.experts.")
     if rest:
         parts = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}[rest]
-        return torch.stack([torch.cat([hf[f"{prefix}.mlp.experts.{e}.{part}.weight"] for part in parts]).t()
-                            for e in experts])
-    for fused, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+        return torch.stack(
+            [
+                torch.cat([hf[f"{prefix}.mlp.experts.{e}.{part}.weight"] for part in parts]).t()
+                for e in experts
+            ]
+        )
+    for fused, parts in {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }.items():
         if fused in name:
             return torch.cat([split(hf[name.replace(fused, part)], 0) for part in parts])
     if "o_proj" in name or "down_proj" in name:
@@ -198,8 +265,10 @@ def vllm_shard(name: str, hf: dict[str, torch.Tensor], tp: int, tp_size: int, ex
 
 
 class ForcedExperts(TorchFunctionMode):
-    """transformers' mixtures with other experts: each asks torch.topk once, one layer after the other, and is answered
-    with `routes` [tokens but the last, layers, top_k] and the scores at them. The last token keeps its own."""
+    """transformers' mixtures with other experts: each asks torch.topk once, one layer after the
+    other, and is answered with `routes` [tokens but the last, layers, top_k] and the scores at
+    them. The last token keeps its own.
+    """
 
     def __init__(self, routes: np.ndarray):
         super().__init__()
@@ -213,19 +282,30 @@ class ForcedExperts(TorchFunctionMode):
         return args[0].gather(-1, ids), ids
 
 
-def log_probs(model, weights: dict[str, torch.Tensor], prompt: list[int], response: list[int],
-              routes: np.ndarray | None = None) -> torch.Tensor:
-    """Log-probabilities of the response's tokens by transformers in float32 with `weights` (Hugging Face names), by
-    the experts in `routes` if there are some."""
+def log_probs(
+    model,
+    weights: dict[str, torch.Tensor],
+    prompt: list[int],
+    response: list[int],
+    routes: np.ndarray | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of the response's tokens by transformers in float32 with `weights` (Hugging
+    Face names), by the experts in `routes` if there are some.
+    """
     ids = torch.tensor([prompt + response])
     everything = {**weights, **dict(model.named_buffers())}
     with nullcontext() if routes is None else ForcedExperts(routes):
-        logits = torch.func.functional_call(model, everything, (ids,), strict=True, tie_weights=False).logits[0]
-    return torch.log_softmax(logits.float(), -1)[len(prompt) - 1:-1].gather(1, ids[0, len(prompt):, None])[:, 0]
+        logits = torch.func.functional_call(
+            model, everything, (ids,), strict=True, tie_weights=False
+        ).logits[0]
+    return torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1].gather(
+        1, ids[0, len(prompt) :, None]
+    )[:, 0]
 
 
 def expert_name(name: str) -> tuple[str, int | None]:
-    """The full tensor that a layer of the local engine is in, and which expert it is there, if it is one.
+    """The full tensor that a layer of the local engine is in, and which expert it is there, if it
+    is one.
 
     >>> expert_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2")
     ('decoder.layers.1.mlp.experts.weight2', 3)
@@ -235,12 +315,20 @@ def expert_name(name: str) -> tuple[str, int | None]:
     return f"{name}.weight", None
 
 
-def grpo_loss(current: list[torch.Tensor], reference: list[torch.Tensor], advantages: list[float],
-              kl_coefficient: float) -> torch.Tensor:
-    """Mean over the tokens of all answers of -A ratio + k (exp(ref - lp) - (ref - lp) - 1) (DeepSeekMath, eq. 3 and 4;
-    DAPO's mean), at the first update, where the old policy is the current one: the ratio is 1, nothing is clipped."""
+def grpo_loss(
+    current: list[torch.Tensor],
+    reference: list[torch.Tensor],
+    advantages: list[float],
+    kl_coefficient: float,
+) -> torch.Tensor:
+    """Mean over the tokens of all answers of -A ratio + k (exp(ref - lp) - (ref - lp) - 1)
+    (DeepSeekMath, eq. 3 and 4; DAPO's mean), at the first update, where the old policy is the
+    current one: the ratio is 1, nothing is clipped.
+    """
     losses = []
     for log_prob, ref, advantage in zip(current, reference, advantages):
         ratio = (log_prob - log_prob.detach()).exp()
-        losses.append(-advantage * ratio + kl_coefficient * ((ref - log_prob).exp() - (ref - log_prob) - 1))
+        losses.append(
+            -advantage * ratio + kl_coefficient * ((ref - log_prob).exp() - (ref - log_prob) - 1)
+        )
     return torch.cat(losses).mean()

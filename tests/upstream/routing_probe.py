@@ -1,11 +1,13 @@
-"""A run of the real engine with random adapters and routing replay, and what replay does to its log-probs.
+"""A run of the real engine with random adapters and routing replay, and what replay does to its
+log-probs.
 
     python routing_probe.py CONFIG.yaml FOLDER [FAULT]
 
-FOLDER/full.pt as in probe.py. Written: dp{d}.pt with this data-parallel rank's answers and their log-probs by the
-policy "replayed" as the run does it, "native" without, "shifted" and "swapped" with routes that are off by a token and
-in other layers; experience.pt. FAULT: "uninstalled", training passes without replay; "twice", the first answer's first
-token goes to one expert twice; "lost", vLLM forgets the fourth token's routes.
+FOLDER/full.pt as in probe.py. Written: dp{d}.pt with this data-parallel rank's answers and their
+log-probs by the policy "replayed" as the run does it, "native" without, "shifted" and "swapped"
+with routes that are off by a token and in other layers; experience.pt. FAULT: "uninstalled",
+training passes without replay; "twice", the first answer's first token goes to one expert twice;
+"lost", vLLM forgets the fourth token's routes.
 """
 
 import sys
@@ -40,6 +42,7 @@ def routing_classes():
                 if FAULT == "twice":
                     found[0][0][0, 1] = 5
                 return found
+
             AscendRecorder.take = taken
             if FAULT == "uninstalled":
                 routing.RoutedPasses.around = lambda passes, forward_backward: forward_backward
@@ -49,14 +52,26 @@ def routing_classes():
             compute, routers = engine.compute_log_prob, engine.train_actor.routes.routers
 
             def changed(batch, change):
-                rows = [routing.pack(change(routing.unpack(row, routers))) for row in batch[routing.COLUMN]]
-                return {**batch, routing.COLUMN: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+                rows = [
+                    routing.pack(change(routing.unpack(row, routers)))
+                    for row in batch[routing.COLUMN]
+                ]
+                return {
+                    **batch,
+                    routing.COLUMN: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+                }
 
             def variants(batch):
-                seen = {name: batch[name] for name in ("input_ids", "prompt_length", "response_length")}
+                seen = {
+                    name: batch[name] for name in ("input_ids", "prompt_length", "response_length")
+                }
                 if routing.COLUMN in batch:
-                    seen["native"] = {name: column for name, column in batch.items() if name != routing.COLUMN}
-                    seen["shifted"] = changed(batch, lambda routes: routes[[-1, *range(len(routes) - 1)]])
+                    seen["native"] = {
+                        name: column for name, column in batch.items() if name != routing.COLUMN
+                    }
+                    seen["shifted"] = changed(
+                        batch, lambda routes: routes[[-1, *range(len(routes) - 1)]]
+                    )
                     seen["swapped"] = changed(batch, lambda routes: routes[:, ::-1])
                     seen["replayed"] = dict(batch)
                     for name in ("native", "shifted", "swapped", "replayed"):

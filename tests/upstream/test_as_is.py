@@ -21,10 +21,17 @@ def test_upstreams_lora_sync_fails(family, changes, failure, upstream, tiny, tmp
     config["rl_config"]["verifier_function"] = ["base_acc"]
     config["actor_config"]["save"] = str(tmp_path / "save")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    result = subprocess.run([sys.executable, str(Path(__file__).parent / "as_is.py"), str(tmp_path / "config.yaml")],
-                            check=False, cwd=tmp_path, env=environment(upstream), capture_output=True, text=True,
-                            timeout=600)
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "as_is.py"), str(tmp_path / "config.yaml")],
+        check=False,
+        cwd=tmp_path,
+        env=environment(upstream),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     said = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "FINISHED"))]
     print(said)
-    assert result.returncode == 1 and failure in said[-1] and "vllm_weight_container.py" in said[-1], result.stdout[
-        -2000:] + result.stderr[-2000:]
+    assert (
+        result.returncode == 1 and failure in said[-1] and "vllm_weight_container.py" in said[-1]
+    ), result.stdout[-2000:] + result.stderr[-2000:]

@@ -1,5 +1,6 @@
-"""The configs for NPUs before upstream's own checks; rehearsed with tiny models; and docs/ascend.md's conversions of
-their base weights."""
+"""The configs for NPUs before upstream's own checks; rehearsed with tiny models; and
+docs/ascend.md's conversions of their base weights.
+"""
 
 import json
 import os
@@ -20,10 +21,16 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
-# config -> family of its tiny model, and the layout of the rehearsal where four ranks cannot hold the config's own.
+# config -> family of its tiny model, and the layout of the rehearsal where four ranks cannot hold
+# the config's own.
 SHIPPED = {
-    "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_moe", {"actor_config.expert_model_parallel_size": 4,
-                                                     "generate_config.infer_expert_parallel_size": 4}),
+    "grpo_qwen3_30b_a3b_gsm8k_16npu": (
+        "qwen3_moe",
+        {
+            "actor_config.expert_model_parallel_size": 4,
+            "generate_config.infer_expert_parallel_size": 4,
+        },
+    ),
     "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen2_moe", {}),
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
 }
@@ -44,40 +51,80 @@ DISPATCHED = {
 # config -> family, and what a tiny model needs to be dealt as its command says
 CONVERTED = {
     "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_moe", {"num_experts": 16}),
-    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": ("qwen3_moe", {"num_experts": 16, "num_key_value_heads": 4}),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": ("qwen3_moe", {"num_hidden_layers": 3, "num_key_value_heads": 4}),
+    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": (
+        "qwen3_moe",
+        {"num_experts": 16, "num_key_value_heads": 4},
+    ),
+    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": (
+        "qwen3_moe",
+        {"num_hidden_layers": 3, "num_key_value_heads": 4},
+    ),
     "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen2_moe", {}),
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
     "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen2", {"tie_word_embeddings": True}),
 }
-SHAPE_KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-              "max_position_embeddings", "padded_vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size",
-              "n_shared_experts")
+SHAPE_KEYS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "n_shared_experts",
+)
 
 
 def shrink(family: str, model: str, npus: int = 4) -> dict:
     """Overrides to a tiny model and short answers; nothing else of the config changes."""
-    shape = {f"model.{model}.{key}": value for key, value in FAMILIES[family][2].items() if key in SHAPE_KEYS}
-    recompute = {} if family == "qwen2" else {"megatron_training.recompute_num_layers": SHAPE["num_hidden_layers"]}
-    return {**shape, **recompute, "rl_config.actor_resource.num_npus": npus, "megatron_training.train_iters": 2,
-            "megatron_training.global_batch_size": 8, "rl_config.mini_batch_size": 8,
-            "rl_config.n_samples_per_prompt": 4,
-            "rl_config.max_prompt_length": 100, "megatron_training.seq_length": 128,
-            "generate_config.max_model_len": 128,
-            "generate_config.max_num_batched_tokens": 128, "generate_config.max_num_seqs": 8,
-            "generate_config.sampling_config.max_tokens": 12, "aqn.num_stages": 2, "eval.n_problems": 6}
+    shape = {
+        f"model.{model}.{key}": value
+        for key, value in FAMILIES[family][2].items()
+        if key in SHAPE_KEYS
+    }
+    recompute = (
+        {}
+        if family == "qwen2"
+        else {"megatron_training.recompute_num_layers": SHAPE["num_hidden_layers"]}
+    )
+    return {
+        **shape,
+        **recompute,
+        "rl_config.actor_resource.num_npus": npus,
+        "megatron_training.train_iters": 2,
+        "megatron_training.global_batch_size": 8,
+        "rl_config.mini_batch_size": 8,
+        "rl_config.n_samples_per_prompt": 4,
+        "rl_config.max_prompt_length": 100,
+        "megatron_training.seq_length": 128,
+        "generate_config.max_model_len": 128,
+        "generate_config.max_num_batched_tokens": 128,
+        "generate_config.max_num_seqs": 8,
+        "generate_config.sampling_config.max_tokens": 12,
+        "aqn.num_stages": 2,
+        "eval.n_problems": 6,
+    }
 
 
 def emulated(upstream: Path) -> dict[str, str]:
     """The environment of a program of upstream's on emulated NPUs."""
     variables = environment(upstream)
     stand_ins = emulation.environment(16)
-    return {**variables, **stand_ins,
-            "PYTHONPATH": os.pathsep.join([stand_ins["PYTHONPATH"], variables["PYTHONPATH"]])}
+    return {
+        **variables,
+        **stand_ins,
+        "PYTHONPATH": os.pathsep.join([stand_ins["PYTHONPATH"], variables["PYTHONPATH"]]),
+    }
 
 
 def test_upstream_accepts_the_configs(upstream, tmp_path):
-    """validate_rl_args of MindSpeed-RL, through its own parse_training_config, on each config as it is."""
+    """validate_rl_args of MindSpeed-RL, through its own parse_training_config, on each config as it
+    is.
+    """
     program = """
 import sys
 from pathlib import Path
@@ -95,41 +142,87 @@ for name in sys.argv[3:]:
     print("ACCEPTED", name, generate.data_parallel_size, rl.actor_rollout_dispatch_size,
           rl.actor_update_dispatch_size, rl.mini_batch_size)
 """
-    result = subprocess.run([sys.executable, "-c", program, str(upstream / "MindSpeed-RL"), str(ROOT / "configs"),
-                             *DISPATCHED], check=False,
-                            cwd=tmp_path, env=emulated(upstream), capture_output=True, text=True, timeout=300)
-    accepted = {line.split()[1]: [int(word) for word in line.split()[2:]]
-                for line in result.stdout.splitlines() if "ACCEPTED" in line}
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(upstream / "MindSpeed-RL"),
+            str(ROOT / "configs"),
+            *DISPATCHED,
+        ],
+        check=False,
+        cwd=tmp_path,
+        env=emulated(upstream),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    accepted = {
+        line.split()[1]: [int(word) for word in line.split()[2:]]
+        for line in result.stdout.splitlines()
+        if "ACCEPTED" in line
+    }
     assert {path.stem for path in (ROOT / "configs").glob("*npu*.yaml")} == set(DISPATCHED)
     assert accepted == DISPATCHED, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_rehearsal(name, upstream, tiny, tmp_path):
-    """Two iterations on four emulated NPUs, from a base checkpoint, with everything that the config switches on."""
+    """Two iterations on four emulated NPUs, from a base checkpoint, with everything that the config
+    switches on.
+    """
     family, layout = SHIPPED[name]
     config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     model, data = tiny(family)
-    actor = {**config["actor_config"], **{key.split(".")[1]: value for key, value in layout.items()}}
-    base = write_base_checkpoint(model, tmp_path / "base", tp=actor["tensor_model_parallel_size"],
-                                 ep=actor.get("expert_model_parallel_size", 1))
-    overrides = {**shrink(family, config["actor_config"]["model"]), **layout, "emulate_npu": "true",
-                 "actor_config.load": base,
-                 "megatron_training.tokenizer_name_or_path": model,
-                 "megatron_training.data_path": data / "packed" / "gsm8k_train",
-                 "task.test_file": data / "chat" / "test_chat.parquet", "run.root": tmp_path}
-    result = subprocess.run([sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", name,
-                             *(f"{key}={value}" for key, value in overrides.items())],
-                            check=False, cwd=tmp_path, env=environment(upstream), capture_output=True, text=True,
-                            timeout=900)
+    actor = {
+        **config["actor_config"],
+        **{key.split(".")[1]: value for key, value in layout.items()},
+    }
+    base = write_base_checkpoint(
+        model,
+        tmp_path / "base",
+        tp=actor["tensor_model_parallel_size"],
+        ep=actor.get("expert_model_parallel_size", 1),
+    )
+    overrides = {
+        **shrink(family, config["actor_config"]["model"]),
+        **layout,
+        "emulate_npu": "true",
+        "actor_config.load": base,
+        "megatron_training.tokenizer_name_or_path": model,
+        "megatron_training.data_path": data / "packed" / "gsm8k_train",
+        "task.test_file": data / "chat" / "test_chat.parquet",
+        "run.root": tmp_path,
+    }
+    result = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "cli" / "train_grpo.py"),
+            "--config-name",
+            name,
+            *(f"{key}={value}" for key, value in overrides.items()),
+        ],
+        check=False,
+        cwd=tmp_path,
+        env=environment(upstream),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
     run = RunDirectory.open(next((tmp_path / name).iterdir()))
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout) == [
-        ("2", str(NOISY_NORMS[family]))]
+        ("2", str(NOISY_NORMS[family]))
+    ]
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2]
-    learnt = [row["grad_norm"] > 0 for row in read_jsonl(run.metrics_file) if row["reward/groups_with_signal"] > 0]
+    learnt = [
+        row["grad_norm"] > 0
+        for row in read_jsonl(run.metrics_file)
+        if row["reward/groups_with_signal"] > 0
+    ]
     assert learnt and all(learnt)
     assert (run.checkpoints_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
 
@@ -137,40 +230,66 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
 def conversions() -> dict[str, list[str]]:
     """config -> the command that docs/ascend.md gives for its base weights."""
     text = (ROOT / "docs" / "ascend.md").read_text().replace("\\\n", " ")
-    return {name: shlex.split(command)
-            for name, command in re.findall(r"^# (grpo_\w+):.*\npython (convert_ckpt.*)$", text, re.MULTILINE)}
+    return {
+        name: shlex.split(command)
+        for name, command in re.findall(
+            r"^# (grpo_\w+):.*\npython (convert_ckpt.*)$", text, re.MULTILINE
+        )
+    }
 
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_conversion(name, upstream, tmp_path, monkeypatch):
-    """MindSpeed-LLM, told what docs/ascend.md says, gives each rank the tensors that we take from the Hugging Face
-    model by ourselves."""
+    """MindSpeed-LLM, told what docs/ascend.md says, gives each rank the tensors that we take from
+    the Hugging Face model by ourselves.
+    """
     assert set(conversions()) == set(CONVERTED)
     family, changes = CONVERTED[name]
     model = make_model(family, tmp_path / "model", **changes)
     config_file = model / "config.json"
     # docs/ascend.md says why
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "torch_dtype": "bfloat16"}))
+    config_file.write_text(
+        json.dumps({**json.loads(config_file.read_text()), "torch_dtype": "bfloat16"})
+    )
     monkeypatch.setenv("MODELS", "$MODELS")
     config = compose(name)
     load = Path(config["actor_config"]["load"]).name
-    places = {f"$MODELS/{load}": str(tmp_path / load),
-              f"$MODELS/{Path(config['megatron_training']['tokenizer_name_or_path']).name}": str(model)}
+    places = {
+        f"$MODELS/{load}": str(tmp_path / load),
+        f"$MODELS/{Path(config['megatron_training']['tokenizer_name_or_path']).name}": str(model),
+    }
     command = conversions()[name]
     for place, here in places.items():
-        command = [here + word.removeprefix(place) if word == place or word.startswith(f"{place}/") else word
-                   for word in command]
+        command = [
+            here + word.removeprefix(place)
+            if word == place or word.startswith(f"{place}/")
+            else word
+            for word in command
+        ]
     assert not any("$" in word for word in command)
-    done = subprocess.run([sys.executable, *command], check=False, cwd=upstream / "MindSpeed-LLM", capture_output=True,
-                          text=True, timeout=300, env={**emulated(upstream), "PYTHONDONTWRITEBYTECODE": "1"})
+    done = subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        cwd=upstream / "MindSpeed-LLM",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**emulated(upstream), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
     assert (tmp_path / load / "latest_checkpointed_iteration.txt").is_file(), done.stderr[-3000:]
 
     actor = config["actor_config"]
-    expected = write_base_checkpoint(model, tmp_path / "expected", tp=actor["tensor_model_parallel_size"],
-                                     pp=actor["pipeline_model_parallel_size"],
-                                     ep=actor.get("expert_model_parallel_size", 1))
-    files = {folder: sorted(file.relative_to(folder) for file in folder.rglob("*.pt"))
-             for folder in (expected, tmp_path / load)}
+    expected = write_base_checkpoint(
+        model,
+        tmp_path / "expected",
+        tp=actor["tensor_model_parallel_size"],
+        pp=actor["pipeline_model_parallel_size"],
+        ep=actor.get("expert_model_parallel_size", 1),
+    )
+    files = {
+        folder: sorted(file.relative_to(folder) for file in folder.rglob("*.pt"))
+        for folder in (expected, tmp_path / load)
+    }
     assert files[expected] == files[tmp_path / load] != []
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the files hold enums of megatron.core
     for file in files[expected]:
@@ -178,6 +297,8 @@ def test_conversion(name, upstream, tmp_path, monkeypatch):
         # empty, for Transformer Engine
         given = {key: value for key, value in given.items() if not key.endswith("._extra_state")}
         if changes.get("tie_word_embeddings"):
-            del wanted["output_layer.weight"]  # Megatron's output layer has no weight of its own then
+            del wanted[
+                "output_layer.weight"
+            ]  # Megatron's output layer has no weight of its own then
         assert wanted.keys() == given.keys()
         assert all(torch.equal(wanted[key], given[key]) for key in wanted)

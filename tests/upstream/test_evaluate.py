@@ -1,4 +1,6 @@
-"""tools/evaluate.py on a checkpoint of the NPU engine gives the greedy answers of the run's own last evaluation."""
+"""tools/evaluate.py on a checkpoint of the NPU engine gives the greedy answers of the run's own
+last evaluation.
+"""
 
 import json
 import subprocess
@@ -13,26 +15,49 @@ from mindspeed_qerl.runs.metrics import read_jsonl
 
 
 def evaluate(run, upstream, *more):
-    return subprocess.run([sys.executable, str(ROOT / "tools" / "evaluate.py"), "--run", str(run.path), *more],
-                          check=False, env=environment(upstream), capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "evaluate.py"), "--run", str(run.path), *more],
+        check=False,
+        env=environment(upstream),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
-@pytest.mark.parametrize("family, layout", [("qwen3", dict(tp=2, infer_tp=2)), ("qwen3_moe", dict(ep=2, infer_ep=2))],
-                         ids=["qwen3-tp2", "qwen3_moe-ep2"])
+@pytest.mark.parametrize(
+    "family, layout",
+    [("qwen3", dict(tp=2, infer_tp=2)), ("qwen3_moe", dict(ep=2, infer_ep=2))],
+    ids=["qwen3-tp2", "qwen3_moe-ep2"],
+)
 def test_greedy_answers_are_those_of_the_run(family, layout, upstream, tiny, tmp_path):
-    changes = {"eval.temperature": 0.0, "eval.samples_per_problem": 1, "eval.n_problems": 8, "eval.every": 1,
-               "actor_config.lr": 0.02}
+    changes = {
+        "eval.temperature": 0.0,
+        "eval.samples_per_problem": 1,
+        "eval.n_problems": 8,
+        "eval.every": 1,
+        "actor_config.lr": 0.02,
+    }
     model, data = tiny(family)
-    base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout.get("ep", 1))
+    base = write_base_checkpoint(
+        model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout.get("ep", 1)
+    )
     changes["actor_config.load"] = str(base)
-    config = make_config(family, model, data, tmp_path, npus=2, train_iters=2, changes=changes, **layout)
+    config = make_config(
+        family, model, data, tmp_path, npus=2, train_iters=2, changes=changes, **layout
+    )
     done = run_engine(config, upstream, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
-    asked = {step: [row for row in read_jsonl(run.eval_answers_file) if row["step"] == step] for step in (0, 1, 2)}
+    asked = {
+        step: [row for row in read_jsonl(run.eval_answers_file) if row["step"] == step]
+        for step in (0, 1, 2)
+    }
     assert len(asked[2]) == 8
     texts = {step: [row["responses"] for row in rows] for step, rows in asked.items()}
-    assert texts[0] != texts[2] != texts[1]  # training moved them: the right checkpoint is told from others
+    assert (
+        texts[0] != texts[2] != texts[1]
+    )  # training moved them: the right checkpoint is told from others
 
     for step in (2, 1, 0):
         tool = evaluate(run, upstream, *(["--step", str(step)] if step < 2 else []))
@@ -46,18 +71,33 @@ def test_greedy_answers_are_those_of_the_run(family, layout, upstream, tiny, tmp
 
 def test_what_cannot_be_served_is_refused(upstream, tiny, tmp_path, monkeypatch):
     config = make_config("qwen3", *tiny("qwen3"), tmp_path)
-    run = RunDirectory.create(tmp_path / "runs", "a_run", config=config, command=["cli"], seed=1, data_files={})
+    run = RunDirectory.create(
+        tmp_path / "runs", "a_run", config=config, command=["cli"], seed=1, data_files={}
+    )
     random = evaluate(run, upstream, "--step", "0")
-    assert random.returncode == 1 and "has no actor_config.load: the base weights were random" in random.stderr
+    assert (
+        random.returncode == 1
+        and "has no actor_config.load: the base weights were random" in random.stderr
+    )
     config["actor_config"]["load"] = "base"
-    run = RunDirectory.create(tmp_path / "runs", "another", config=config, command=["cli"], seed=1, data_files={})
+    run = RunDirectory.create(
+        tmp_path / "runs", "another", config=config, command=["cli"], seed=1, data_files={}
+    )
     foreign = evaluate(run, upstream, "--step", "0", "--hardware-error", "gaussian")
     assert foreign.returncode == 1 and "add --no-emulate-npu" in foreign.stderr
     quantised = RunDirectory.create(
-        tmp_path / "runs", "quantised", command=["cli"], seed=1, data_files={},
-        config=config | {"rollout_quantization": {"format": "nvfp4", "evaluation": True}})
+        tmp_path / "runs",
+        "quantised",
+        command=["cli"],
+        seed=1,
+        data_files={},
+        config=config | {"rollout_quantization": {"format": "nvfp4", "evaluation": True}},
+    )
     rounded = evaluate(quantised, upstream, "--step", "0", "--tensor-parallel-size", "1")
-    assert rounded.returncode == 1 and "(leave them out: --quantization none) are modelled on" in rounded.stderr
+    assert (
+        rounded.returncode == 1
+        and "(leave them out: --quantization none) are modelled on" in rounded.stderr
+    )
     alone = evaluate(run, tmp_path, "--step", "0")
     assert alone.returncode == 1 and "Put upstream's checkouts on PYTHONPATH" in alone.stderr
     assert not (run.path / "evaluations").exists()

@@ -1,11 +1,12 @@
-"""One iteration of the real engine, number by number: weights that reach vLLM, noise, log-probabilities, rewards,
-advantages, gradients.
+"""One iteration of the real engine, number by number: weights that reach vLLM, noise,
+log-probabilities, rewards, advantages, gradients.
 
-Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references in float32.
-bfloat16 keeps 8 bits, so a single rounding moves a number by up to 2^-9 = 0.2 % of it. Weights are compared to one
-rounding of the merged weight. A log-probability is a sum of some hundred products rounded on its way through two
-layers; transformers' own bfloat16 is the yardstick there. All 8 experts are active, so that no rounding can change a
-route; or two are, and those that vLLM chose are replayed by upstream and by the references.
+Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references
+in float32. bfloat16 keeps 8 bits, so a single rounding moves a number by up to 2^-9 = 0.2 % of it.
+Weights are compared to one rounding of the merged weight. A log-probability is a sum of some
+hundred products rounded on its way through two layers; transformers' own bfloat16 is the yardstick
+there. All 8 experts are active, so that no rounding can change a route; or two are, and those that
+vLLM chose are replayed by upstream and by the references.
 """
 
 import json
@@ -35,16 +36,34 @@ from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 SIGMA, KL, SAMPLES = 0.05, 0.1, 8
 LR = 0.001  # so that the policy of the second update is far enough for clipping to act
-REPLAYED = {"algorithm": {"routing_replay": "rollout"}, "rl_config.init_kl_coef": 0.0}  # the reference routes itself
+REPLAYED = {
+    "algorithm": {"routing_replay": "rollout"},
+    "rl_config.init_kl_coef": 0.0,
+}  # the reference routes itself
 PLAIN = {}  # GRPO with clip-higher and the mean of all tokens
-GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0}}
-CISPO = {"algorithm": {"loss_mode": "cispo"}, "rollout_correction": {"method": "token_tis", "cap": 1.01}}
-DR_GRPO = {"algorithm": {"norm_adv_by_std_in_grpo": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
-           "rollout_correction": {"method": "icepop", "floor": 0.99, "cap": 1.01}, "rl_config.entropy_coeff": 0.01}
-RLOO = {"rl_config.adv_estimator": "rloo", "rl_config.kl_penalty": "mse",
-        "algorithm": {"loss_agg_mode": "seq-mean-token-sum"}, "rollout_correction": {"method": "sequence_tis"}}
-MASKED = {"algorithm": {"mask_truncated_completions": True}, "rl_config.kl_penalty": "kl",
-          "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01}}
+GSPO = {
+    "algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0}
+}
+CISPO = {
+    "algorithm": {"loss_mode": "cispo"},
+    "rollout_correction": {"method": "token_tis", "cap": 1.01},
+}
+DR_GRPO = {
+    "algorithm": {"norm_adv_by_std_in_grpo": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+    "rollout_correction": {"method": "icepop", "floor": 0.99, "cap": 1.01},
+    "rl_config.entropy_coeff": 0.01,
+}
+RLOO = {
+    "rl_config.adv_estimator": "rloo",
+    "rl_config.kl_penalty": "mse",
+    "algorithm": {"loss_agg_mode": "seq-mean-token-sum"},
+    "rollout_correction": {"method": "sequence_tis"},
+}
+MASKED = {
+    "algorithm": {"mask_truncated_completions": True},
+    "rl_config.kl_penalty": "kl",
+    "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01},
+}
 CASES = [
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), PLAIN),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
@@ -66,21 +85,33 @@ class Probe:
 
         content = torch.load(folder / "full.pt", weights_only=False)
         self.full, self.adapters = content["full"], content["adapters"]
-        self.ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(layout["npus"])]
+        self.ranks = [
+            torch.load(folder / f"rank{rank}.pt", weights_only=False)
+            for rank in range(layout["npus"])
+        ]
         self.experience = torch.load(folder / "experience.pt", weights_only=False)["experience"]
         self.grad_norm = [rank["grad_norm"] for rank in self.ranks]
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.family, self.layout, self.options, self.replayed = family, layout, options, replays(options)
+        self.family, self.layout, self.options, self.replayed = (
+            family,
+            layout,
+            options,
+            replays(options),
+        )
         [metrics] = folder.glob("*/*/metrics.jsonl")
         self.metrics = json.loads(metrics.read_text())
         self.folder, self.model_dir = folder, model
 
     def hf(self, full: dict) -> dict:
-        return {name: tensor.contiguous() for name, tensor in to_hf(full, self.model.config).items()}
+        return {
+            name: tensor.contiguous() for name, tensor in to_hf(full, self.model.config).items()
+        }
 
     def routes(self, answer: int) -> np.ndarray | None:
-        """[tokens but the last, layers, 2], of which the first number is their own shape in the dock."""
+        """[tokens but the last, layers, 2], of which the first number is their own shape in the
+        dock.
+        """
         if not self.replayed:
             return None
         row = self.experience["routes"][answer].numpy()
@@ -91,13 +122,18 @@ class Probe:
         rows = []
         for i, response in enumerate(self.experience["responses"]):
             length = int(self.experience["response_length"][i])
-            rows.append({"prompt": self.experience["prompts"][i].tolist(), "response": response[:length].tolist(),
-                         "routes": self.routes(i),
-                         "label": self.tokenizer.decode(self.experience["labels"][i]),
-                         "reward": float(self.experience["rm_scores"][i]),
-                         "advantages": self.experience["advantages"][i][:length],
-                         "old_log_prob": self.experience["old_log_prob"][i][:length],
-                         "ref_log_prob": self.experience["ref_log_prob"][i][:length]})
+            rows.append(
+                {
+                    "prompt": self.experience["prompts"][i].tolist(),
+                    "response": response[:length].tolist(),
+                    "routes": self.routes(i),
+                    "label": self.tokenizer.decode(self.experience["labels"][i]),
+                    "reward": float(self.experience["rm_scores"][i]),
+                    "advantages": self.experience["advantages"][i][:length],
+                    "old_log_prob": self.experience["old_log_prob"][i][:length],
+                    "ref_log_prob": self.experience["ref_log_prob"][i][:length],
+                }
+            )
         return rows
 
 
@@ -105,9 +141,14 @@ def replays(options: dict) -> bool:
     return options.get("algorithm", {}).get("routing_replay") == "rollout"
 
 
-@pytest.fixture(scope="module", params=CASES,
-                ids=[f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}{'-replayed' * replays(options)}"
-                     for f, layout, options in CASES])
+@pytest.fixture(
+    scope="module",
+    params=CASES,
+    ids=[
+        f"{f}-{'-'.join(f'{k}{v}' for k, v in layout.items())}{'-replayed' * replays(options)}"
+        for f, layout, options in CASES
+    ],
+)
 def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     from transformers import AutoModelForCausalLM
 
@@ -115,14 +156,25 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     folder = tmp_path_factory.mktemp("probe")
     model, data = tiny(family)
     full = full_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16))
-    torch.save({"full": full, "adapters": random_adapters(full), "zero": random_adapters(full, zero=True)},
-               folder / "full.pt")
-    # Two epochs: with one, upstream takes the current log-probabilities for the old ones and computes none.
-    changes = {"rl_config.epochs": 2, "rl_config.init_kl_coef": KL, "actor_config.lr": LR,
-               "rl_config.clip_higher_enable": True, "actor_config.clip_grad": 1e9,
-               "megatron_training.use_distributed_optimizer": False, "aqn.sigma_start": SIGMA, "aqn.num_stages": 2,
-               "rl_config.verifier_function": ["gsm8k", "format"], "rl_config.verifier_weight": [1.0, 0.5],
-               "generate_config.offload_train_optimizer": False}
+    torch.save(
+        {"full": full, "adapters": random_adapters(full), "zero": random_adapters(full, zero=True)},
+        folder / "full.pt",
+    )
+    # Two epochs: with one, upstream takes the current log-probabilities for the old ones and
+    # computes none.
+    changes = {
+        "rl_config.epochs": 2,
+        "rl_config.init_kl_coef": KL,
+        "actor_config.lr": LR,
+        "rl_config.clip_higher_enable": True,
+        "actor_config.clip_grad": 1e9,
+        "megatron_training.use_distributed_optimizer": False,
+        "aqn.sigma_start": SIGMA,
+        "aqn.num_stages": 2,
+        "rl_config.verifier_function": ["gsm8k", "format"],
+        "rl_config.verifier_weight": [1.0, 0.5],
+        "generate_config.offload_train_optimizer": False,
+    }
     if "moe" in family:
         changes |= {"model.tiny.moe_aux_loss_coeff": 0.0}
     if "moe" in family and not replays(options):
@@ -130,34 +182,67 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
         config_file = folder / "model"  # vLLM must route to all experts too
         subprocess.run(["cp", "-r", str(model), str(config_file)], check=True)
         text = (config_file / "config.json").read_text()
-        (config_file / "config.json").write_text(text.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 8'))
+        (config_file / "config.json").write_text(
+            text.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 8')
+        )
         model = config_file
-    (folder / "config.yaml").write_text(yaml.safe_dump(
-        make_config(family, model, data, folder, **layout, train_iters=1, samples=SAMPLES, changes=changes | options)))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(
+            make_config(
+                family,
+                model,
+                data,
+                folder,
+                **layout,
+                train_iters=1,
+                samples=SAMPLES,
+                changes=changes | options,
+            )
+        )
+    )
     here = Path(__file__).parent
-    run([sys.executable, str(here / "probe.py"), str(folder / "config.yaml"), str(folder)],
-        environment(upstream, here))
+    run(
+        [sys.executable, str(here / "probe.py"), str(folder / "config.yaml"), str(folder)],
+        environment(upstream, here),
+    )
     for dtype in ("float32", "bfloat16"):
-        run([sys.executable, str(here / "local_side.py"), str(folder / "config.yaml"), str(model), str(folder), dtype],
-            environment(upstream, here))
+        run(
+            [
+                sys.executable,
+                str(here / "local_side.py"),
+                str(folder / "config.yaml"),
+                str(model),
+                str(folder),
+                dtype,
+            ],
+            environment(upstream, here),
+        )
     return Probe(folder, model, family, layout, options)
 
 
 def run(command: list[str], variables: dict[str, str]) -> None:
-    result = subprocess.run(command, env=variables, check=False, capture_output=True, text=True, timeout=900)
+    result = subprocess.run(
+        command, env=variables, check=False, capture_output=True, text=True, timeout=900
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 def test_each_rank_holds_its_shards(probe):
     for rank in probe.ranks:
         for name, tensor in rank["train"].items():
-            assert torch.equal(tensor, shard(name, probe.full, probe.adapters, rank["place"]).bfloat16()), name
+            assert torch.equal(
+                tensor, shard(name, probe.full, probe.adapters, rank["place"]).bfloat16()
+            ), name
 
 
 def vllm_place(probe, rank: int) -> tuple[int, int, range]:
-    """Tensor rank and size, and the experts, of a rank of vLLM: whole experts in order over the ranks of an expert
-    group."""
-    tp, group = probe.layout.get("infer_tp", 1), probe.layout.get("infer_tp", 1) * probe.layout.get("infer_ep", 1)
+    """Tensor rank and size, and the experts, of a rank of vLLM: whole experts in order over the
+    ranks of an expert group.
+    """
+    tp, group = (
+        probe.layout.get("infer_tp", 1),
+        probe.layout.get("infer_tp", 1) * probe.layout.get("infer_ep", 1),
+    )
     count = 8 // group
     return rank % tp, tp, range(rank % group * count, (rank % group + 1) * count)
 
@@ -170,23 +255,36 @@ def test_vllm_has_the_base_weights_when_the_adapters_are_zero(probe):
 
 
 def test_vllm_has_base_plus_scaled_b_a(probe):
-    """Within two roundings of the merged weight (upstream rounds B A and the sum), and with the move plainly there."""
+    """Within two roundings of the merged weight (upstream rounds B A and the sum), and with the
+    move plainly there.
+    """
     exact, base = probe.hf(with_adapters(probe.full, probe.adapters)), probe.hf(probe.full)
     moved = set()
     for rank in probe.ranks:
         place = vllm_place(probe, rank["rank"])
         for name, tensor in rank["vllm"].items():
-            expected, before = vllm_shard(name, exact, *place), vllm_shard(name, base, *place).float()
+            expected, before = (
+                vllm_shard(name, exact, *place),
+                vllm_shard(name, base, *place).float(),
+            )
             step = torch.maximum(expected.abs(), (expected - before).abs()) * 2**-8 + 1e-6
             assert ((tensor.float() - expected).abs() <= step).all(), name
             if (expected != before).any():
                 moved.add(name.split(".", 3)[-1])
-                assert (tensor.float() - before).norm() == pytest.approx((expected - before).norm(), rel=0.01), name
+                assert (tensor.float() - before).norm() == pytest.approx(
+                    (expected - before).norm(), rel=0.01
+                ), name
     kinds = {"self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}
-    kinds |= {"mlp.experts.w13_weight", "mlp.experts.w2_weight"} if "moe" in probe.family else {
-        "mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
-    kinds |= {"mlp.shared_expert.gate_up_proj.weight",
-              "mlp.shared_expert.down_proj.weight"} if probe.family == "qwen2_moe" else set()
+    kinds |= (
+        {"mlp.experts.w13_weight", "mlp.experts.w2_weight"}
+        if "moe" in probe.family
+        else {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+    )
+    kinds |= (
+        {"mlp.shared_expert.gate_up_proj.weight", "mlp.shared_expert.down_proj.weight"}
+        if probe.family == "qwen2_moe"
+        else set()
+    )
     assert moved == kinds
 
 
@@ -200,57 +298,83 @@ def test_noise_is_on_the_norms_only_and_the_same_on_every_rank(probe):
                 noise = SIGMA * standard_normal(1, 1, name, clean.shape)
                 assert torch.equal(noisy, (clean.float() + noise).bfloat16()), name
         mixture = "moe" in probe.family
-        assert changed == {name for name in rank["vllm"] if name.endswith("post_attention_layernorm.weight")
-                           or not mixture and name.endswith(("input_layernorm.weight", "model.norm.weight"))}
+        assert changed == {
+            name
+            for name in rank["vllm"]
+            if name.endswith("post_attention_layernorm.weight")
+            or not mixture
+            and name.endswith(("input_layernorm.weight", "model.norm.weight"))
+        }
 
 
 def test_vllm_wakes_up_with_the_weights_and_the_noise_of_its_step(probe):
-    """Through MindSpeed-RL's offloading, five times: what was on before has no part in what is sampled after; asleep
-    vLLM holds no cache and no buffer, and training has back what it had."""
+    """Through MindSpeed-RL's offloading, five times: what was on before has no part in what is
+    sampled after; asleep vLLM holds no cache and no buffer, and training has back what it had.
+    """
     for rank in probe.ranks:
         cycles = rank["cycles"]
         answers = {name: cycle["answers"] for name, cycle in cycles.items()}
-        assert answers["clean"] == answers["clean again"] and answers["noisy"] == answers["noisy again"]
+        assert (
+            answers["clean"] == answers["clean again"]
+            and answers["noisy"] == answers["noisy again"]
+        )
         assert answers["clean"] != answers["noisy"] != answers["other noise"] != answers["clean"]
         for cycle in cycles.values():
             assert cycle["training_held"] and not any(cycle["training_held"])
             assert not cycle["caches"] and cycle["buffers"] and set(cycle["buffers"]) == {None}
             assert cycle["asleep"] == cycle["all"]
         assert rank["train"].keys() == rank["train_after"].keys()
-        assert all(torch.equal(weight, rank["train_after"][name]) for name, weight in rank["train"].items())
+        assert all(
+            torch.equal(weight, rank["train_after"][name]) for name, weight in rank["train"].items()
+        )
 
 
-def answers_log_probs(probe, weights: dict, dtype: torch.dtype = torch.float32,
-                      replayed: bool = True) -> list[torch.Tensor]:
-    """By transformers, for each answer that has tokens; with the routes in the dock, if there are some, or `replayed`
-    is False."""
+def answers_log_probs(
+    probe, weights: dict, dtype: torch.dtype = torch.float32, replayed: bool = True
+) -> list[torch.Tensor]:
+    """By transformers, for each answer that has tokens; with the routes in the dock, if there are
+    some, or `replayed` is False.
+    """
     model = probe.model.to(dtype)
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    return [log_probs(model, weights, row["prompt"], row["response"], row["routes"] if replayed else None)
-            for row in probe.batch() if row["response"]]
+    return [
+        log_probs(
+            model, weights, row["prompt"], row["response"], row["routes"] if replayed else None
+        )
+        for row in probe.batch()
+        if row["response"]
+    ]
 
 
 @pytest.mark.parametrize("column, adapted", [("old_log_prob", True), ("ref_log_prob", False)])
 def test_log_probs_of_policy_and_reference(probe, column, adapted):
-    """The policy has all adapters and the routes in the dock, the reference none of both. The yardstick of what
-    bfloat16 costs is transformers' own bfloat16 on the same tokens: upstream may be off by no more than twice its mean
-    error and three times its largest."""
-    own, other = (probe.hf(with_adapters(probe.full, probe.adapters if on else {})) for on in (adapted, not adapted))
+    """The policy has all adapters and the routes in the dock, the reference none of both. The
+    yardstick of what bfloat16 costs is transformers' own bfloat16 on the same tokens: upstream may
+    be off by no more than twice its mean error and three times its largest.
+    """
+    own, other = (
+        probe.hf(with_adapters(probe.full, probe.adapters if on else {}))
+        for on in (adapted, not adapted)
+    )
     with torch.no_grad():
         rounded = torch.cat(answers_log_probs(probe, own, torch.bfloat16, adapted))
         expected = torch.cat(answers_log_probs(probe, own, replayed=adapted))
         gap = (torch.cat(answers_log_probs(probe, other, replayed=adapted)) - expected).abs()
     actual = torch.cat([row[column] for row in probe.batch()])
     error, yardstick = (actual - expected).abs(), (rounded - expected).abs()
-    print(f"\n{column}: mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers in bfloat16 "
-          f"{yardstick.mean():.4f}, {yardstick.max():.3f}; the adapters move it by {gap.mean():.3f}")
+    print(
+        f"\n{column}: mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers "
+        f"in bfloat16 {yardstick.mean():.4f}, {yardstick.max():.3f}; the adapters move it by "
+        f"{gap.mean():.3f}"
+    )
     assert error.mean() < 2 * yardstick.mean() and error.max() < 3 * yardstick.max()
     assert gap.mean() > 10 * error.mean()
 
 
 def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
-    """vLLM's own log-probabilities of what it sampled, with the noise that it sampled with, against transformers on
-    the prompt with its chat tokens; upstream would have sent the text without them."""
+    """vLLM's own log-probabilities of what it sampled, with the noise that it sampled with, against
+    transformers on the prompt with its chat tokens; upstream would have sent the text without them.
+    """
     weights = probe.hf(with_adapters(probe.full, probe.adapters))
     for name, noisy in probe.ranks[0]["vllm_noisy"].items():
         if not torch.equal(noisy, probe.ranks[0]["vllm"][name]):  # a norm
@@ -266,10 +390,17 @@ def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
             bare = [token for token in prompt if token not in special]
             gaps.append((log_probs(probe.model, weights, bare, answer) - expected).abs())
             errors.append((torch.tensor(kept) - expected).abs())
-            yardstick.append((log_probs(probe.model.bfloat16(), rounded, prompt, answer, routes[0]) - expected).abs())
+            yardstick.append(
+                (
+                    log_probs(probe.model.bfloat16(), rounded, prompt, answer, routes[0]) - expected
+                ).abs()
+            )
     errors, yardstick, gaps = map(torch.cat, (errors, yardstick, gaps))
-    print(f"\nvLLM: mean error {errors.mean():.4f}, largest {errors.max():.3f} nats; transformers in bfloat16 "
-          f"{yardstick.mean():.4f}, {yardstick.max():.3f}; without the chat tokens {gaps.mean():.3f}")
+    print(
+        f"\nvLLM: mean error {errors.mean():.4f}, largest {errors.max():.3f} nats; transformers in "
+        f"bfloat16 {yardstick.mean():.4f}, {yardstick.max():.3f}; without the chat tokens "
+        f"{gaps.mean():.3f}"
+    )
     assert errors.mean() < 2 * yardstick.mean() + 1e-3 and gaps.mean() > 10 * errors.mean()
 
 
@@ -280,7 +411,9 @@ def test_rewards_and_advantages(probe):
     # no random answer has upstream's format
     assert [row["reward"] for row in batch] == [1.0 * score for score in right]
     assert 0 < sum(right) < len(right)
-    rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(-1, SAMPLES)
+    rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(
+        -1, SAMPLES
+    )
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     if probe.options is DR_GRPO:
         expected = rewards - rewards.mean(1, keepdim=True)
@@ -290,16 +423,26 @@ def test_rewards_and_advantages(probe):
         assert torch.allclose(row["advantages"].double(), advantage.expand(len(row["response"])))
 
 
-def gradients_by_autograd(probe, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of the loss of the probed update for every full adapter, by autograd through transformers' model in `dtype`;
-    float32 leaves."""
-    leaves = {name: tuple(t.clone().requires_grad_() for t in pair) for name, pair in probe.adapters.items()}
+def gradients_by_autograd(
+    probe, dtype: torch.dtype
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of the loss of the probed update for every full adapter, by autograd through transformers'
+    model in `dtype`; float32 leaves.
+    """
+    leaves = {
+        name: tuple(t.clone().requires_grad_() for t in pair)
+        for name, pair in probe.adapters.items()
+    }
     with torch.no_grad():
         reference = answers_log_probs(probe, probe.hf(with_adapters(probe.full, {})), dtype)
-    current = answers_log_probs(probe, to_hf(with_adapters(probe.full, leaves), probe.model.config), dtype)
+    current = answers_log_probs(
+        probe, to_hf(with_adapters(probe.full, leaves), probe.model.config), dtype
+    )
     advantages = [row["advantages"][0] for row in probe.batch() if row["response"]]
     assert any(advantages)
-    grpo_loss(current, reference, advantages, probe.options.get("rl_config.init_kl_coef", KL)).backward()
+    grpo_loss(
+        current, reference, advantages, probe.options.get("rl_config.init_kl_coef", KL)
+    ).backward()
     return {name: tuple(t.grad for t in pair) for name, pair in leaves.items()}
 
 
@@ -308,12 +451,15 @@ def norm_of(gradients: dict) -> torch.Tensor:
 
 
 def test_gradients_of_every_adapter(probe):
-    """Against autograd of the same loss on the float32 model. The yardstick is transformers' own bfloat16: upstream's
-    worst tensor may be off by no more than twice its worst. The gradient norm that upstream clips by counts each
-    parameter once."""
+    """Against autograd of the same loss on the float32 model. The yardstick is transformers' own
+    bfloat16: upstream's worst tensor may be off by no more than twice its worst. The gradient norm
+    that upstream clips by counts each parameter once.
+    """
     if probe.options not in (PLAIN, REPLAYED):
         pytest.skip("of GRPO's own loss; with other options the local engine is compared")
-    exact, rounded = (gradients_by_autograd(probe, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        gradients_by_autograd(probe, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     compare_gradients(probe, exact, rounded, "transformers")
 
 
@@ -321,13 +467,22 @@ def compare_gradients(probe, exact: dict, rounded: dict, whose: str) -> None:
     norm = norm_of(exact)
 
     def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-        return ((actual.float().view(expected.shape) - expected).norm() / (expected.norm() + 1e-2 * norm)).item()
+        return (
+            (actual.float().view(expected.shape) - expected).norm()
+            / (expected.norm() + 1e-2 * norm)
+        ).item()
 
     yardstick = max(error(r, e) for name in exact for r, e in zip(rounded[name], exact[name]))
-    worst = max(error(actual, shard(name, probe.full, exact, rank["place"])) for rank in probe.ranks
-                for name, actual in rank["gradients"].items())
-    print(f"\ngradients: worst relative error of a tensor {worst:.4f}, {whose} in bfloat16 {yardstick:.4f}; norm "
-          f"{norm:.4f}, upstream's {probe.grad_norm[0]:.4f}, {whose} in bfloat16 {norm_of(rounded):.4f}")
+    worst = max(
+        error(actual, shard(name, probe.full, exact, rank["place"]))
+        for rank in probe.ranks
+        for name, actual in rank["gradients"].items()
+    )
+    print(
+        f"\ngradients: worst relative error of a tensor {worst:.4f}, {whose} in bfloat16 "
+        f"{yardstick:.4f}; norm {norm:.4f}, upstream's {probe.grad_norm[0]:.4f}, {whose} in "
+        f"bfloat16 {norm_of(rounded):.4f}"
+    )
     assert all(len(rank["gradients"]) > 4 for rank in probe.ranks)
     assert worst < 2 * yardstick
     for upstreams in probe.grad_norm:
@@ -335,23 +490,48 @@ def compare_gradients(probe, exact: dict, rounded: dict, whose: str) -> None:
 
 
 def test_the_local_engine_computes_the_same(probe):
-    """The same prompts, answers, log-probs of the policy that sampled, weights and advantages on both engines, two
-    updates: every adapter's gradient in the first, and what is logged of both."""
-    exact, rounded = (torch.load(probe.folder / f"local_{dtype}.pt", weights_only=False)
-                      for dtype in ("float32", "bfloat16"))
+    """The same prompts, answers, log-probs of the policy that sampled, weights and advantages on
+    both engines, two updates: every adapter's gradient in the first, and what is logged of both.
+    """
+    exact, rounded = (
+        torch.load(probe.folder / f"local_{dtype}.pt", weights_only=False)
+        for dtype in ("float32", "bfloat16")
+    )
     compare_gradients(probe, exact["gradients"], rounded["gradients"], "the local engine")
-    compared = [name for name in exact["metrics"] if name in probe.metrics and not name.startswith(("time/", "lr"))]
+    compared = [
+        name
+        for name in exact["metrics"]
+        if name in probe.metrics and not name.startswith(("time/", "lr"))
+    ]
     assert ("routing/replayed_tokens" in compared) == probe.replayed
-    assert {"loss/total", "loss/kl", "entropy/mean", "mismatch/k3", "clip_fraction_high", "grad_norm"} < set(compared)
+    assert {
+        "loss/total",
+        "loss/kl",
+        "entropy/mean",
+        "mismatch/k3",
+        "clip_fraction_high",
+        "grad_norm",
+    } < set(compared)
     lengths = probe.experience["response_length"]
-    whole = probe.options.get("rollout_correction", {}).get("method") in ("sequence_tis", "geometric_mask")
+    whole = probe.options.get("rollout_correction", {}).get("method") in (
+        "sequence_tis",
+        "geometric_mask",
+    )
     for name in compared:
-        value, in_bf16, actual = exact["metrics"][name], rounded["metrics"][name], probe.metrics[name]
+        value, in_bf16, actual = (
+            exact["metrics"][name],
+            rounded["metrics"][name],
+            probe.metrics[name],
+        )
         print(f"{name:45} {value:12.6f} bf16 {in_bf16:12.6f} NPU {actual:12.6f}")
-        # bfloat16 moves a maximum, which is one token's, by more than a mean, and over an edge a few tokens, or one
-        # answer where whole answers are weighed
+        # bfloat16 moves a maximum, which is one token's, by more than a mean, and over an edge a
+        # few tokens, or one answer where whole answers are weighed
         share = 0.05 if "max" in name else 0.02
-        at_the_edge = 1 / len(lengths) if whole and "rollout_correction" in name else 3 / sum(map(int, lengths))
+        at_the_edge = (
+            1 / len(lengths)
+            if whole and "rollout_correction" in name
+            else 3 / sum(map(int, lengths))
+        )
         count = at_the_edge if "fraction" in name else 1e-3
         assert abs(actual - value) <= 2 * abs(in_bf16 - value) + share * abs(value) + count, name
     if probe.family == "qwen3_moe" and not probe.options:
@@ -360,5 +540,7 @@ def test_the_local_engine_computes_the_same(probe):
 
 def test_delta_is_by_definition():
     """The reference's own formula, on numbers one can check by hand."""
-    assert torch.equal(delta("x.linear_qkv.weight", torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])),
-                       torch.tensor([[6.0, 12.0], [10.0, 20.0]]))
+    assert torch.equal(
+        delta("x.linear_qkv.weight", torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])),
+        torch.tensor([[6.0, 12.0], [10.0, 20.0]]),
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints of the real upstream: base weights beside its converter's and through a run; exported adapters."""
+"""Checkpoints of the real upstream: base weights beside its converter's and through a run; exported
+adapters.
+"""
 
 import json
 import os
@@ -38,23 +40,43 @@ def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstrea
     (source / "config.json").unlink()
     # the old name, for the converter
     (source / "config.json").write_text(json.dumps({**config, "torch_dtype": config["dtype"]}))
-    command = [sys.executable, str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"), "--load-dir", str(source),
-               "--save-dir",
-               str(tmp_path / "theirs"), "--model-type-hf", family.replace("_", "-"), "--target-tensor-parallel-size",
-               str(tp),
-               "--target-pipeline-parallel-size", str(pp), "--target-expert-parallel-size", str(ep)]
+    command = [
+        sys.executable,
+        str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"),
+        "--load-dir",
+        str(source),
+        "--save-dir",
+        str(tmp_path / "theirs"),
+        "--model-type-hf",
+        family.replace("_", "-"),
+        "--target-tensor-parallel-size",
+        str(tp),
+        "--target-pipeline-parallel-size",
+        str(pp),
+        "--target-expert-parallel-size",
+        str(ep),
+    ]
     if "moe" in family:
         command += ["--moe-grouped-gemm", "--moe-tp-extend-ep"]
     variables = environment(1)
-    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *(str(upstream / name) for name in CHECKOUTS)])
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path,
-                          env=os.environ | variables)
+    variables["PYTHONPATH"] = os.pathsep.join(
+        [variables["PYTHONPATH"], *(str(upstream / name) for name in CHECKOUTS)]
+    )
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | variables,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
     ours = write_base_checkpoint(model, tmp_path / "ours", tp, pp, ep)
     files = rank_files(ours / "iter_0000001", tp, pp, ep, LAYERS)
     assert {file.relative_to(ours) for file, *_ in files} == {
-        file.relative_to(tmp_path / "theirs") for file in (tmp_path / "theirs").rglob("*.pt")}
+        file.relative_to(tmp_path / "theirs") for file in (tmp_path / "theirs").rglob("*.pt")
+    }
     for file, *_ in files:
         weights, theirs = load_rank(file), load_rank(tmp_path / "theirs" / file.relative_to(ours))
         assert weights.keys() == theirs.keys()
@@ -68,13 +90,27 @@ def finished_run(config, upstream, folder) -> RunDirectory:
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):
-    """Without LoRA, at a learning rate that is 0 to float32: what the run saves is what it loaded, name by name. The
-    converter knows no Qwen2-MoE."""
+    """Without LoRA, at a learning rate that is 0 to float32: what the run saves is what it loaded,
+    name by name. The converter knows no Qwen2-MoE.
+    """
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the run's arguments have its enums
     model, data = tiny("qwen2_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=2)
-    config = make_config("qwen2_moe", model, data, tmp_path, npus=2, tp=2, infer_ep=2, train_iters=1, changes={
-        "actor_config.load": str(base), "actor_config.lr": 1e-50, "rl_config.share_backbone": False})
+    config = make_config(
+        "qwen2_moe",
+        model,
+        data,
+        tmp_path,
+        npus=2,
+        tp=2,
+        infer_ep=2,
+        train_iters=1,
+        changes={
+            "actor_config.load": str(base),
+            "actor_config.lr": 1e-50,
+            "rl_config.share_backbone": False,
+        },
+    )
     for key in ("lora_r", "lora_alpha", "lora_ckpt_filter", "lora_target_modules"):
         del config["megatron_training"][key]
     run = finished_run(config, upstream, tmp_path)
@@ -85,28 +121,53 @@ def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monke
 
 
 def local_delta(name, weights):
-    """(alpha / r) of the product of a rank's own adapters of its tensor `name`; None if there are none."""
+    """(alpha / r) of the product of a rank's own adapters of its tensor `name`; None if there are
+    none.
+    """
     if f"{name}_lora_a" in weights:
         a, b = (weights[f"{name}_lora_{side}"].float() for side in "ab")
         experts = a.shape[1] // R if name.endswith("1") else b.shape[0] // R
         product = a.view(experts, -1, R) @ b.view(experts, R, -1)
-        return SCALING * product.view(a.shape[0], -1) if name.endswith("1") else SCALING * product.view(-1, b.shape[1])
+        return (
+            SCALING * product.view(a.shape[0], -1)
+            if name.endswith("1")
+            else SCALING * product.view(-1, b.shape[1])
+        )
     module = name.removesuffix(".weight")
     if f"{module}.lora_A.default.weight" not in weights:
         return None
-    return SCALING * weights[f"{module}.lora_B.default.weight"].float() @ weights[
-        f"{module}.lora_A.default.weight"].float()
+    return (
+        SCALING
+        * weights[f"{module}.lora_B.default.weight"].float()
+        @ weights[f"{module}.lora_A.default.weight"].float()
+    )
 
 
-@pytest.mark.parametrize(("family", "npus", "tp", "pp", "ep"), [("qwen2_moe", 2, 2, 1, 1), ("qwen3_moe", 2, 1, 2, 1)])
-def test_the_exported_model_is_the_trained_one(family, npus, tp, pp, ep, upstream, tiny, tmp_path, monkeypatch):
-    """On every rank of a real run: merged minus base, sharded as in training, is the product of the rank's own
-    adapters."""
+@pytest.mark.parametrize(
+    ("family", "npus", "tp", "pp", "ep"), [("qwen2_moe", 2, 2, 1, 1), ("qwen3_moe", 2, 1, 2, 1)]
+)
+def test_the_exported_model_is_the_trained_one(
+    family, npus, tp, pp, ep, upstream, tiny, tmp_path, monkeypatch
+):
+    """On every rank of a real run: merged minus base, sharded as in training, is the product of the
+    rank's own adapters.
+    """
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")
     model, data = tiny(family)
     base = write_base_checkpoint(model, tmp_path / "base", tp, pp, ep)
-    config = make_config(family, model, data, tmp_path, npus=npus, tp=tp, pp=pp, ep=ep, infer_ep=2, train_iters=2,
-                         changes={"actor_config.load": str(base)})
+    config = make_config(
+        family,
+        model,
+        data,
+        tmp_path,
+        npus=npus,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        infer_ep=2,
+        train_iters=2,
+        changes={"actor_config.load": str(base)},
+    )
     run = finished_run(config, upstream, tmp_path)
     adapters = load_adapters(run.checkpoints_dir)
     assert (adapters.rank, adapters.alpha, adapters.iteration) == (R, ALPHA, 2)
@@ -118,12 +179,16 @@ def test_the_exported_model_is_the_trained_one(family, npus, tp, pp, ep, upstrea
         weights = load_rank(file)
         for name in held(before, stage, pp):
             expected = local_delta(name, weights)
-            assert (expected is not None) == (".linear_" in name and "bias" not in name or ".experts." in name), name
+            assert (expected is not None) == (
+                ".linear_" in name and "bias" not in name or ".experts." in name
+            ), name
             if expected is None:
                 assert not shard(name, change, {}, place).any()
             else:
                 assert expected.abs().max() > 1e-4
-                torch.testing.assert_close(shard(name, change, {}, place), expected, rtol=0, atol=1e-7)
+                torch.testing.assert_close(
+                    shard(name, change, {}, place), expected, rtol=0, atol=1e-7
+                )
     if family == "qwen3_moe":  # peft 0.7.1 refuses the adapter of a Qwen2-MoE (save_peft says so)
         from peft import PeftModel
 

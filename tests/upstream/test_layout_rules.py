@@ -1,5 +1,6 @@
-"""The layout rules against upstream itself: the lines that they cite, and upstream's own checks run on thousands of
-plans."""
+"""The layout rules against upstream itself: the lines that they cite, and upstream's own checks run
+on thousands of plans.
+"""
 
 import importlib.util
 import json
@@ -22,27 +23,49 @@ from mindspeed_qerl.layout.rules import RULES, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if "validate_config.py:" in rule.source} - {
-    "context_parallel_algorithm"}
-FROM_CONTAINER = {"infer_groups_hold_whole_training_groups", "experts_are_whole", "tensor_parallel_sizes_divide",
-                  "stages_hold_whole_infer_tp_groups", "layers_by_pp"}
+    "context_parallel_algorithm"
+}
+FROM_CONTAINER = {
+    "infer_groups_hold_whole_training_groups",
+    "experts_are_whole",
+    "tensor_parallel_sizes_divide",
+    "stages_hold_whole_infer_tp_groups",
+    "layers_by_pp",
+}
 # Random plans of each comparison.
-PLANS = [pytest.param(3000, id="3,000 plans"), pytest.param(10_000, id="10,000 plans", marks=pytest.mark.full)]
-# Rules of training that Megatron's arguments, its model's config and its groups say nothing of: for which plans (None:
-# all), and who does, or what would come of it.
+PLANS = [
+    pytest.param(3000, id="3,000 plans"),
+    pytest.param(10_000, id="10,000 plans", marks=pytest.mark.full),
+]
+# Rules of training that Megatron's arguments, its model's config and its groups say nothing of: for
+# which plans (None: all), and who does, or what would come of it.
 UNSEEN = {
-    "ranks_fill_nodes": (None, "upstream's launcher deals as many actors to each node, and waits for ever"),
+    "ranks_fill_nodes": (
+        None,
+        "upstream's launcher deals as many actors to each node, and waits for ever",
+    ),
     "width_by_tp": (None, "the linear layers, when they are built"),
     "vocabulary_by_tp": (None, "the embedding, when it is built"),
     "vocabulary_is_vllms": (None, "the weight sync, when it puts Megatron's rows into vLLM's"),
     "shared_backbone_has_adapters": (None, "validate_rl_args"),
-    "shared_backbone_has_one_chunk": (None, "nobody: the reference keeps the adapters of the other chunks"),
+    "shared_backbone_has_one_chunk": (
+        None,
+        "nobody: the reference keeps the adapters of the other chunks",
+    ),
     "experts_are_whole": (None, "nobody: vLLM's experts stay zero"),
-    "experts_by_training_ranks": (lambda plan: not plan.layout.tp_extend_ep and not plan.shape.num_experts
-                                  % plan.layout.ep, "experts_are_whole, which such a plan breaks too"),
-    "experts_need_sequence_parallelism": (lambda plan: plan.layout.ep == 1, "the layers with experts, when they run"),
+    "experts_by_training_ranks": (
+        lambda plan: not plan.layout.tp_extend_ep and not plan.shape.num_experts % plan.layout.ep,
+        "experts_are_whole, which such a plan breaks too",
+    ),
+    "experts_need_sequence_parallelism": (
+        lambda plan: plan.layout.ep == 1,
+        "the layers with experts, when they run",
+    ),
     "dispatcher_has_ranks": (None, "the dispatcher, in the first forward pass: UnboundLocalError"),
 }
-LINES = json.loads((Path(__file__).parent / "rule_lines.json").read_text())  # rule -> the line that it cites
+LINES = json.loads(
+    (Path(__file__).parent / "rule_lines.json").read_text()
+)  # rule -> the line that it cites
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -68,35 +91,70 @@ def sampled(draw: random.Random) -> Plan:
     n, prompts = draw.choice([1, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
     share = max(1, prompts * n // world)
     sizes = [None, None, None, n, share, 2 * n, prompts * n, 7]
-    dispatch = {f"{name}_dispatch_size": draw.choice(sizes) if draw.random() < 0.3 else None
-                for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")}
-    batch = Batch(prompts, draw.choice([prompts, prompts // 2 or 1]), n, draw.choice([1, 1, 2, 3]), dispatch=dispatch,
-                  guarantee_order=False, seq_length=draw.choice([512, 1024]),
-                  max_model_len=draw.choice([1024, 1024, 768]), max_num_batched_tokens=8192,
-                  use_remove_padding=draw.random() < 0.1, reset_attention_mask=draw.random() < 0.5,
-                  no_pad_to_seq_lengths=draw.random() < 0.5)
-    layout = Layout(world, tp=tp, pp=pp, cp=cp, ep=draw.choice([1, 2, 4]) if shape.moe else 1, infer_tp=infer_tp,
-                    infer_pp=draw.choice([1] * 9 + [2]), infer_ep=draw.choice([1, 2, 4]) if shape.moe else 1,
-                    ranks_per_node=draw.choice([16, 4]))
-    plan = replace(new_plan(shape, layout, batch), share_backbone=draw.random() < 0.5, lora=draw.random() < 0.9)
-    return replace(plan, layout=replace(plan.layout, tp_extend_ep=shape.moe and draw.random() < 0.8))
+    dispatch = {
+        f"{name}_dispatch_size": draw.choice(sizes) if draw.random() < 0.3 else None
+        for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")
+    }
+    batch = Batch(
+        prompts,
+        draw.choice([prompts, prompts // 2 or 1]),
+        n,
+        draw.choice([1, 1, 2, 3]),
+        dispatch=dispatch,
+        guarantee_order=False,
+        seq_length=draw.choice([512, 1024]),
+        max_model_len=draw.choice([1024, 1024, 768]),
+        max_num_batched_tokens=8192,
+        use_remove_padding=draw.random() < 0.1,
+        reset_attention_mask=draw.random() < 0.5,
+        no_pad_to_seq_lengths=draw.random() < 0.5,
+    )
+    layout = Layout(
+        world,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=draw.choice([1, 2, 4]) if shape.moe else 1,
+        infer_tp=infer_tp,
+        infer_pp=draw.choice([1] * 9 + [2]),
+        infer_ep=draw.choice([1, 2, 4]) if shape.moe else 1,
+        ranks_per_node=draw.choice([16, 4]),
+    )
+    plan = replace(
+        new_plan(shape, layout, batch), share_backbone=draw.random() < 0.5, lora=draw.random() < 0.9
+    )
+    return replace(
+        plan, layout=replace(plan.layout, tp_extend_ep=shape.moe and draw.random() < 0.8)
+    )
 
 
 def ask(program: str, plans: list[dict], upstream: Path, folder: Path) -> list[str]:
     """What upstream says to each plan: "" for yes, else its error."""
     (folder / "plans.json").write_text(json.dumps(plans))
-    result = subprocess.run([sys.executable, "-c", program, str(folder / "plans.json"), str(folder / "said.json")],
-                            check=False, cwd=folder, env=emulated(upstream), capture_output=True, text=True,
-                            timeout=3600)
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(folder / "plans.json"), str(folder / "said.json")],
+        check=False,
+        cwd=folder,
+        env=emulated(upstream),
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads((folder / "said.json").read_text())
 
 
 def plain(plan: Plan) -> dict:
     it = plan.layout
-    return {**vars(it), "nodes": it.nodes, **vars(plan.batch), "lora": plan.lora,
-            "share_backbone": plan.share_backbone,
-            "layers": plan.shape.num_hidden_layers, "experts": plan.shape.num_experts}
+    return {
+        **vars(it),
+        "nodes": it.nodes,
+        **vars(plan.batch),
+        "lora": plan.lora,
+        "share_backbone": plan.share_backbone,
+        "layers": plan.shape.num_hidden_layers,
+        "experts": plan.shape.num_experts,
+    }
 
 
 def compare(plans: list[Plan], said: list[str], names: set[str]) -> None:
@@ -145,13 +203,18 @@ json.dump(said, open(sys.argv[2], "w"))
 """
     draw = random.Random(1)
     plans = [sampled(draw) for _ in range(count)]
-    compare(plans, ask(program, [plain(plan) for plan in plans], upstream, tmp_path), FROM_VALIDATE_RL_ARGS)
+    compare(
+        plans,
+        ask(program, [plain(plan) for plan in plans], upstream, tmp_path),
+        FROM_VALIDATE_RL_ARGS,
+    )
 
 
 @pytest.mark.parametrize("count", PLANS)
 def test_weight_container_agrees(count, upstream, tmp_path):
-    """The container's _validate_parallel_config, its TP groups and its layer list say no exactly where a rule that
-    cites them is broken."""
+    """The container's _validate_parallel_config, its TP groups and its layer list say no exactly
+    where a rule that cites them is broken.
+    """
     program = """
 import json, sys
 from types import SimpleNamespace as Of
@@ -180,66 +243,123 @@ for p in json.load(open(sys.argv[1])):
 json.dump(said, open(sys.argv[2], "w"))
 """
     draw = random.Random(2)
-    plans = [plan for plan in (sampled(draw) for _ in range(count))
-             if plan.layout.world % (plan.layout.tp * plan.layout.pp) == 0
-             # the container lets a mixture without moe_tp_extend_ep pass at EP 1, and copies no experts then (:189):
-             # our rule refuses it
-             and not (plan.shape.moe and not plan.layout.tp_extend_ep and plan.layout.ep == 1)]
-    compare(plans, ask(program, [plain(plan) for plan in plans], upstream, tmp_path), FROM_CONTAINER)
+    plans = [
+        plan
+        for plan in (sampled(draw) for _ in range(count))
+        if plan.layout.world % (plan.layout.tp * plan.layout.pp) == 0
+        # the container lets a mixture without moe_tp_extend_ep pass at EP 1, and copies no experts
+        # then (:189): our rule refuses it
+        and not (plan.shape.moe and not plan.layout.tp_extend_ep and plan.layout.ep == 1)
+    ]
+    compare(
+        plans, ask(program, [plain(plan) for plan in plans], upstream, tmp_path), FROM_CONTAINER
+    )
 
 
 def trained(draw: random.Random) -> Plan:
-    """Plans whose training side Megatron says yes and no to: odd numbers of heads, layers and experts, virtual
-    pipelines, lists of layers, context parallelism of three kinds."""
+    """Plans whose training side Megatron says yes and no to: odd numbers of heads, layers and
+    experts, virtual pipelines, lists of layers, context parallelism of three kinds.
+    """
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"])]
     heads, layers = draw.choice([4, 8, 12, 16, 24, 28, 32]), draw.choice([4, 6, 8, 12, 24, 28, 30])
-    shape = replace(shape, num_attention_heads=heads, num_hidden_layers=layers,
-                    num_key_value_heads=draw.choice([size for size in (1, 2, 3, 4, 6, 8, heads) if not heads % size]),
-                    num_experts=draw.choice([4, 8, 12, 60, 64, 128]) if shape.moe else 0,
-                    vocab_size=draw.choice([1000, 151_936, 152_064]))
+    shape = replace(
+        shape,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        num_key_value_heads=draw.choice(
+            [size for size in (1, 2, 3, 4, 6, 8, heads) if not heads % size]
+        ),
+        num_experts=draw.choice([4, 8, 12, 60, 64, 128]) if shape.moe else 0,
+        vocab_size=draw.choice([1000, 151_936, 152_064]),
+    )
     tp, pp, cp = (draw.choice([1, 1, 1, 2, 2, 3, 4, 8]) for _ in range(3))
     cp = draw.choice([1, cp])
     ep = draw.choice([1, 1, 2, 3, 4, 8]) if shape.moe or draw.random() < 0.1 else 1
     filled = tp * pp * cp * draw.choice([1, 1, 2, 3, 4]) * draw.choice([1, ep])
     stages = draw.choice([pp, pp, pp, pp, 3])
     given = draw.random() < 0.15 and stages <= layers
-    layout = Layout(draw.choice([filled, filled, filled, 1, 6, 12, 16, 24]), tp=tp, pp=pp, cp=cp, ep=ep,
-                    num_layer_list=(layers // stages,) * (stages - 1) + (layers // stages + draw.choice(
-                        [0, layers % stages]),) if given else (),
-                    layers_per_virtual_stage=draw.choice([1, 1, 2, 3]) if draw.random() < (0.3 if pp > 1 else 0.1)
-                    and (not given or draw.random() < 0.2) else None,
-                    cp_algorithm=draw.choice(["ulysses_cp_algo", "ulysses_cp_algo", "megatron_cp_algo",
-                                              "hybrid_cp_algo"]),
-                    sequence_parallel=draw.random() < (0.9 if shape.moe and tp > 1 else 0.4),
-                    tp_extend_ep=shape.moe and draw.random() < 0.8)
-    batch = Batch(draw.choice([12, 24, 60, 64]), micro_batch_size=draw.choice([1, 1, 2, 3]),
-                  seq_length=draw.choice([512, 1000, 1002, 1022, 1024]), reset_attention_mask=draw.random() < 0.3,
-                  no_pad_to_seq_lengths=draw.random() < 0.5)
+    layout = Layout(
+        draw.choice([filled, filled, filled, 1, 6, 12, 16, 24]),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        num_layer_list=(layers // stages,) * (stages - 1)
+        + (layers // stages + draw.choice([0, layers % stages]),)
+        if given
+        else (),
+        layers_per_virtual_stage=draw.choice([1, 1, 2, 3])
+        if draw.random() < (0.3 if pp > 1 else 0.1) and (not given or draw.random() < 0.2)
+        else None,
+        cp_algorithm=draw.choice(
+            ["ulysses_cp_algo", "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"]
+        ),
+        sequence_parallel=draw.random() < (0.9 if shape.moe and tp > 1 else 0.4),
+        tp_extend_ep=shape.moe and draw.random() < 0.8,
+    )
+    batch = Batch(
+        draw.choice([12, 24, 60, 64]),
+        micro_batch_size=draw.choice([1, 1, 2, 3]),
+        seq_length=draw.choice([512, 1000, 1002, 1022, 1024]),
+        reset_attention_mask=draw.random() < 0.3,
+        no_pad_to_seq_lengths=draw.random() < 0.5,
+    )
     lora = draw.random() < 0.7
-    plan = Plan(shape, layout, batch, lora=lora, share_backbone=draw.random() < (0.5 if lora else 0.1))
-    return replace(plan, padded_vocab_size=draw.choice([None, None, plan.rows, plan.rows + 64, shape.vocab_size]))
+    plan = Plan(
+        shape, layout, batch, lora=lora, share_backbone=draw.random() < (0.5 if lora else 0.1)
+    )
+    return replace(
+        plan,
+        padded_vocab_size=draw.choice([None, None, plan.rows, plan.rows + 64, shape.vocab_size]),
+    )
 
 
 def arguments(plan: Plan) -> dict:
     """The plan in Megatron's arguments."""
     it, shape, batch = plan.layout, plan.shape, plan.batch
-    experts = {"moe_router_topk": shape.num_experts_per_tok, "moe_ffn_hidden_size": shape.moe_intermediate_size}
-    return {"rank": 1,  # prints less
-            "world_size": it.world, "tensor_model_parallel_size": it.tp, "pipeline_model_parallel_size": it.pp,
-            "context_parallel_size": it.cp, "context_parallel_algo": it.cp_algorithm,
-            "expert_model_parallel_size": it.ep, "moe_tp_extend_ep": it.tp_extend_ep,
-            "sequence_parallel": it.sequence_parallel, "num_layer_list": ",".join(map(str, it.num_layer_list)) or None,
-            "num_layers_per_virtual_pipeline_stage": it.layers_per_virtual_stage,
-            "num_layers": shape.num_hidden_layers, "num_attention_heads": shape.num_attention_heads,
-            "num_query_groups": shape.num_key_value_heads, "kv_channels": shape.head_dim,
-            "hidden_size": shape.hidden_size, "ffn_hidden_size": shape.intermediate_size or 6144,
-            "num_experts": shape.num_experts or None, **(experts if shape.moe else {}),
-            "padded_vocab_size": plan.rows, "vocab_size": shape.vocab_size,
-            **{key: getattr(batch, key) for key in ("seq_length", "micro_batch_size", "global_batch_size",
-                                                    "reset_attention_mask", "no_pad_to_seq_lengths")},
-            "variable_seq_lengths": True, "lora_target_modules": ["linear_qkv"] if plan.lora else [],
-            "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
-            "tokenizer_name_or_path": "."}
+    experts = {
+        "moe_router_topk": shape.num_experts_per_tok,
+        "moe_ffn_hidden_size": shape.moe_intermediate_size,
+    }
+    return {
+        "rank": 1,  # prints less
+        "world_size": it.world,
+        "tensor_model_parallel_size": it.tp,
+        "pipeline_model_parallel_size": it.pp,
+        "context_parallel_size": it.cp,
+        "context_parallel_algo": it.cp_algorithm,
+        "expert_model_parallel_size": it.ep,
+        "moe_tp_extend_ep": it.tp_extend_ep,
+        "sequence_parallel": it.sequence_parallel,
+        "num_layer_list": ",".join(map(str, it.num_layer_list)) or None,
+        "num_layers_per_virtual_pipeline_stage": it.layers_per_virtual_stage,
+        "num_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_key_value_heads,
+        "kv_channels": shape.head_dim,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.intermediate_size or 6144,
+        "num_experts": shape.num_experts or None,
+        **(experts if shape.moe else {}),
+        "padded_vocab_size": plan.rows,
+        "vocab_size": shape.vocab_size,
+        **{
+            key: getattr(batch, key)
+            for key in (
+                "seq_length",
+                "micro_batch_size",
+                "global_batch_size",
+                "reset_attention_mask",
+                "no_pad_to_seq_lengths",
+            )
+        },
+        "variable_seq_lengths": True,
+        "lora_target_modules": ["linear_qkv"] if plan.lora else [],
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "tokenizer_name_or_path": ".",
+    }
 
 
 def is_unseen(rule: str, plan: Plan) -> bool:
@@ -249,11 +369,15 @@ def is_unseen(rule: str, plan: Plan) -> bool:
 
 @pytest.mark.parametrize("count", [pytest.param(1000, id="1,000 plans"), PLANS[1]])
 def test_megatron_agrees(count, upstream, tmp_path):
-    """validate_args as MindSpeed and MindSpeed-LLM have it, the model's config and Megatron's groups say no exactly
-    where a rule of training is broken that is not UNSEEN; and each of those is broken by plans that they accept."""
-    program = f"""
+    """validate_args as MindSpeed and MindSpeed-LLM have it, the model's config and Megatron's
+    groups say no exactly where a rule of training is broken that is not UNSEEN; and each of those
+    is broken by plans that they accept.
+    """
+    program = (
+        f"""
 ROOT, CONFIGS = {str(upstream / "MindSpeed-RL")!r}, {str(ROOT / "configs")!r}
-""" + """
+"""
+        + """
 import contextlib, copy, io, json, sys, traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -317,13 +441,18 @@ for plan in json.load(open(plans)):
         said.append(f"{Path(frame.filename).name}:{frame.lineno} {error!r:.300}")
 json.dump(said, open(answers, "w"))
 """
+    )
     draw = random.Random(3)
     plans = [trained(draw) for _ in range(count)]
     said = ask(program, [arguments(plan) for plan in plans], upstream, tmp_path)
     verdicts, unseen = Counter(), Counter()
     for plan, error in zip(plans, said, strict=True):
         faults = {fault.rule for fault in broken(plan, TRAINING)}
-        assert bool(error) == any(not is_unseen(rule, plan) for rule in faults), (plan, error, faults)
+        assert bool(error) == any(not is_unseen(rule, plan) for rule in faults), (
+            plan,
+            error,
+            faults,
+        )
         verdicts["refused" if error else "refused by us only" if faults else "accepted"] += 1
         unseen.update(faults if not error else ())
     print(dict(verdicts), dict(unseen))

@@ -1,6 +1,7 @@
-"""The loss that the NPU engine trains, in float32: upstream's log-probs and entropy over a shared vocabulary, micro-
-batches and ranks, against algorithm/losses.py on the whole mini-batch in float64, which tests/algorithm compares with
-verl and TRL."""
+"""The loss that the NPU engine trains, in float32: upstream's log-probs and entropy over a shared
+vocabulary, micro- batches and ranks, against algorithm/losses.py on the whole mini-batch in
+float64, which tests/algorithm compares with verl and TRL.
+"""
 
 import subprocess
 import sys
@@ -26,30 +27,53 @@ def expected(algorithm: Algorithm, correction: Correction):
     entropy = -(answers.log_softmax(-1).exp() * answers.log_softmax(-1)).sum(-1)
     mask = torch.arange(batch["responses"].shape[1]) < batch["response_length"]
     mask[[2, 7]] = False  # not trained
-    inputs = LossInputs(logprobs, *(batch[name].double() for name in ("old_log_prob", "rollout_log_prob")),
-                        batch["advantages"][:, 0].double(), mask, batch["ref_log_prob"].double(), entropy)
+    inputs = LossInputs(
+        logprobs,
+        *(batch[name].double() for name in ("old_log_prob", "rollout_log_prob")),
+        batch["advantages"][:, 0].double(),
+        mask,
+        batch["ref_log_prob"].double(),
+        entropy,
+    )
     total, metrics = loss(inputs, algorithm, correction)
     (total / denominator(mask, algorithm)).backward()
     return total.item() / denominator(mask, algorithm), leaf.grad, metrics
 
 
-@pytest.mark.parametrize("tp, dp, micro_batch", [(1, 1, 12), (1, 1, 5), (2, 1, 4), (1, 2, 3), (1, 3, 1), (2, 2, 2),
-                                                 (1, 4, 3)])
+@pytest.mark.parametrize(
+    "tp, dp, micro_batch",
+    [(1, 1, 12), (1, 1, 5), (2, 1, 4), (1, 2, 3), (1, 3, 1), (2, 2, 2), (1, 4, 3)],
+)
 def test_on_ranks(tp, dp, micro_batch, upstream, tmp_path):
     script, file = Path(__file__).with_name("loss_ranks.py"), tmp_path / "found"
     variables = environment(upstream, emulation.STAND_INS) | {"IS_MULTIMODAL": "False"}
-    done = subprocess.run([sys.executable, script, *map(str, (tp, dp, micro_batch)), file], check=False,
-                          capture_output=True, text=True, timeout=600, env=emulation.environment(1) | variables)
+    done = subprocess.run(
+        [sys.executable, script, *map(str, (tp, dp, micro_batch)), file],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=emulation.environment(1) | variables,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    for (algorithm, correction), of_ranks in zip(OPTIONS, torch.load(file, weights_only=False), strict=True):
+    for (algorithm, correction), of_ranks in zip(
+        OPTIONS, torch.load(file, weights_only=False), strict=True
+    ):
         total, gradient, metrics = expected(Algorithm(**algorithm), Correction(**correction))
         totals, gradients, found = zip(*of_ranks)  # tensor parallel ranks count first
         assert sum(totals[::tp]) == pytest.approx(total, abs=1e-6)
-        whole = torch.cat([torch.cat(gradients[start : start + tp], -1) for start in range(0, tp * dp, tp)])
-        assert (whole - gradient).abs().max() < 1e-6 and gradient.abs().max() > 1e-2, (algorithm, correction)
+        whole = torch.cat(
+            [torch.cat(gradients[start : start + tp], -1) for start in range(0, tp * dp, tp)]
+        )
+        assert (whole - gradient).abs().max() < 1e-6 and gradient.abs().max() > 1e-2, (
+            algorithm,
+            correction,
+        )
         assert not whole[[2, 7]].any()
         if algorithm.get("loss_mode") is None:  # clip-higher acts
-            _, narrow, _ = expected(Algorithm(**{**algorithm, "clip_ratio_high": 0.2}), Correction(**correction))
+            _, narrow, _ = expected(
+                Algorithm(**{**algorithm, "clip_ratio_high": 0.2}), Correction(**correction)
+            )
             assert (whole - narrow).abs().max() > 1e-3
         of_all = merge(found[::tp])
         assert of_all.keys() == metrics.keys()

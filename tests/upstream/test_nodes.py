@@ -1,5 +1,6 @@
-"""Upstream's trainer on two nodes: the shipped launcher in two fake boxes with addresses of their own, a Ray across
-them, and upstream's real sources on two emulated NPUs in each."""
+"""Upstream's trainer on two nodes: the shipped launcher in two fake boxes with addresses of their
+own, a Ray across them, and upstream's real sources on two emulated NPUs in each.
+"""
 
 import re
 import shutil
@@ -26,20 +27,46 @@ from tests.fake_box.nodes import CONFIG, Nodes
 REASON = why_not() or why_no_cable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 # The config of 2 x 8 dies for 2 x 2 and a tiny model: TP 1, EP 2 in each node, DP 4 over both.
-MODEL = dict(num_layers=2, hidden_size=128, ffn_hidden_size=192, num_attention_heads=4, num_query_groups=2,
-             kv_channels=32, max_position_embeddings=512, padded_vocab_size=128, num_experts=8, moe_router_topk=2,
-             moe_ffn_hidden_size=48)
+MODEL = dict(
+    num_layers=2,
+    hidden_size=128,
+    ffn_hidden_size=192,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=32,
+    max_position_embeddings=512,
+    padded_vocab_size=128,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+)
 SMALL = [
     *(f"model.qwen3_30b_a3b.{key}={value}" for key, value in MODEL.items()),
-    "megatron_training.train_iters=2", "megatron_training.global_batch_size=4", "megatron_training.seq_length=128",
-    "megatron_training.save_interval=1", "megatron_training.recompute_num_layers=2", "megatron_training.lora_r=4",
-    "megatron_training.lora_alpha=8", "actor_config.load=${oc.env:MODELS}/Qwen3-30B-A3B-tp1-pp1-ep2",
-    "actor_config.lr=1e-3", "actor_config.expert_model_parallel_size=2", "rl_config.actor_resource.num_npus=4",
-    "rl_config.num_cpus_for_placement_group=1", "rl_config.mini_batch_size=4", "rl_config.n_samples_per_prompt=4",
-    "rl_config.max_prompt_length=100", "generate_config.infer_expert_parallel_size=2",
-    "generate_config.gpu_memory_utilization=0.1", "generate_config.max_num_seqs=8",
-    "generate_config.max_model_len=160", "generate_config.max_num_batched_tokens=160",
-    "generate_config.sampling_config.max_tokens=12", "eval.every=2", "eval.n_problems=6", "run.tensorboard=false"]
+    "megatron_training.train_iters=2",
+    "megatron_training.global_batch_size=4",
+    "megatron_training.seq_length=128",
+    "megatron_training.save_interval=1",
+    "megatron_training.recompute_num_layers=2",
+    "megatron_training.lora_r=4",
+    "megatron_training.lora_alpha=8",
+    "actor_config.load=${oc.env:MODELS}/Qwen3-30B-A3B-tp1-pp1-ep2",
+    "actor_config.lr=1e-3",
+    "actor_config.expert_model_parallel_size=2",
+    "rl_config.actor_resource.num_npus=4",
+    "rl_config.num_cpus_for_placement_group=1",
+    "rl_config.mini_batch_size=4",
+    "rl_config.n_samples_per_prompt=4",
+    "rl_config.max_prompt_length=100",
+    "generate_config.infer_expert_parallel_size=2",
+    "generate_config.gpu_memory_utilization=0.1",
+    "generate_config.max_num_seqs=8",
+    "generate_config.max_model_len=160",
+    "generate_config.max_num_batched_tokens=160",
+    "generate_config.sampling_config.max_tokens=12",
+    "eval.every=2",
+    "eval.n_problems=6",
+    "run.tensorboard=false",
+]
 # the training alone meets the emulated NPU: the launcher and the preflight see the box
 PYTHON = f"""#!/usr/bin/env bash
 [[ "$*" != *preflight.py* || -z ${{NO_PREFLIGHT:-}} ]] || exit 0
@@ -70,13 +97,28 @@ def nodes(upstream, files, tmp_path):
     (tmp_path / "token").write_text("0" * 64)
     emulated = emulation.environment(2)
     path = [str(emulation.STAND_INS), *(str(upstream / name) for name in CHECKOUTS), str(ROOT)]
-    variables = {**{name: value for name, value in emulated.items() if name not in (
-        "PATH", "PYTHONPATH", "ASCEND_HOME_PATH")}, **files, "TRAINING": ":".join(path),
-        "PATH": f"{fakes}:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHON": str(fakes / "python"), "HOME": str(tmp_path),
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_prestart_worker_first_driver": "0"}
+    variables = {
+        **{
+            name: value
+            for name, value in emulated.items()
+            if name not in ("PATH", "PYTHONPATH", "ASCEND_HOME_PATH")
+        },
+        **files,
+        "TRAINING": ":".join(path),
+        "PATH": f"{fakes}:/usr/bin:/bin:/usr/sbin:/sbin",
+        "PYTHON": str(fakes / "python"),
+        "HOME": str(tmp_path),
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_prestart_worker_first_driver": "0",
+    }
     with joined() as cables:
-        both = Nodes(tmp_path, cables, variables, Box(dies=2, network=False, upstream=str(upstream)),
-                     [*SMALL, f"run.root={tmp_path}/runs"])
+        both = Nodes(
+            tmp_path,
+            cables,
+            variables,
+            Box(dies=2, network=False, upstream=str(upstream)),
+            [*SMALL, f"run.root={tmp_path}/runs"],
+        )
         yield both
         both.kill()
 
@@ -85,18 +127,41 @@ def nodes(upstream, files, tmp_path):
 def alone(upstream, files, tmp_path_factory) -> RunDirectory:
     """The same config on one machine with four emulated NPUs."""
     folder = tmp_path_factory.mktemp("alone")
-    done = subprocess.run([sys.executable, str(ROOT / "cli" / "train_grpo.py"), "--config-name", CONFIG, *SMALL,
-                           "emulate_npu=true", f"run.root={folder}"], check=False, cwd=folder, capture_output=True,
-                          text=True, env={**environment(upstream), **files}, timeout=900)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "cli" / "train_grpo.py"),
+            "--config-name",
+            CONFIG,
+            *SMALL,
+            "emulate_npu=true",
+            f"run.root={folder}",
+        ],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**environment(upstream), **files},
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return RunDirectory.open(next((folder / CONFIG).iterdir()))
 
 
 def check_same(run: RunDirectory, alone: RunDirectory) -> None:
-    """All that a run computed is bit for bit what one machine does: numbers, answers, adapters and optimizer."""
+    """All that a run computed is bit for bit what one machine does: numbers, answers, adapters and
+    optimizer.
+    """
+
     def rows(run, name):
-        return [{key: value for key, value in row.items() if not re.search("timing|time/|_tps|seconds", key)}
-                for row in read_jsonl(run.path / name)]
+        return [
+            {
+                key: value
+                for key, value in row.items()
+                if not re.search("timing|time/|_tps|seconds", key)
+            }
+            for row in read_jsonl(run.path / name)
+        ]
 
     assert run.status()["state"] == alone.status()["state"] == "finished"
     for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl", "eval_answers.jsonl"):
@@ -107,7 +172,10 @@ def check_same(run: RunDirectory, alone: RunDirectory) -> None:
     assert ours.keys() == theirs.keys() and any(b.any() for _, b in ours.values())
     assert all(torch.equal(*pair) for name in ours for pair in zip(ours[name], theirs[name]))
     for file in alone.checkpoints_dir.glob("iter_0000002/*/distrib_optim.pt"):
-        assert file.read_bytes() == (run.checkpoints_dir / file.relative_to(alone.checkpoints_dir)).read_bytes()
+        assert (
+            file.read_bytes()
+            == (run.checkpoints_dir / file.relative_to(alone.checkpoints_dir)).read_bytes()
+        )
 
 
 def test_two_iterations_are_those_of_one_machine(nodes, alone, tmp_path):
@@ -121,20 +189,25 @@ def test_two_iterations_are_those_of_one_machine(nodes, alone, tmp_path):
     assert [left_over(nodes.box(rank)) for rank in (0, 1)] == [[], []]
     run = RunDirectory.open(next((runs / CONFIG).iterdir()))
     printed = "".join(file.read_text() for file in (run.path / "logs").iterdir())
-    assert sorted(re.findall(r"rank: (\d), world_size: 4, local rank: (\d), master_addr: 10.0.0.1", printed)) == [
-        ("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], "the logs of both nodes"
+    assert sorted(
+        re.findall(r"rank: (\d), world_size: 4, local rank: (\d), master_addr: 10.0.0.1", printed)
+    ) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], "the logs of both nodes"
     check_same(run, alone)
 
 
 def test_the_second_node_is_late_and_lost_and_comes_back(nodes, alone, tmp_path):
-    """Killed after the first step; the same command goes on after it, to the same end, if both nodes see the run."""
+    """Killed after the first step; the same command goes on after it, to the same end, if both
+    nodes see the run.
+    """
     nodes.start(0, NO_PREFLIGHT="1")
     nodes.until(0, "waiting for 4 on 2 nodes")
     nodes.start(1, NO_PREFLIGHT="1")
     nodes.until(0, "Checkpoint of step 1 saved")
     nodes.began = dict.fromkeys(nodes.began, time.monotonic())
     nodes.process[1].kill()
-    nodes.until(0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it")
+    nodes.until(
+        0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it"
+    )
     assert nodes.end(0) == 1 and left_over(nodes.box(0)) == []
     run = RunDirectory.open(next((tmp_path / "runs" / CONFIG).iterdir()))
     assert run.status()["state"] == "failed" and f"run.resume='{run.path}'" in nodes.said(0)
@@ -143,7 +216,10 @@ def test_the_second_node_is_late_and_lost_and_comes_back(nodes, alone, tmp_path)
     nodes.start(0, NO_PREFLIGHT="1")
     nodes.start(1, NO_PREFLIGHT="1", HIDDEN=str(tmp_path / "runs"))
     assert (nodes.end(0, 300), nodes.end(1)) == (1, 0)
-    assert f"error: the node at 10.0.0.2 has no {run.path}: to be resumed, a run must be where" in nodes.said(0)
+    assert (
+        f"error: the node at 10.0.0.2 has no {run.path}: to be resumed, a run must be where"
+        in nodes.said(0)
+    )
     for rank in (0, 1):
         nodes.start(rank, NO_PREFLIGHT="1")
     assert (nodes.end(0, 900), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)

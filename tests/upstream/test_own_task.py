@@ -1,4 +1,6 @@
-"""A task of one's own on the real upstream: rows packed by the tool, a reward by import path, an exception."""
+"""A task of one's own on the real upstream: rows packed by the tool, a reward by import path, an
+exception.
+"""
 
 import json
 import subprocess
@@ -17,7 +19,14 @@ def marked(responses, answers, rows):
 def fails(responses, answers, rows):
     return [1 / (row["marks"]["base"] - 0.75) for row in rows]
 """
-WORDS = ("none", "one pear", "two pears", "three pears", "four pears", "five pears")  # answers that are no numbers
+WORDS = (
+    "none",
+    "one pear",
+    "two pears",
+    "three pears",
+    "four pears",
+    "five pears",
+)  # answers that are no numbers
 BASES = {word: i / 4 for i, word in enumerate(WORDS)}
 TRAINED, TESTED = WORDS[:4], WORDS[4:]
 
@@ -27,18 +36,38 @@ def task(upstream, tiny, tmp_path_factory):
     """(model, changes to a config): four training rows, which are one batch, and two to test with."""
     folder, (model, _) = tmp_path_factory.mktemp("task"), tiny("qwen3")
     for name, words in (("train", TRAINED), ("test", TESTED)):
-        rows = ({"prompt": f"Which is {BASES[word]}?", "answer": word, "marks": {"base": BASES[word]}}
-                for word in words)
+        rows = (
+            {"prompt": f"Which is {BASES[word]}?", "answer": word, "marks": {"base": BASES[word]}}
+            for word in words
+        )
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data_path = folder / "packed" / "train"
-    subprocess.run([sys.executable, str(ROOT / "tools" / "pack_task.py"), "--rows", str(folder / "train.jsonl"),
-                    "--tokenizer", str(model), "--data-path", str(data_path)], check=True, env=environment(upstream))
-    return model, {"megatron_training.data_path": str(data_path), "task.test_file": str(folder / "test.jsonl"),
-                   "eval.n_problems": 2, "rl_config.verifier_function": ["own_reward:marked"]}
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tools" / "pack_task.py"),
+            "--rows",
+            str(folder / "train.jsonl"),
+            "--tokenizer",
+            str(model),
+            "--data-path",
+            str(data_path),
+        ],
+        check=True,
+        env=environment(upstream),
+    )
+    return model, {
+        "megatron_training.data_path": str(data_path),
+        "task.test_file": str(folder / "test.jsonl"),
+        "eval.n_problems": 2,
+        "rl_config.verifier_function": ["own_reward:marked"],
+    }
 
 
 def test_the_reward_sees_the_rows(task, upstream, tmp_path):
-    """Its module is on PYTHONPATH. Each reward is counted again from the answer that was kept beside it."""
+    """Its module is on PYTHONPATH. Each reward is counted again from the answer that was kept
+    beside it.
+    """
     model, changes = task
     package = tmp_path / "package"
     package.mkdir()
@@ -58,24 +87,44 @@ def test_the_reward_sees_the_rows(task, upstream, tmp_path):
         assert means == pytest.approx(2 * (sum(expected) / 8,))
     assert len(metrics) == 2 and len({one["reward"] for one in kept}) > 4, "the length counts"
     for evaluation in read_jsonl(run.eval_file):
-        problems = [one for one in read_jsonl(run.eval_answers_file) if one["step"] == evaluation["step"]]
+        problems = [
+            one for one in read_jsonl(run.eval_answers_file) if one["step"] == evaluation["step"]
+        ]
         assert [problem["answer"] for problem in problems] == list(TESTED)
-        expected = [BASES[problem["answer"]] + len(text) / 100
-                    for problem in problems for text in problem["responses"]]
-        assert [score for problem in problems for score in problem["scores"]] == pytest.approx(expected)
+        expected = [
+            BASES[problem["answer"]] + len(text) / 100
+            for problem in problems
+            for text in problem["responses"]
+        ]
+        assert [score for problem in problems for score in problem["scores"]] == pytest.approx(
+            expected
+        )
         assert evaluation["accuracy"] == pytest.approx(sum(expected) / 4)
 
 
 def test_an_exception_in_the_reward_ends_the_run(task, upstream, tmp_path):
-    """Its module is in the folder that the run starts in. The two rows that are tried before the start do not show it,
-    nor do those of the evaluation."""
+    """Its module is in the folder that the run starts in. The two rows that are tried before the
+    start do not show it, nor do those of the evaluation.
+    """
     model, changes = task
     (tmp_path / "own_reward.py").write_text(REWARD)
-    config = make_config("qwen3", model, tmp_path, tmp_path, npus=2, train_iters=2,
-                         changes=changes | {"rl_config.verifier_function": ["own_reward:fails"]})
+    config = make_config(
+        "qwen3",
+        model,
+        tmp_path,
+        tmp_path,
+        npus=2,
+        train_iters=2,
+        changes=changes | {"rl_config.verifier_function": ["own_reward:fails"]},
+    )
     result = run_engine(config, upstream, tmp_path)
     said = "verifier 'own_reward:fails' raised ZeroDivisionError: float division by zero (own_reward.py:6), on row "
-    assert result.returncode == 1 and said in result.stderr, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "train_rows.jsonl:4): question 'Which is 0.75?', answer 'three pears', response '" in result.stderr
+    assert result.returncode == 1 and said in result.stderr, (
+        result.stdout[-3000:] + result.stderr[-3000:]
+    )
+    assert (
+        "train_rows.jsonl:4): question 'Which is 0.75?', answer 'three pears', response '"
+        in result.stderr
+    )
     status = RunDirectory.open(next((tmp_path / "rehearsal").iterdir())).status()
     assert status["state"] == "failed" and status["step"] == 0 and said in status["reason"]

@@ -1,4 +1,6 @@
-"""Our token ids beside those of MindSpeed-RL's own preprocessor, and read by MindSpeed-RL's own data set."""
+"""Our token ids beside those of MindSpeed-RL's own preprocessor, and read by MindSpeed-RL's own
+data set.
+"""
 
 import json
 import os
@@ -18,9 +20,12 @@ from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.rows import read_rows
 
 UPSTREAM = os.environ.get("UPSTREAM")
-pytestmark = pytest.mark.skipif(not UPSTREAM, reason=f"UPSTREAM names no folder with {', '.join(CHECKOUTS)}: "
-                                                     "nothing is compared with upstream's "
-                                                     "preprocessor")
+pytestmark = pytest.mark.skipif(
+    not UPSTREAM,
+    reason=f"UPSTREAM names no folder with {', '.join(CHECKOUTS)}: "
+    "nothing is compared with upstream's "
+    "preprocessor",
+)
 
 READ = """
 import json, sys
@@ -50,24 +55,39 @@ def run_upstream(*arguments):
     variables = environment(1)
     checkouts = [f"{UPSTREAM}/{name}" for name in CHECKOUTS]
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *checkouts])
-    done = subprocess.run([sys.executable, *map(str, arguments)], check=False, capture_output=True, text=True,
-                          env=os.environ | variables)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
 def preprocess(problems, prefix, tokenizer, *overrides):
     """What upstream's cli/preprocess_data.py makes of a jsonl: the command of docs/data.md."""
-    run_upstream(f"{UPSTREAM}/MindSpeed-RL/cli/preprocess_data.py", "math_17k", f"input={problems}",
-                 f"output_prefix={prefix}", f"tokenizer_name_or_path={tokenizer}",
-                 "handler_name=R1AlpacaStyleInstructionHandler", "workers=1",
-                 "map_keys={prompt:problem,query:'',response:answer,system:''}", f"+cache_dir={prefix}_cache",
-                 f"hydra.run.dir={prefix}_hydra", *overrides)
+    run_upstream(
+        f"{UPSTREAM}/MindSpeed-RL/cli/preprocess_data.py",
+        "math_17k",
+        f"input={problems}",
+        f"output_prefix={prefix}",
+        f"tokenizer_name_or_path={tokenizer}",
+        "handler_name=R1AlpacaStyleInstructionHandler",
+        "workers=1",
+        "map_keys={prompt:problem,query:'',response:answer,system:''}",
+        f"+cache_dir={prefix}_cache",
+        f"hydra.run.dir={prefix}_hydra",
+        *overrides,
+    )
 
 
 def packed_files(prefix, field):
     """The bytes of .bin and .idx."""
-    return [Path(f"{prefix}_packed_{field}_document.{ending}").read_bytes() for ending in ("bin", "idx")]
+    return [
+        Path(f"{prefix}_packed_{field}_document.{ending}").read_bytes() for ending in ("bin", "idx")
+    ]
 
 
 def prompts(prefix):
@@ -78,19 +98,34 @@ def prompts(prefix):
 
 
 def save_tokenizer(directory, texts):
-    """A byte-level BPE with the special tokens and the chat template of Qwen3, for a conversation of one user turn."""
+    """A byte-level BPE with the special tokens and the chat template of Qwen3, for a conversation
+    of one user turn.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     reserved = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.train_from_iterator(texts,
-                                  trainers.BpeTrainer(vocab_size=400, special_tokens=reserved, show_progress=False,
-                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    wrapped.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-                             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=reserved,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    wrapped.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     wrapped.save_pretrained(directory)
     return wrapped
 
@@ -102,8 +137,12 @@ def made(tmp_path_factory):
     problems = make_problems(split_pairs(0.1, 0)[0], 60, "train")
     write_problems(folder / "train.jsonl", problems)
     with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(
-            {"question": "Wie viele Äpfel kosten 5€?\nUnd 6€?", "answer": "#### -1,234,567"}) + "\n")
+        file.write(
+            json.dumps(
+                {"question": "Wie viele Äpfel kosten 5€?\nUnd 6€?", "answer": "#### -1,234,567"}
+            )
+            + "\n"
+        )
     tokenizer = save_tokenizer(folder / "tokenizer", [problem.question for problem in problems])
     convert(folder / "train.jsonl", folder / "chat")
     [packed] = convert_packed(folder / "train.jsonl", folder / "packed", folder / "tokenizer")
@@ -111,48 +150,77 @@ def made(tmp_path_factory):
 
 
 def test_labels_are_those_of_upstreams_preprocessor(made, tmp_path):
-    """From the jsonl we write: the same labels, byte for byte; its prompts lack our instruction and begin with an
-    empty thought."""
+    """From the jsonl we write: the same labels, byte for byte; its prompts lack our instruction and
+    begin with an empty thought.
+    """
     folder, packed, tokenizer = made
-    preprocess(folder / "chat" / "train.jsonl", tmp_path / "upstream", folder / "tokenizer", "prompt_type=qwen3")
+    preprocess(
+        folder / "chat" / "train.jsonl",
+        tmp_path / "upstream",
+        folder / "tokenizer",
+        "prompt_type=qwen3",
+    )
     assert packed_files(packed.data_path, "labels") == packed_files(tmp_path / "upstream", "labels")
-    for our_prompt, their_prompt in zip(prompts(packed.data_path), prompts(tmp_path / "upstream"), strict=True):
+    for our_prompt, their_prompt in zip(
+        prompts(packed.data_path), prompts(tmp_path / "upstream"), strict=True
+    ):
         bare = tokenizer.decode(our_prompt).replace(f" {INSTRUCTION}", "")
         assert tokenizer.decode(their_prompt) == bare + "<think>\n\n</think>\n\n"
 
 
-@pytest.mark.parametrize("prompt_type, overrides", [("qwen3", ["+enable_thinking=true"]), ("empty", [])])
+@pytest.mark.parametrize(
+    "prompt_type, overrides", [("qwen3", ["+enable_thinking=true"]), ("empty", [])]
+)
 def test_prompts_are_those_of_upstreams_preprocessor(made, tmp_path, prompt_type, overrides):
-    """Given our question with its instruction (qwen3), or the rendered chat (empty): the same files, byte for byte."""
+    """Given our question with its instruction (qwen3), or the rendered chat (empty): the same
+    files, byte for byte.
+    """
     folder, packed, tokenizer = made
     rows = [row.columns for row in read_rows(folder / "chat" / "train_chat.parquet")]
     with open(tmp_path / "train.jsonl", "w") as file:
         for row in rows:
-            chat = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
+            chat = tokenizer.apply_chat_template(
+                row["messages"], add_generation_prompt=True, tokenize=False
+            )
             problem = chat if prompt_type == "empty" else row["messages"][0]["content"]
             file.write(json.dumps({"problem": problem, "answer": row["answer"]}) + "\n")
-    preprocess(tmp_path / "train.jsonl", tmp_path / "upstream", folder / "tokenizer", f"prompt_type={prompt_type}",
-               *overrides)
+    preprocess(
+        tmp_path / "train.jsonl",
+        tmp_path / "upstream",
+        folder / "tokenizer",
+        f"prompt_type={prompt_type}",
+        *overrides,
+    )
     for field in ("input_ids", "labels"):
         assert packed_files(packed.data_path, field) == packed_files(tmp_path / "upstream", field)
 
 
 def test_upstreams_data_set_reads_our_rows(made, tmp_path):
-    """Row by row, without those that `dropped` counts; and it cannot read what `check_data_path` refuses."""
+    """Row by row, without those that `dropped` counts; and it cannot read what `check_data_path`
+    refuses.
+    """
     folder, packed, tokenizer = made
-    refused = [tmp_path / name for name in ("a*", "a?", "[a]", "(a", "a)", "a{2}", "a|b", "a+", "^a", "$a", "a\\b")]
+    refused = [
+        tmp_path / name
+        for name in ("a*", "a?", "[a]", "(a", "a)", "a{2}", "a|b", "a+", "^a", "$a", "a\\b")
+    ]
     allowed = [tmp_path / name for name in ("a b", "a-b_c.d", "ä", "a]b}")]
     for copy in refused + allowed:
         copy.mkdir()
         for file in packed.data_path.parent.glob(f"{packed.data_path.name}_*"):
             (copy / file.name).symlink_to(file)
     limit = max(packed.prompt_lengths)
-    out = run_upstream("-c", READ, json.dumps([str(packed.data_path), limit, list(map(str, refused + allowed))]))
-    rows, unreadable = json.loads(next(line
-                                       for line in out.splitlines() if line.startswith("RESULT "))[len("RESULT "):])
+    out = run_upstream(
+        "-c", READ, json.dumps([str(packed.data_path), limit, list(map(str, refused + allowed))])
+    )
+    rows, unreadable = json.loads(
+        next(line for line in out.splitlines() if line.startswith("RESULT "))[len("RESULT ") :]
+    )
 
-    expected = [(tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True), row["answer"])
-                for row in (row.columns for row in read_rows(folder / "chat" / "train_chat.parquet"))]
+    expected = [
+        (tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True), row["answer"])
+        for row in (row.columns for row in read_rows(folder / "chat" / "train_chat.parquet"))
+    ]
     kept = [(prompt, answer) for prompt, answer in expected if len(prompt) < limit]
     assert len(kept) == len(expected) - packed.dropped(limit) < len(expected)
     assert [(row["input_ids"], tokenizer.decode(row["labels"])) for row in rows] == kept

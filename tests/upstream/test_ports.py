@@ -1,4 +1,6 @@
-"""Upstream's ZMQ server and client as two ranks start them, while another process takes ports as fast as it can."""
+"""Upstream's ZMQ server and client as two ranks start them, while another process takes ports as
+fast as it can.
+"""
 
 import json
 import subprocess
@@ -37,12 +39,21 @@ def test_300_starts_beside_a_process_that_takes_ports(upstream, taker):
     """And one whose port was taken: upstream's server goes on without its socket."""
     script = Path(__file__).with_name("ports.py")
     variables = environment(upstream, emulation.STAND_INS) | {"IS_MULTIMODAL": "False"}
-    done = subprocess.run([sys.executable, script, "300"], check=False, capture_output=True, text=True, timeout=600,
-                          env=emulation.environment(1) | variables)
+    done = subprocess.run(
+        [sys.executable, script, "300"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=emulation.environment(1) | variables,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT ")[1])
     assert result["arrived"] == [SENT] * 300
     assert result["upstream"] == "AttributeError: 'NoneType' object has no attribute 'recv_json'"
     assert result["ours"] == SENT
     assert result["interfaces"] == [None, "lo", "eth7"], "gloo's; what is set stays"
-    assert result["elsewhere"] == "ZMQError: Cannot assign requested address (addr='tcp://203.0.113.1:*')"
+    assert (
+        result["elsewhere"]
+        == "ZMQError: Cannot assign requested address (addr='tcp://203.0.113.1:*')"
+    )

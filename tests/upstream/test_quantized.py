@@ -1,5 +1,6 @@
-"""Quantised rollouts on the NPU engine: each rank's parts against the format of whole tensors, served log-probs
-against transformers with those, whole runs, and faults that stop them."""
+"""Quantised rollouts on the NPU engine: each rank's parts against the format of whole tensors,
+served log-probs against transformers with those, whole runs, and faults that stop them.
+"""
 
 import subprocess
 import sys
@@ -18,24 +19,33 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 HERE = Path(__file__).parent
-SERVED = [Case("qwen2", "bfloat16", quantised="nvfp4,mxfp4,int8_w8a8"),
-          Case("qwen3", "bfloat16", tp=2, quantised="nvfp4,mxfp4,int8_w8a8"),
-          Case("qwen3_moe", "bfloat16", dp=2, quantised="nvfp4"),
-          Case("qwen3_moe", "bfloat16", tp=2, dp=2, quantised="nvfp4"),
-          Case("qwen2_moe", "bfloat16", dp=2, quantised="nvfp4")]
+SERVED = [
+    Case("qwen2", "bfloat16", quantised="nvfp4,mxfp4,int8_w8a8"),
+    Case("qwen3", "bfloat16", tp=2, quantised="nvfp4,mxfp4,int8_w8a8"),
+    Case("qwen3_moe", "bfloat16", dp=2, quantised="nvfp4"),
+    Case("qwen3_moe", "bfloat16", tp=2, dp=2, quantised="nvfp4"),
+    Case("qwen2_moe", "bfloat16", dp=2, quantised="nvfp4"),
+]
 
 
 def relative_errors(weights, format: str) -> dict[str, float]:
-    """||rounded - synced|| / ||synced|| of a model's linear weights and of each layer's, in float64."""
+    """||rounded - synced|| / ||synced|| of a model's linear weights and of each layer's, in
+    float64.
+    """
     sums = {}
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
             rounded = FORMATS[format].weight(weight)
             rounded = rounded if format == "int8_w8a8" else rounded.to(weight.dtype)
-            for key in ("quantization/weight_error", f"quantization/weight_error/layer_{name.split('.')[2]}"):
+            for key in (
+                "quantization/weight_error",
+                f"quantization/weight_error/layer_{name.split('.')[2]}",
+            ):
                 error, whole = sums.get(key, (0.0, 0.0))
-                sums[key] = (error + (rounded.double() - weight.double()).square().sum().item(),
-                             whole + weight.double().square().sum().item())
+                sums[key] = (
+                    error + (rounded.double() - weight.double()).square().sum().item(),
+                    whole + weight.double().square().sum().item(),
+                )
     return {key: (error / whole) ** 0.5 for key, (error, whole) in sums.items()}
 
 
@@ -53,12 +63,16 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
         for rank in ranks:
             found = rank[format]
             worst, own, unmatched = (fmean(found[key]) for key in ("worst", "own", "unmatched"))
-            print(f"\n{case.family} {format}: log-probs are {worst:.4f} nats, at most {max(found['worst']):.3f}, from "
-                  f"transformers in float32 with the same weights, transformers in bfloat16 {own:.4f}, "
-                  f"{max(found['own']):.3f}; {unmatched:.4f} from transformers without rounding")
+            print(
+                f"\n{case.family} {format}: log-probs are {worst:.4f} nats, at most "
+                f"{max(found['worst']):.3f}, from transformers in float32 with the same weights, "
+                f"transformers in bfloat16 {own:.4f}, {max(found['own']):.3f}; {unmatched:.4f} "
+                "from transformers without rounding"
+            )
             assert found["unequal"] == found["missing"] == []  # bit for bit
             assert max(found["worst"]) < 3 * max(found["own"]) and worst < 2 * own
-            # Qwen2's int8 activations fall otherwise with a last bit of bfloat16: there of_layers alone tells
+            # Qwen2's int8 activations fall otherwise with a last bit of bfloat16: there of_layers
+            # alone tells
             if (case.family, format) != ("qwen2", "int8_w8a8"):
                 assert unmatched > 2 * worst
             assert found["errors"] == pytest.approx(relative_errors(weights, format), rel=1e-4)
@@ -68,34 +82,81 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
             assert found["int8_layers"] == (4 * LAYERS if format == "int8_w8a8" else 0)
             assert found["plain_again"]
             if format == "int8_w8a8":
-                print(f"outputs of layers that are the formula's: {min(found['of_layers']):.3f} or more; of layers "
-                      f"that are not quantised {max(found['of_layers_unquantised']):.3f} or less")
+                print(
+                    f"outputs of layers that are the formula's: {min(found['of_layers']):.3f} or "
+                    "more; of layers that are not quantised "
+                    f"{max(found['of_layers_unquantised']):.3f} or less"
+                )
                 assert min(found["of_layers"]) > 0.9 and max(found["of_layers_unquantised"]) < 0.5
 
 
-def start(family: str, layout: dict, format: str, folder: Path, upstream: Path, tiny, *fault: str, **changes):
-    """A run of quantized_run.py on a base checkpoint -> the process, and the weights it starts with."""
+def start(
+    family: str,
+    layout: dict,
+    format: str,
+    folder: Path,
+    upstream: Path,
+    tiny,
+    *fault: str,
+    **changes,
+):
+    """A run of quantized_run.py on a base checkpoint -> the process, and the weights it starts
+    with.
+    """
     model, data = tiny(family)
-    base = write_base_checkpoint(model, folder / "base", tp=layout.get("tp", 1), ep=layout.get("ep", 1))
-    changes = {"actor_config.load": str(base), "rollout_quantization": {"format": format}, "eval.every": 1, **changes}
+    base = write_base_checkpoint(
+        model, folder / "base", tp=layout.get("tp", 1), ep=layout.get("ep", 1)
+    )
+    changes = {
+        "actor_config.load": str(base),
+        "rollout_quantization": {"format": format},
+        "eval.every": 1,
+        **changes,
+    }
     config = make_config(family, model, data, folder, samples=8, changes=changes, **layout)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    done = subprocess.run([sys.executable, HERE / "quantized_run.py", folder / "config.yaml", folder, *fault],
-                          env=environment(upstream, HERE), check=False, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, HERE / "quantized_run.py", folder / "config.yaml", folder, *fault],
+        env=environment(upstream, HERE),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     return done, load_file(model / "model.safetensors")
 
 
-@pytest.mark.parametrize("family, layout, format, ours", [
-    ("qwen3_moe", dict(ep=2, infer_ep=2), "nvfp4", {"algorithm": {"routing_replay": "rollout"}}),
-    ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), "nvfp4", {}),
-    ("qwen2_moe", dict(ep=2, infer_ep=2), "nvfp4", {}),
-    ("qwen2", dict(tp=2), "mxfp4", {}),
-    ("qwen3", dict(infer_tp=2), "int8_w8a8", {"rollout_quantization": {"format": "int8_w8a8", "evaluation": True}})],
-    ids=["qwen3_moe-ep2-nvfp4-replayed", "qwen3_moe-infer_tp2_ep2-nvfp4", "qwen2_moe-ep2-nvfp4",
-         "qwen2-tp2-mxfp4", "qwen3-infer_tp2-int8_w8a8"])
+@pytest.mark.parametrize(
+    "family, layout, format, ours",
+    [
+        (
+            "qwen3_moe",
+            dict(ep=2, infer_ep=2),
+            "nvfp4",
+            {"algorithm": {"routing_replay": "rollout"}},
+        ),
+        ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), "nvfp4", {}),
+        ("qwen2_moe", dict(ep=2, infer_ep=2), "nvfp4", {}),
+        ("qwen2", dict(tp=2), "mxfp4", {}),
+        (
+            "qwen3",
+            dict(infer_tp=2),
+            "int8_w8a8",
+            {"rollout_quantization": {"format": "int8_w8a8", "evaluation": True}},
+        ),
+    ],
+    ids=[
+        "qwen3_moe-ep2-nvfp4-replayed",
+        "qwen3_moe-infer_tp2_ep2-nvfp4",
+        "qwen2_moe-ep2-nvfp4",
+        "qwen2-tp2-mxfp4",
+        "qwen3-infer_tp2-int8_w8a8",
+    ],
+)
 def test_a_run(family, layout, format, ours, upstream, tiny, tmp_path):
-    """With noise, proofs, evaluations, and routing replay of a mixture: what each sample is drawn by, and its
-    metrics."""
+    """With noise, proofs, evaluations, and routing replay of a mixture: what each sample is drawn
+    by, and its metrics.
+    """
     done, weights = start(family, layout, format, tmp_path, upstream, tiny, **ours)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
@@ -103,9 +164,13 @@ def test_a_run(family, layout, format, ours, upstream, tiny, tmp_path):
     for key, error in relative_errors(weights, format).items():
         assert rows[0][key] == pytest.approx(error, rel=1e-4)  # the adapters are still 0
         assert rows[2][key] == pytest.approx(error, rel=0.1) and rows[2][key] != rows[0][key]
-    assert [row["aqn/layers"] for row in rows] == [NOISY_NORMS[family]] * 3 and rows[1]["aqn/sigma"] == 0.05
-    print(f"\n{family} {format}: weight error {rows[0]['quantization/weight_error']:.4f}; k3 "
-          f"{[row['mismatch/k3'] for row in rows]}, sigma {[row['aqn/sigma'] for row in rows]}")
+    assert [row["aqn/layers"] for row in rows] == [NOISY_NORMS[family]] * 3 and rows[1][
+        "aqn/sigma"
+    ] == 0.05
+    print(
+        f"\n{family} {format}: weight error {rows[0]['quantization/weight_error']:.4f}; k3 "
+        f"{[row['mismatch/k3'] for row in rows]}, sigma {[row['aqn/sigma'] for row in rows]}"
+    )
     if "algorithm" in ours:
         assert all(row["routing/replayed_tokens"] > 0 for row in rows)
     assert "LoRA reached the rollout engine" in done.stdout
@@ -124,5 +189,7 @@ def test_a_run(family, layout, format, ours, upstream, tiny, tmp_path):
 def test_a_weight_that_is_not_rounded_stops_the_run(fault, format, upstream, tiny, tmp_path):
     done, _ = start("qwen3", dict(infer_tp=2), format, tmp_path, upstream, tiny, fault)
     assert done.returncode == 1, done.stdout[-3000:]
-    assert (f"the sync after step 1: vLLM's kernels multiply with something else than {format} of what was synced in "
-            "1 weights: model.layers.1.self_attn.o_proj") in done.stderr, done.stderr[-3000:]
+    assert (
+        f"the sync after step 1: vLLM's kernels multiply with something else than {format} of what "
+        "was synced in 1 weights: model.layers.1.self_attn.o_proj"
+    ) in done.stderr, done.stderr[-3000:]

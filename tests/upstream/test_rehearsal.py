@@ -36,7 +36,12 @@ def lora_parameters(family: str, r: int = 4) -> dict[str, int]:
         up, down = e * r * (h + 2 * f), e * r * (f + h)
     else:
         up, down = r * (h + 2 * 192), r * (192 + h)
-    counts = {"linear_qkv": r * (h + q + 2 * kv), "linear_proj": r * (q + h), "linear_fc1": up, "linear_fc2": down}
+    counts = {
+        "linear_qkv": r * (h + q + 2 * kv),
+        "linear_proj": r * (q + h),
+        "linear_fc1": up,
+        "linear_fc2": down,
+    }
     return {target: LAYERS * count for target, count in counts.items()}
 
 
@@ -46,12 +51,17 @@ def left_by_vllm() -> set[Path]:
     return {*Path("/dev/shm").glob("psm_*"), *sockets}
 
 
-@pytest.mark.parametrize("family, layout", RUNS,
-                         ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS])
+@pytest.mark.parametrize(
+    "family, layout",
+    RUNS,
+    ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS],
+)
 def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     before = left_by_vllm()
     # answers enough that some are right, so that adapters move
-    result = run_engine(make_config(family, *tiny(family), tmp_path, **layout, samples=8), upstream, tmp_path)
+    result = run_engine(
+        make_config(family, *tiny(family), tmp_path, **layout, samples=8), upstream, tmp_path
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
     assert left_by_vllm() <= before
@@ -61,9 +71,12 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     assert noisy == [("2", str(NOISY_NORMS[family])), ("3", str(NOISY_NORMS[family]))]
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2, 3]
     lora = run.facts()["lora"]
-    assert {target: entry["parameters"] for target, entry in lora.items()} == lora_parameters(family)
-    assert {entry["modules"] for entry in lora.values()} == ({LAYERS} if family != "qwen2_moe"
-                                                             else {LAYERS, 2 * LAYERS})
+    assert {target: entry["parameters"] for target, entry in lora.items()} == lora_parameters(
+        family
+    )
+    assert {entry["modules"] for entry in lora.values()} == (
+        {LAYERS} if family != "qwen2_moe" else {LAYERS, 2 * LAYERS}
+    )
 
     rows = read_jsonl(run.metrics_file)
     assert [row["aqn/sigma"] for row in rows] == [0.0, 0.05, pytest.approx(0.005)]
@@ -72,7 +85,10 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
         assert row["aqn/measured_std"] == pytest.approx(sigma, rel=0.3)
     assert all(0 <= row["verifier/gsm8k/mean"] <= 1 for row in rows)
     assert len(read_jsonl(run.rollouts_file)) == 3 * 8  # of 32 answers
-    assert all(0 < row["entropy/mean"] < 5 and 0 < row["mismatch/effective_sample_size"] < 1 for row in rows)
+    assert all(
+        0 < row["entropy/mean"] < 5 and 0 < row["mismatch/effective_sample_size"] < 1
+        for row in rows
+    )
     assert rows[0]["mismatch/k3"] < rows[1]["mismatch/k3"]  # without noise, and with
 
     assert "LoRA reached the rollout engine" in result.stdout
@@ -86,40 +102,78 @@ def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
     config = make_config("qwen3", *tiny("qwen3"), tmp_path, npus=2, tp=1, infer_tp=2, samples=8)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     script = Path(__file__).with_name("lying_sync.py")
-    done = subprocess.run([sys.executable, script, tmp_path / "config.yaml"], check=False, capture_output=True,
-                          text=True, timeout=900, env=environment(upstream), cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "config.yaml"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment(upstream),
+        cwd=tmp_path,
+    )
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"the sync after step 1: linear_proj: the rollout engine's weights differ from base \+ "
-                     r"\(alpha/r\) B A by .* up to 100% of a tensor's move is lost", done.stderr), done.stderr[-3000:]
+    assert re.search(
+        r"the sync after step 1: linear_proj: the rollout engine's weights differ from base \+ "
+        r"\(alpha/r\) B A by .* up to 100% of a tensor's move is lost",
+        done.stderr,
+    ), done.stderr[-3000:]
     [run] = (tmp_path / "rehearsal").iterdir()
     assert RunDirectory.open(run).status()["state"] == "failed"
 
 
-@pytest.mark.parametrize("family, layout, format", [
-    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none"),
-    ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4"),
-    ("qwen2", dict(npus=2, tp=2), "none"), ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8")], ids=str)
+@pytest.mark.parametrize(
+    "family, layout, format",
+    [
+        ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none"),
+        ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4"),
+        ("qwen2", dict(npus=2, tp=2), "none"),
+        ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8"),
+    ],
+    ids=str,
+)
 def test_a_rehearsal_of_a_config(family, layout, format, upstream, tiny, tmp_path):
-    """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what Megatron is told of it;
-    what its ranks allocate is what the planner's formulas say."""
+    """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what
+    Megatron is told of it; what its ranks allocate is what the planner's formulas say.
+    """
     model, data = tiny(family)
-    config = make_config(family, model, data, tmp_path, changes={"rollout_quantization": {"format": format}}, **layout)
-    config["rehearsal"] = dict(enabled=True, steps=2, layers="all", max_tokens=8, models=str(tmp_path / "models"))
+    config = make_config(
+        family,
+        model,
+        data,
+        tmp_path,
+        changes={"rollout_quantization": {"format": format}},
+        **layout,
+    )
+    config["rehearsal"] = dict(
+        enabled=True, steps=2, layers="all", max_tokens=8, models=str(tmp_path / "models")
+    )
     config["task"]["train_file"] = str(data / "chat" / "train_chat.parquet")
     result = run_engine(config, upstream, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     run = RunDirectory.open(next((tmp_path / "rehearsals" / "rehearsal").iterdir()))
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert [row["aqn/sigma"] > 0 for row in read_jsonl(run.metrics_file)] == [False, True]
-    assert {entry["modules"] for entry in run.facts()["lora"].values()} == {LAYERS, 2 * LAYERS} if family == (
-        "qwen2_moe") else {LAYERS}
+    assert (
+        {entry["modules"] for entry in run.facts()["lora"].values()} == {LAYERS, 2 * LAYERS}
+        if family == ("qwen2_moe")
+        else {LAYERS}
+    )
 
     recipe = read_recipe(run.config())
-    assert all(bool(rank.get("int8 copies")) == (format == "int8_w8a8") for rank in run.facts()["memory"])
+    assert all(
+        bool(rank.get("int8 copies")) == (format == "int8_w8a8") for rank in run.facts()["memory"]
+    )
     for rank in run.facts()["memory"]:
-        for term, formula in terms(estimate(plan_of(recipe), settings_of(recipe), rank["stage"])).items():
-            assert rank[term] == pytest.approx(formula, rel=0.25 if term == "sync buffers" else 0.02), term
-        assert (rank["adapters"], rank["gradients"]) == (rank["adapters, back"], rank["gradients, back"])
+        for term, formula in terms(
+            estimate(plan_of(recipe), settings_of(recipe), rank["stage"])
+        ).items():
+            assert rank[term] == pytest.approx(
+                formula, rel=0.25 if term == "sync buffers" else 0.02
+            ), term
+        assert (rank["adapters"], rank["gradients"]) == (
+            rank["adapters, back"],
+            rank["gradients, back"],
+        )
         assert rank["KV cache"] % rank["KV cache of a token"] == 0 < rank["KV cache"]
     text = (run.path / "rehearsal.md").read_text()
     assert "## Memory, measured and planned" in text and "**Warning**" not in text

@@ -15,26 +15,45 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 LAYOUTS = [dict(npus=2, ep=2, infer_ep=2), dict(npus=2, tp=2, ep=1, infer_ep=2)]
-DYNAMIC = {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_max_batches": 3,
-           "rl_config.use_kl_in_reward": True, "rl_config.init_kl_coef": 0.01,
-           "algorithm": {"routing_replay": "rollout"}}
-GSPO = {"algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean",
-                      "routing_replay": "record"}, "rl_config.mini_batch_size": 2,
-        "rollout_correction": {"method": "token_tis"}, "rollout_quantization": {"format": "nvfp4"}}
+DYNAMIC = {
+    "rl_config.filter_groups_enable": True,
+    "rl_config.filter_groups_max_batches": 3,
+    "rl_config.use_kl_in_reward": True,
+    "rl_config.init_kl_coef": 0.01,
+    "algorithm": {"routing_replay": "rollout"},
+}
+GSPO = {
+    "algorithm": {
+        "loss_mode": "gspo",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "routing_replay": "record",
+    },
+    "rl_config.mini_batch_size": 2,
+    "rollout_correction": {"method": "token_tis"},
+    "rollout_quantization": {"format": "nvfp4"},
+}
 
 
 def numbers(run: RunDirectory) -> list[dict]:
     """The metrics without times."""
     rows = read_jsonl(run.metrics_file)
-    return [{name: value for name, value in row.items() if "tim" not in name and "tps" not in name} for row in rows]
+    return [
+        {name: value for name, value in row.items() if "tim" not in name and "tps" not in name}
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("layout, options", zip(LAYOUTS, (DYNAMIC, GSPO)), ids=["ep2", "tp2"])
 def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
     model, data = tiny("qwen3_moe")
     base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout["ep"])
-    changes = {"actor_config.load": str(base), "eval.every": 1, "aqn.num_stages": 3,
-               "actor_config.lr_decay_style": "linear", **options}
+    changes = {
+        "actor_config.load": str(base),
+        "eval.every": 1,
+        "aqn.num_stages": 3,
+        "actor_config.lr_decay_style": "linear",
+        **options,
+    }
     config = make_config("qwen3_moe", model, data, tmp_path, **layout, samples=4, changes=changes)
     (tmp_path / "a").mkdir()
     whole = run_engine(config, upstream, tmp_path / "a")
@@ -73,7 +92,9 @@ def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
     assert expected.keys() == actual.keys() and len(expected) > 10
     for module, pair in expected.items():
         assert all(torch.equal(one, other) for one, other in zip(pair, actual[module])), module
-    assert sum(bool(b.any()) for _, b in actual.values()) > len(actual) / 2  # some experts of so few tokens get none
+    assert (
+        sum(bool(b.any()) for _, b in actual.values()) > len(actual) / 2
+    )  # some experts of so few tokens get none
 
 
 def check_selection(run: RunDirectory) -> None:
@@ -90,15 +111,26 @@ def check_selection(run: RunDirectory) -> None:
     files = left.pop("files")
     assert left == {"batches_asked": sum(batches[:2]), **run.identity()}
     folder = run.checkpoints_dir / "iter_0000002"
-    assert files.keys() == {str(file.relative_to(folder)) for file in folder.glob("mp_rank_*/*")} != set()
+    assert (
+        files.keys()
+        == {str(file.relative_to(folder)) for file in folder.glob("mp_rank_*/*")}
+        != set()
+    )
     assert fault_of_files(folder, files) is None
 
 
 def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny, tmp_path):
-    """Every answer is cut off after its first token, and those are not trained; AdamW has made no step yet."""
-    changes = {"algorithm": {"mask_truncated_completions": True}, "actor_config.weight_decay": 0.1,
-               "generate_config.sampling_config.max_tokens": 1}
-    config = make_config("qwen3", *tiny("qwen3"), tmp_path, npus=2, infer_tp=2, train_iters=1, changes=changes)
+    """Every answer is cut off after its first token, and those are not trained; AdamW has made no
+    step yet.
+    """
+    changes = {
+        "algorithm": {"mask_truncated_completions": True},
+        "actor_config.weight_decay": 0.1,
+        "generate_config.sampling_config.max_tokens": 1,
+    }
+    config = make_config(
+        "qwen3", *tiny("qwen3"), tmp_path, npus=2, infer_tp=2, train_iters=1, changes=changes
+    )
     done = run_engine(config, upstream, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Warning: step 1 trains nothing: every answer was cut off" in done.stdout
@@ -106,12 +138,18 @@ def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny,
     adapters = load_adapters(run.checkpoints_dir, 1).weights
     assert adapters and not any(b.any() for _, b in adapters.values())
     [row] = read_jsonl(run.metrics_file)
-    assert "loss/total" not in row and row["grad_norm"] == 0 and row["response/truncated_fraction"] == 1
+    assert (
+        "loss/total" not in row
+        and row["grad_norm"] == 0
+        and row["response/truncated_fraction"] == 1
+    )
 
 
 def test_what_cannot_be_resumed_is_refused(upstream, tiny, tmp_path):
     model, data = tiny("qwen3_moe")
-    config = make_config("qwen3_moe", model, data, tmp_path, **LAYOUTS[0], changes={"actor_config.load": "base"})
+    config = make_config(
+        "qwen3_moe", model, data, tmp_path, **LAYOUTS[0], changes={"actor_config.load": "base"}
+    )
     config["run"]["resume"] = str(tmp_path)
     refused = run_engine(config, upstream, tmp_path)
     assert refused.returncode == 2 and "is not a run directory" in refused.stderr

@@ -1,5 +1,6 @@
-"""Our verifier function in place of upstream's: ours, a user's and upstream's by name, weights, and errors instead of
-silence."""
+"""Our verifier function in place of upstream's: ours, a user's and upstream's by name, weights, and
+errors instead of silence.
+"""
 
 import json
 import os
@@ -72,10 +73,15 @@ def answers(upstream, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_reward.py").write_text(OWN)
     (folder / "rows.jsonl").write_text(
-        '{"prompt": "Which?", "answer": "7", "level": 10}\n{"prompt": "What?", "answer": "two words", "level": 0}\n')
+        '{"prompt": "Which?", "answer": "7", "level": 10}\n{"prompt": "What?", "answer": "two '
+        'words", "level": 0}\n'
+    )
     make_tokenizer().save_pretrained(folder / "tokenizer")
     data_path = str(
-        pack_rows(read_rows(folder / "rows.jsonl"), folder / "packed" / "train", folder / "tokenizer").data_path)
+        pack_rows(
+            read_rows(folder / "rows.jsonl"), folder / "packed" / "train", folder / "tokenizer"
+        ).data_path
+    )
     cases = [
         (["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0], False),
         ([RIGHT, "#### 7"], ["7", "7"], ["gsm8k", "base_acc"], [0.5, 2.0], False),
@@ -91,11 +97,21 @@ def answers(upstream, tmp_path_factory):
     variables = environment(upstream)
     path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("RIGHT", repr(RIGHT)), json.dumps([cases, data_path])], check=False,
-                            capture_output=True, text=True, cwd=folder,
-                            env={**variables, **emulation.environment(1), "PYTHONPATH": path,
-                                 "IS_MULTIMODAL": "False"})
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("ANSWERS")] or [result.stderr[-2000:]]
+        [
+            sys.executable,
+            "-c",
+            SCRIPT.replace("RIGHT", repr(RIGHT)),
+            json.dumps([cases, data_path]),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**variables, **emulation.environment(1), "PYTHONPATH": path, "IS_MULTIMODAL": "False"},
+    )
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("ANSWERS")] or [
+        result.stderr[-2000:]
+    ]
     return json.loads(line.removeprefix("ANSWERS"))
 
 
@@ -106,8 +122,10 @@ def test_labels_arrive_with_spaces(answers):
 def test_ours_and_upstreams_are_weighted_and_summed(answers):
     scores, metrics = answers[1]
     assert metrics["base_acc_rewards/mean"] == [1.0, 0.0] == answers[10]
-    assert scores == [0.5 * ours + 2.0 * theirs
-                      for ours, theirs in zip(metrics["gsm8k_rewards/mean"], metrics["base_acc_rewards/mean"])]
+    assert scores == [
+        0.5 * ours + 2.0 * theirs
+        for ours, theirs in zip(metrics["gsm8k_rewards/mean"], metrics["base_acc_rewards/mean"])
+    ]
     assert metrics["gsm8k_rewards/mean"][1] == 1.0
 
 
@@ -116,7 +134,9 @@ def test_an_unknown_name_is_an_error_with_the_known_ones(answers):
 
 
 def test_missing_labels_are_an_error(answers):
-    assert answers[3].startswith("ConfigError: 1 responses with 0 labels: the data needs the column `labels`")
+    assert answers[3].startswith(
+        "ConfigError: 1 responses with 0 labels: the data needs the column `labels`"
+    )
     assert answers[4].startswith("ConfigError: label 1 of 2 is empty: pack the data again")
 
 
@@ -126,14 +146,21 @@ def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
 
 
 def test_its_exception_names_the_row(answers):
-    assert answers[7].startswith("RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero "
-                                 "(own_reward.py:5), on row 1 (")
+    assert answers[7].startswith(
+        "RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero "
+        "(own_reward.py:5), on row 1 ("
+    )
     assert "question 'What?', answer 'two words', response 'b'" in answers[7]
 
 
 def test_upstreams_verifiers_get_the_answers_of_packed_rows(answers):
-    assert answers[8] == [[2.0, 1.0], {"base_acc_rewards/mean": [1.0, 0.0], "gsm8k_rewards/mean": [1.0, 1.0]}]
-    assert answers[9].startswith("ConfigError: label '2' is not the number of one of the 2 packed rows")
+    assert answers[8] == [
+        [2.0, 1.0],
+        {"base_acc_rewards/mean": [1.0, 0.0], "gsm8k_rewards/mean": [1.0, 1.0]},
+    ]
+    assert answers[9].startswith(
+        "ConfigError: label '2' is not the number of one of the 2 packed rows"
+    )
 
 
 def test_the_reward_process_puts_it_in_upstreams_place(answers):

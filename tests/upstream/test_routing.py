@@ -1,8 +1,8 @@
-"""Routing replay on the real engine: a tiny Qwen3-MoE, two of eight experts, random adapters, no noise, bfloat16, one
-iteration with two updates; and what stops a run. Each test prints its numbers.
+"""Routing replay on the real engine: a tiny Qwen3-MoE, two of eight experts, random adapters, no
+noise, bfloat16, one iteration with two updates; and what stops a run. Each test prints its numbers.
 
-References are transformers' float32 with the routes of the transfer dock forced upon it, and its bfloat16 as the
-yardstick of what rounding costs.
+References are transformers' float32 with the routes of the transfer dock forced upon it, and its
+bfloat16 as the yardstick of what rounding costs.
 """
 
 import subprocess
@@ -19,32 +19,76 @@ from rehearsal import environment, make_config
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 LAYERS, TOP_K, SAMPLES, EPOCHS = 2, 2, 8, 2
-RECOMPUTED = {"actor_config.recompute_granularity": "full", "actor_config.recompute_method": "block",
-              "actor_config.recompute_num_layers": 2}
+RECOMPUTED = {
+    "actor_config.recompute_granularity": "full",
+    "actor_config.recompute_method": "block",
+    "actor_config.recompute_num_layers": 2,
+}
 EP2 = ("rollout", dict(npus=2, ep=2, infer_ep=2), RECOMPUTED)
-CASES = [EP2,
-         ("rollout", dict(npus=2, tp=2, ep=1, infer_tp=2), {"generate_config.enable_expert_parallel": True}),
-         ("rollout", dict(npus=4, tp=2, ep=2, infer_ep=4), {}),
-         ("record", dict(npus=2, pp=2, ep=1, infer_ep=2),
-          {**RECOMPUTED, "actor_config.recompute_num_layers": 1, "rl_config.epochs": 1})]
+CASES = [
+    EP2,
+    (
+        "rollout",
+        dict(npus=2, tp=2, ep=1, infer_tp=2),
+        {"generate_config.enable_expert_parallel": True},
+    ),
+    ("rollout", dict(npus=4, tp=2, ep=2, infer_ep=4), {}),
+    (
+        "record",
+        dict(npus=2, pp=2, ep=1, infer_ep=2),
+        {**RECOMPUTED, "actor_config.recompute_num_layers": 1, "rl_config.epochs": 1},
+    ),
+]
 
 
-def run(case: tuple, folder: Path, upstream: Path, tiny, *fault: str) -> subprocess.CompletedProcess:
+def run(
+    case: tuple, folder: Path, upstream: Path, tiny, *fault: str
+) -> subprocess.CompletedProcess:
     from transformers import AutoModelForCausalLM
 
     mode, layout, options = case
     model, data = tiny("qwen3_moe")
     full = full_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16))
     torch.save({"full": full, "adapters": random_adapters(full)}, folder / "full.pt")
-    changes = {"algorithm": {"routing_replay": mode}, "aqn.enabled": False, "rl_config.epochs": EPOCHS,
-               "run.prove_every": 100, "eval.every": 100, "model.tiny.moe_aux_loss_coeff": 0.0,
-               "megatron_training.use_distributed_optimizer": False, **options}
-    (folder / "config.yaml").write_text(yaml.safe_dump(make_config(
-        "qwen3_moe", model, data, folder, **layout, train_iters=1, samples=SAMPLES, changes=changes)))
+    changes = {
+        "algorithm": {"routing_replay": mode},
+        "aqn.enabled": False,
+        "rl_config.epochs": EPOCHS,
+        "run.prove_every": 100,
+        "eval.every": 100,
+        "model.tiny.moe_aux_loss_coeff": 0.0,
+        "megatron_training.use_distributed_optimizer": False,
+        **options,
+    }
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(
+            make_config(
+                "qwen3_moe",
+                model,
+                data,
+                folder,
+                **layout,
+                train_iters=1,
+                samples=SAMPLES,
+                changes=changes,
+            )
+        )
+    )
     here = Path(__file__).parent
-    return subprocess.run([sys.executable, str(here / "routing_probe.py"), str(folder / "config.yaml"), str(folder),
-                           *fault], env=environment(upstream, here), check=False, capture_output=True, text=True,
-                          timeout=900)
+    return subprocess.run(
+        [
+            sys.executable,
+            str(here / "routing_probe.py"),
+            str(folder / "config.yaml"),
+            str(folder),
+            *fault,
+        ],
+        env=environment(upstream, here),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
 
 
 class Replayed:
@@ -57,19 +101,38 @@ class Replayed:
         dock = torch.load(folder / "experience.pt", weights_only=False)["experience"]
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         content = torch.load(folder / "full.pt", weights_only=False)
-        self.weights = {name: tensor.contiguous() for name, tensor in to_hf(
-            with_adapters(content["full"], content["adapters"]), self.model.config).items()}
-        self.prompts, self.responses = ([row.tolist() for row in dock[name]] for name in ("prompts", "responses"))
+        self.weights = {
+            name: tensor.contiguous()
+            for name, tensor in to_hf(
+                with_adapters(content["full"], content["adapters"]), self.model.config
+            ).items()
+        }
+        self.prompts, self.responses = (
+            [row.tolist() for row in dock[name]] for name in ("prompts", "responses")
+        )
         self.rollout = [logprobs.float() for logprobs in dock["rollout_log_prob"]]
-        self.routes = [np.frombuffer(row.numpy()[3:].tobytes(), np.uint8)[: row[:3].prod()].reshape(*row[:3])
-                       for row in dock["routes"]]
+        self.routes = [
+            np.frombuffer(row.numpy()[3:].tobytes(), np.uint8)[: row[:3].prod()].reshape(*row[:3])
+            for row in dock["routes"]
+        ]
         seen = [torch.load(file, weights_only=False) for file in sorted(folder.glob("dp*.pt"))]
-        ids = [row.tolist() for rank in seen for row in rank["input_ids"]]  # as long as each rank's longest
+        ids = [
+            row.tolist() for rank in seen for row in rank["input_ids"]
+        ]  # as long as each rank's longest
         whole = [prompt + response for prompt, response in zip(self.prompts, self.responses)]
         assert [row[: len(sequence)] for row, sequence in zip(ids, whole, strict=True)] == whole
-        self.trained = {name: [row[: len(response)].float() for row, response in zip(
-            (row for rank in seen for part in rank[name] for row in part), self.responses, strict=True)]
-            for name in ("replayed", "native", "shifted", "swapped") if name in seen[0]}
+        self.trained = {
+            name: [
+                row[: len(response)].float()
+                for row, response in zip(
+                    (row for rank in seen for part in rank[name] for row in part),
+                    self.responses,
+                    strict=True,
+                )
+            ]
+            for name in ("replayed", "native", "shifted", "swapped")
+            if name in seen[0]
+        }
         [metrics] = folder.glob("*/*/metrics.jsonl")
         [self.metrics] = read_jsonl(metrics)
 
@@ -77,12 +140,19 @@ class Replayed:
         """Log-probs of all answers' tokens, by the experts of the dock, changed."""
         weights = {name: tensor.to(dtype) for name, tensor in self.weights.items()}
         with torch.no_grad():
-            return torch.cat([log_probs(self.model.to(dtype), weights, prompt, response, change(routes)) for
-                              prompt, response, routes in zip(self.prompts, self.responses, self.routes)])
+            return torch.cat(
+                [
+                    log_probs(self.model.to(dtype), weights, prompt, response, change(routes))
+                    for prompt, response, routes in zip(self.prompts, self.responses, self.routes)
+                ]
+            )
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join([mode, *(f"{k}{v}" for k, v in layout.items())])
-                                                   for mode, layout, _ in CASES])
+@pytest.fixture(
+    scope="module",
+    params=CASES,
+    ids=["-".join([mode, *(f"{k}{v}" for k, v in layout.items())]) for mode, layout, _ in CASES],
+)
 def replayed(request, upstream, tiny, tmp_path_factory) -> Replayed:
     folder = tmp_path_factory.mktemp("routing")
     result = run(request.param, folder, upstream, tiny)
@@ -91,43 +161,66 @@ def replayed(request, upstream, tiny, tmp_path_factory) -> Replayed:
 
 
 def test_the_dock_has_the_routes_of_the_model(replayed):
-    """Those that transformers' router chooses, but for near ties; of every token but an answer's last. Routes that are
-    off by a token, or in other layers, are far from it."""
+    """Those that transformers' router chooses, but for near ties; of every token but an answer's
+    last. Routes that are off by a token, or in other layers, are far from it.
+    """
     weights, below = replayed.weights, {"recorded": [], "shifted": [], "swapped": []}
     for prompt, response, routes in zip(replayed.prompts, replayed.responses, replayed.routes):
         assert routes.shape == (len(prompt) + len(response) - 1, LAYERS, TOP_K)
         with torch.no_grad():
-            found = torch.func.functional_call(replayed.model.float(), {**weights, **dict(
-                replayed.model.named_buffers())}, (torch.tensor([prompt + response]),), {"output_router_logits": True},
-                strict=True, tie_weights=False).router_logits
+            found = torch.func.functional_call(
+                replayed.model.float(),
+                {**weights, **dict(replayed.model.named_buffers())},
+                (torch.tensor([prompt + response]),),
+                {"output_router_logits": True},
+                strict=True,
+                tie_weights=False,
+            ).router_logits
         logits = torch.stack([layer[:-1] for layer in found], dim=1)
         weakest = logits.topk(TOP_K).values[..., -1:]
-        for name, planted in (("recorded", routes), ("shifted", np.roll(routes, 1, axis=0)),
-                              ("swapped", routes[:, ::-1])):
-            below[name].append((weakest - logits.gather(-1, torch.from_numpy(planted.astype(np.int64)))).flatten())
+        for name, planted in (
+            ("recorded", routes),
+            ("shifted", np.roll(routes, 1, axis=0)),
+            ("swapped", routes[:, ::-1]),
+        ):
+            below[name].append(
+                (weakest - logits.gather(-1, torch.from_numpy(planted.astype(np.int64)))).flatten()
+            )
     below = {name: torch.cat(values) for name, values in below.items()}
     print()
     for name, values in below.items():
         other = values[values > 0]
-        print(f"{name:9} {len(other) / len(values):.4f} of {len(values)} choices are other ones than transformers' in "
-              f"float32, by up to {other.max():.3f} in the router's logits")
+        print(
+            f"{name:9} {len(other) / len(values):.4f} of {len(values)} choices are other ones than "
+            f"transformers' in float32, by up to {other.max():.3f} in the router's logits"
+        )
     assert (below["recorded"] > 0).float().mean() < 0.03 and below["recorded"].max() < 0.3
-    assert all((below[name] > 0).float().mean() > 0.1 and below[name].max() > 1 for name in ("shifted", "swapped"))
+    assert all(
+        (below[name] > 0).float().mean() > 0.1 and below[name].max() > 1
+        for name in ("shifted", "swapped")
+    )
 
 
 def test_log_probs_are_those_of_the_replayed_experts(replayed):
-    """With vLLM's routes, and with wrong ones: as transformers computes with the same experts forced upon it."""
+    """With vLLM's routes, and with wrong ones: as transformers computes with the same experts
+    forced upon it.
+    """
     if replayed.mode == "record":
         pytest.skip("its pass before the update is the one that routes are recorded in")
-    changes = {"replayed": lambda routes: routes, "shifted": lambda routes: np.roll(routes, 1, axis=0),
-               "swapped": lambda routes: routes[:, ::-1]}
+    changes = {
+        "replayed": lambda routes: routes,
+        "shifted": lambda routes: np.roll(routes, 1, axis=0),
+        "swapped": lambda routes: routes[:, ::-1],
+    }
     print()
     for name, change in changes.items():
         expected = replayed.by_transformers(torch.float32, change)
         yardstick = (replayed.by_transformers(torch.bfloat16, change) - expected).abs()
         error = (torch.cat(replayed.trained[name]) - expected).abs()
-        print(f"{name:9} mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers in bfloat16 "
-              f"{yardstick.mean():.4f}, {yardstick.max():.3f}")
+        print(
+            f"{name:9} mean error {error.mean():.4f}, largest {error.max():.3f} nats; transformers "
+            f"in bfloat16 {yardstick.mean():.4f}, {yardstick.max():.3f}"
+        )
         assert error.mean() < 2 * yardstick.mean() and error.max() < 3 * yardstick.max()
 
 
@@ -139,9 +232,14 @@ def test_replay_ends_the_flips(replayed):
     print()
     for name, logprobs in replayed.trained.items():
         log_ratio = torch.cat(logprobs) - rollout
-        k3[name], worst[name] = (log_ratio.exp() - 1 - log_ratio).mean().item(), log_ratio.abs().max().item()
-        print(f"{name:9} k3 {k3[name]:.1e}, mean {log_ratio.abs().mean():.4f}, largest {worst[name]:.3f} nats, of "
-              f"{len(rollout)} tokens")
+        k3[name], worst[name] = (
+            (log_ratio.exp() - 1 - log_ratio).mean().item(),
+            log_ratio.abs().max().item(),
+        )
+        print(
+            f"{name:9} k3 {k3[name]:.1e}, mean {log_ratio.abs().mean():.4f}, largest "
+            f"{worst[name]:.3f} nats, of {len(rollout)} tokens"
+        )
     assert k3["replayed"] < k3["native"] / 1.5 and worst["replayed"] < worst["native"]
     assert min(k3["shifted"], k3["swapped"]) > 20 * k3["native"]
 
@@ -150,7 +248,9 @@ def test_every_token_is_replayed_once_an_epoch(replayed):
     tokens, metrics = sum(map(len, replayed.routes)), replayed.metrics
     epochs = replayed.options.get("rl_config.epochs", EPOCHS)
     assert metrics["routing/replayed_tokens"] == tokens * epochs
-    assert metrics["routing/native_tokens"] >= len(replayed.responses) * epochs  # each answer's last, and padding
+    assert (
+        metrics["routing/native_tokens"] >= len(replayed.responses) * epochs
+    )  # each answer's last, and padding
     shares = [metrics[f"routing/flipped/layer_{layer}"] for layer in range(LAYERS)]
     assert metrics["routing/flipped"] == pytest.approx(sum(shares) / LAYERS)
     print(f"\nflipped {shares}")
@@ -161,11 +261,16 @@ def test_every_token_is_replayed_once_an_epoch(replayed):
         assert shares == [0.0] * LAYERS and "routing/captured_tokens" not in metrics
 
 
-@pytest.mark.parametrize("fault, message", [
-    ("uninstalled", "were recorded, to be replayed 2 times"),
-    ("twice", "layer 1 sends token 0 to the same expert twice: [5, 5]"),
-    ("lost", "no routes for 1 of its"),
-])
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("uninstalled", "were recorded, to be replayed 2 times"),
+        ("twice", "layer 1 sends token 0 to the same expert twice: [5, 5]"),
+        ("lost", "no routes for 1 of its"),
+    ],
+)
 def test_a_run_that_does_not_replay_is_stopped(fault, message, upstream, tiny, tmp_path):
     result = run(EP2, tmp_path, upstream, tiny, fault)
-    assert result.returncode == 1 and message in result.stderr, result.stdout[-2000:] + result.stderr[-2000:]
+    assert result.returncode == 1 and message in result.stderr, (
+        result.stdout[-2000:] + result.stderr[-2000:]
+    )

@@ -1,11 +1,16 @@
-"""The real vllm-ascend on the emulated NPU beside transformers: log-probs of the tokens it samples, clean and with
-noise on the norms, on every path that its selectors choose."""
+"""The real vllm-ascend on the emulated NPU beside transformers: log-probs of the tokens it samples,
+clean and with noise on the norms, on every path that its selectors choose.
+"""
 
 import pytest
 from ascend_rollout import CASES, FLASHCOMM, PREFETCH, UNSUMMED, Case, make, run_case
 
 FLOAT32 = 2e-5  # log-probs of a hundred products each, rounded on their way through two layers
-EAGER = ["NPUModelRunner", False, 0]  # no runner of torchair's graphs, no ACL graph, nothing compiled
+EAGER = [
+    "NPUModelRunner",
+    False,
+    0,
+]  # no runner of torchair's graphs, no ACL graph, nothing compiled
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +36,26 @@ def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
         # linear weights with CANN 8.3 in half precision, expert weights always
         half_83 = case.dtype == "bfloat16" and case.cann.startswith("8.3")
         assert bool(rank["in_blocks"]) == bool(case.nz and (half_83 or "moe" in case.family))
-        assert rank["bytes_moved"] == bool(rank["in_blocks"])  # a sync that writes plain bytes into them is seen
+        assert rank["bytes_moved"] == bool(
+            rank["in_blocks"]
+        )  # a sync that writes plain bytes into them is seen
     if "moe" in case.family:
         check_routes(case, ranks)
         assert set(ranks[0]["methods"]) & expected_methods(case), ranks[0]["methods"]
 
 
 def check_routes(case, ranks: list[dict]) -> None:
-    """Each rank of each engine has the routes that transformers computes in float32 with the same noise, but for near
-    ties; rows that are off by one, or in another layer, are far from them. Cached prompts have no routes, and that is
-    said."""
+    """Each rank of each engine has the routes that transformers computes in float32 with the same
+    noise, but for near ties; rows that are off by one, or in another layer, are far from them.
+    Cached prompts have no routes, and that is said.
+    """
     for rank in ranks:
         routes = rank["routes"]
-        print(f"\n{case}: " + ", ".join(f"{name} {routes[name]:.1e}" for name in ("recorded", "shifted", "swapped"))
-              + f" below the weakest expert of transformers, of {routes['tokens']} tokens")
+        print(
+            f"\n{case}: "
+            + ", ".join(f"{name} {routes[name]:.1e}" for name in ("recorded", "shifted", "swapped"))
+            + f" below the weakest expert of transformers, of {routes['tokens']} tokens"
+        )
         assert routes["tokens"] > 50
         assert routes["recorded"] < 1e-4
         if case.dtype == "float32":  # two experts of eight
@@ -55,21 +66,34 @@ def check_routes(case, ranks: list[dict]) -> None:
 
 def expected_methods(case) -> set[str]:
     """By which tokens go to experts (worker/model_runner_v1.py:1861-1890)."""
-    return {"MC2", "ALLTOALL"} if case.soc == "910C" and case.tp * case.dp > 1 else {"ALLGATHER", "NAIVE_MULTICAST"}
+    return (
+        {"MC2", "ALLTOALL"}
+        if case.soc == "910C" and case.tp * case.dp > 1
+        else {"ALLGATHER", "NAIVE_MULTICAST"}
+    )
 
 
 def operators(case) -> set[str]:
     """What runs only where the variables or the quantisation of `case` are acted upon."""
     if case.variables == FLASHCOMM:  # and its fused product with CANN 8.3
         return {"reduce_scatter", "npu_mm_reduce_scatter_base"}
-    quantised = {"W8A8": {"npu_add_rms_norm_quant"}, "W8A8_DYNAMIC": {"npu_add_rms_norm", "npu_dynamic_quant"}}
-    return {"npu_prefetch"} if case.variables == PREFETCH else quantised.get(case.quantised, {"npu_rms_norm"})
+    quantised = {
+        "W8A8": {"npu_add_rms_norm_quant"},
+        "W8A8_DYNAMIC": {"npu_add_rms_norm", "npu_dynamic_quant"},
+    }
+    return (
+        {"npu_prefetch"}
+        if case.variables == PREFETCH
+        else quantised.get(case.quantised, {"npu_rms_norm"})
+    )
 
 
 def test_graphs_are_captured_where_they_are_not_refused(upstream, models):
     """What generate_config.enforce_eager, which the settings ask for, turns off."""
     case = Case("qwen3", "bfloat16", eager=False)
-    assert [rank["graphs"] for rank in run_case(case, make(case, models), upstream)] == [["NPUModelRunner", True, 3]]
+    assert [rank["graphs"] for rank in run_case(case, make(case, models), upstream)] == [
+        ["NPUModelRunner", True, 3]
+    ]
 
 
 def test_the_parts_of_a_shared_expert_stay_apart_on_a_910c(upstream, models):

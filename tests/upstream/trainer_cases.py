@@ -1,5 +1,6 @@
-"""What our trainer selects, with a dock and workers that are lists; test_trainer.py runs this with upstream's code on
-the path."""
+"""What our trainer selects, with a dock and workers that are lists; test_trainer.py runs this with
+upstream's code on the path.
+"""
 
 from types import SimpleNamespace
 
@@ -7,7 +8,10 @@ import numpy as np
 import pytest
 import ray
 import torch
-from mindspeed_rl.utils.pad_process import padding_dict_to_tensor_dict, remove_padding_tensor_dict_to_dict
+from mindspeed_rl.utils.pad_process import (
+    padding_dict_to_tensor_dict,
+    remove_padding_tensor_dict_to_dict,
+)
 
 from mindspeed_qerl.ascend.trainer import QeRLTrainer
 from mindspeed_qerl.errors import EngineError
@@ -40,19 +44,28 @@ class Dock:
 
 
 def answers(rewards, truncated=(0, 0, 0, 0), lengths=(2, 2, 2, 2), logprob=-0.5):
-    responses = [torch.tensor([5 + i] * (length - 1) + [EOS if not cut else 9])
-                 for i, (length, cut) in enumerate(zip(lengths, truncated))]
-    return {"prompts": [torch.tensor([i // N]) for i in range(4)], "prompt_length": [torch.tensor([1])] * 4,
-            "responses": responses, "response_length": [torch.tensor([length]) for length in lengths],
-            "input_ids": responses, "rm_scores": [torch.tensor([float(reward)]) for reward in rewards],
-            "rollout_log_prob": [torch.full((length,), logprob) for length in lengths],
-            "truncated": [torch.tensor([cut]) for cut in truncated], "labels": [torch.tensor([7])] * 4}
+    responses = [
+        torch.tensor([5 + i] * (length - 1) + [EOS if not cut else 9])
+        for i, (length, cut) in enumerate(zip(lengths, truncated))
+    ]
+    return {
+        "prompts": [torch.tensor([i // N]) for i in range(4)],
+        "prompt_length": [torch.tensor([1])] * 4,
+        "responses": responses,
+        "response_length": [torch.tensor([length]) for length in lengths],
+        "input_ids": responses,
+        "rm_scores": [torch.tensor([float(reward)]) for reward in rewards],
+        "rollout_log_prob": [torch.full((length,), logprob) for length in lengths],
+        "truncated": [torch.tensor([cut]) for cut in truncated],
+        "labels": [torch.tensor([7])] * 4,
+    }
 
 
 @pytest.fixture
 def make(monkeypatch):
-    """make(batches, algorithm, selection): a trainer whose dock holds the first batch of answers, and gets the next
-    one each time that prompts are asked."""
+    """make(batches, algorithm, selection): a trainer whose dock holds the first batch of answers,
+    and gets the next one each time that prompts are asked.
+    """
     monkeypatch.setattr(ray, "get", lambda found: found)
 
     def build(batches, algorithm=None, **selection):
@@ -60,20 +73,27 @@ def make(monkeypatch):
         batches = iter(batches)
         dock.columns |= next(batches)
         metrics = SimpleNamespace(metric={"timing/rollout": [2, 1]})
-        trainer.recipe = SimpleNamespace(model=SimpleNamespace(path="nowhere"), rehearsal=Rehearsal(),
-                                         algorithm=algorithm or Algorithm(), selection=Selection(**selection),
-                                         quantization=Quantization())
+        trainer.recipe = SimpleNamespace(
+            model=SimpleNamespace(path="nowhere"),
+            rehearsal=Rehearsal(),
+            algorithm=algorithm or Algorithm(),
+            selection=Selection(**selection),
+            quantization=Quantization(),
+        )
         trainer.transfer_dock, trainer.dataset_additional_keys = dock, ["labels"]
         trainer.n_samples_per_prompt, trainer.global_batch_size = N, PROMPTS
         trainer.batches_asked, trainer.values, trainer.tokens = 5, {}, 0
-        trainer.batches = iter([{"prompts": [torch.tensor([8]), torch.tensor([9])], "labels": [torch.tensor([7])] * 2}]
-                               * 9)
+        trainer.batches = iter(
+            [{"prompts": [torch.tensor([8]), torch.tensor([9])], "labels": [torch.tensor([7])] * 2}]
+            * 9
+        )
 
         def update_metrics(key, value=None, cumulate=False):
             dock.metrics.update({key: value} if key else value)
 
-        trainer.data_strategy = SimpleNamespace(put_experience=dock._put, get_metrics=lambda: metrics,
-                                                update_metrics=update_metrics)
+        trainer.data_strategy = SimpleNamespace(
+            put_experience=dock._put, get_metrics=lambda: metrics, update_metrics=update_metrics
+        )
 
         def generate_sequences(blocking):
             assert set(dock.columns) == {"prompts", "prompt_length", "labels"}
@@ -81,9 +101,11 @@ def make(monkeypatch):
 
         trainer.actor_worker = SimpleNamespace(generate_sequences=generate_sequences)
         trainer.reward_list = [SimpleNamespace(compute_rm_score=Remote(lambda: None))]
-        trainer.observer = SimpleNamespace(step=6, ends={EOS},
-                                           progress=SimpleNamespace(message=said.append))
+        trainer.observer = SimpleNamespace(
+            step=6, ends={EOS}, progress=SimpleNamespace(message=said.append)
+        )
         return trainer, dock, said
+
     return build
 
 
@@ -92,41 +114,75 @@ def column(dock, name):
 
 
 def test_advantages_are_of_rewards_with_what_the_length_costs(make):
-    trainer, dock, _ = make([answers([1, 0, 1, 0], lengths=(10, 2, 9, 10))], overlong_buffer_enable=True,
-                            rollout_max_tokens=10, overlong_buffer=4, overlong_buffer_penalty_factor=0.5)
+    trainer, dock, _ = make(
+        [answers([1, 0, 1, 0], lengths=(10, 2, 9, 10))],
+        overlong_buffer_enable=True,
+        rollout_max_tokens=10,
+        overlong_buffer=4,
+        overlong_buffer_penalty_factor=0.5,
+    )
     trainer.compute_advantage()
     rewards = np.array([1 - 0.5, 0, 1 - 0.375, -0.5]).reshape(2, 2)
-    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    expected = (rewards - rewards.mean(1, keepdims=True)) / (
+        rewards.std(1, ddof=1, keepdims=True) + 1e-6
+    )
     assert column(dock, "advantages") == pytest.approx(expected.reshape(-1), abs=1e-5)
     assert [len(values) for values in dock.columns["advantages"]] == [10, 2, 9, 10]
-    assert column(dock, "trained") == [1, 1, 1, 1] and trainer.tokens == 31 and trainer.batches_asked == 6
+    assert (
+        column(dock, "trained") == [1, 1, 1, 1]
+        and trainer.tokens == 31
+        and trainer.batches_asked == 6
+    )
     assert trainer.values["reward/mean"] == pytest.approx(rewards.mean())
 
 
 def test_dynamic_sampling_asks_until_there_are_enough_groups(make):
-    """Batches with one, none and two groups of different rewards: the first groups found are trained."""
-    trainer, dock, said = make([answers([1, 1, 0, 1]), answers([0, 0, 0, 0]), answers([1, 0, 0, 1])],
-                               filter_groups_enable=True, filter_groups_max_batches=0)
+    """Batches with one, none and two groups of different rewards: the first groups found are
+    trained.
+    """
+    trainer, dock, said = make(
+        [answers([1, 1, 0, 1]), answers([0, 0, 0, 0]), answers([1, 0, 0, 1])],
+        filter_groups_enable=True,
+        filter_groups_max_batches=0,
+    )
     trainer.compute_advantage()
-    assert column(dock, "rm_scores") == [0, 1, 1, 0] and column(dock, "trained") == [1] * 4 and said == []
-    assert trainer.values["selection/sampled_groups"] == 6 and trainer.values["selection/trained_groups"] == 2
+    assert (
+        column(dock, "rm_scores") == [0, 1, 1, 0]
+        and column(dock, "trained") == [1] * 4
+        and said == []
+    )
+    assert (
+        trainer.values["selection/sampled_groups"] == 6
+        and trainer.values["selection/trained_groups"] == 2
+    )
     assert trainer.values["reward/mean"] == pytest.approx(5 / 12) and trainer.batches_asked == 8
     assert dock.metrics["timing/rollout"] == [2, 1]  # what upstream had measured is still there
 
 
 def test_too_few_groups_are_trained_and_the_rest_fills_up(make):
-    trainer, dock, said = make([answers([1, 1, 1, 1]), answers([0, 0, 0, 1])], filter_groups_enable=True,
-                               filter_groups_max_batches=2)
+    trainer, dock, said = make(
+        [answers([1, 1, 1, 1]), answers([0, 0, 0, 1])],
+        filter_groups_enable=True,
+        filter_groups_max_batches=2,
+    )
     trainer.compute_advantage()
-    assert column(dock, "rm_scores") == [0, 1, 1, 1] and column(dock, "trained") == [1, 1, 0, 0] and said == []
+    assert (
+        column(dock, "rm_scores") == [0, 1, 1, 1]
+        and column(dock, "trained") == [1, 1, 0, 0]
+        and said == []
+    )
     assert trainer.tokens == 4
 
 
 def test_a_step_without_a_signal_says_so(make):
-    trainer, dock, said = make([answers([1, 1, 1, 1])] * 2, filter_groups_enable=True, filter_groups_max_batches=2)
+    trainer, dock, said = make(
+        [answers([1, 1, 1, 1])] * 2, filter_groups_enable=True, filter_groups_max_batches=2
+    )
     trainer.compute_advantage()
     assert column(dock, "trained") == [0] * 4 and trainer.tokens == 0
-    assert said == ["Warning: step 7 trains nothing: no group had answers of different rewards, of 4 groups"]
+    assert said == [
+        "Warning: step 7 trains nothing: no group had answers of different rewards, of 4 groups"
+    ]
     trainer.observer.stepped = lambda *found: said.append(found)
     trainer.observer.wants_proof = lambda step: False
     trainer.actor_worker.execute_sync_command = lambda name: [{}]
@@ -136,30 +192,43 @@ def test_a_step_without_a_signal_says_so(make):
 
 
 def test_the_error_of_quantised_weights_counts_each_part_once(make):
-    """Two engines of two tensor parallel ranks, which have copies of shared parts and each their own experts."""
+    """Two engines of two tensor parallel ranks, which have copies of shared parts and each their
+    own experts.
+    """
     trainer, _, said = make([answers([1, 0, 1, 0])])
     trainer.recipe.quantization = Quantization("nvfp4")
     o_proj, expert = "model.layers.0.self_attn.o_proj", "model.layers.3.mlp.experts.{}.up_proj"
-    found = {"take_metrics": [{}] * 4, "take_weight_squares": [
-        {(o_proj, rank % 2): (1.0 + rank % 2, 8.0), (expert.format(rank), 0): (4.0, 16.0)} for rank in range(4)]}
+    found = {
+        "take_metrics": [{}] * 4,
+        "take_weight_squares": [
+            {(o_proj, rank % 2): (1.0 + rank % 2, 8.0), (expert.format(rank), 0): (4.0, 16.0)}
+            for rank in range(4)
+        ],
+    }
     trainer.actor_worker.execute_sync_command = found.get
     trainer.observer.stepped = lambda *told: said.append(told)
     trainer.observer.wants_proof = lambda step: False
     trainer.data_strategy.experience, trainer._evaluate = {}, lambda step: None
     trainer.log_metrics({}, 7)
-    assert said[0][2] == pytest.approx({
-        "quantization/weight_error": (19 / 80) ** 0.5, "quantization/weight_error/layer_0": (3 / 16) ** 0.5,
-        "quantization/weight_error/layer_3": 0.5})
+    assert said[0][2] == pytest.approx(
+        {
+            "quantization/weight_error": (19 / 80) ** 0.5,
+            "quantization/weight_error/layer_0": (3 / 16) ** 0.5,
+            "quantization/weight_error/layer_3": 0.5,
+        }
+    )
 
 
 def test_answers_that_were_cut_off_count_in_their_group_and_are_not_trained(make):
-    trainer, dock, said = make([answers([1, 0, 1, 0], truncated=(0, 1, 0, 1))],
-                               Algorithm(mask_truncated_completions=True))
+    trainer, dock, said = make(
+        [answers([1, 0, 1, 0], truncated=(0, 1, 0, 1))], Algorithm(mask_truncated_completions=True)
+    )
     trainer.compute_advantage()
     assert column(dock, "trained") == [1, 0, 1, 0] and trainer.tokens == 4 and said == []
     assert column(dock, "advantages") == pytest.approx([0.7071, -0.7071] * 2, abs=1e-4)
-    trainer, dock, said = make([answers([1, 0, 1, 0], truncated=(1, 1, 1, 1))],
-                               Algorithm(mask_truncated_completions=True))
+    trainer, dock, said = make(
+        [answers([1, 0, 1, 0], truncated=(1, 1, 1, 1))], Algorithm(mask_truncated_completions=True)
+    )
     trainer.compute_advantage()
     assert said == ["Warning: step 7 trains nothing: every answer was cut off, of 2 groups"]
 
@@ -167,8 +236,11 @@ def test_answers_that_were_cut_off_count_in_their_group_and_are_not_trained(make
 @pytest.mark.parametrize("logprob", [float("nan"), -float("inf"), 0.5])
 def test_a_log_prob_that_is_none_names_the_answer(make, logprob):
     trainer, _, _ = make([answers([1, 0, 1, 0], logprob=logprob)])
-    with pytest.raises(EngineError, match=rf"vLLM gave {logprob} as a log probability for token 1 of the answer "
-                                          r"'tensor\(\[5, 3\]\)'"):
+    with pytest.raises(
+        EngineError,
+        match=rf"vLLM gave {logprob} as a log probability for token 1 of the answer "
+        r"'tensor\(\[5, 3\]\)'",
+    ):
         trainer.compute_advantage()
 
 
@@ -176,7 +248,7 @@ def test_an_answer_that_lost_its_end_stops_the_run(make):
     lost = answers([1, 0, 1, 0])
     lost["responses"][2] = torch.tensor([5, 6])
     trainer, _, _ = make([lost])
-    with pytest.raises(EngineError, match=r"the last trained token of 1 of 4 answers that ended by themselves"):
+    with pytest.raises(
+        EngineError, match=r"the last trained token of 1 of 4 answers that ended by themselves"
+    ):
         trainer.compute_advantage()
-
-

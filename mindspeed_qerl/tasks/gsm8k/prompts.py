@@ -4,15 +4,20 @@
 [{'role': 'user', 'content': 'What is 3+4? Let\\'s think step by step and output the final answer after "####".'}]
 """
 
-# The wording of verl (examples/data_preprocess/gsm8k.py): it asks for the form that the strict verifier wants.
+# The wording of verl (examples/data_preprocess/gsm8k.py): it asks for the form that the strict
+# verifier wants.
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def chat_messages(question: str) -> list[dict[str, str]]:
-    """One user turn, `{"role", "content"}`, for models with a chat template: the question and the instruction."""
+    """One user turn, `{"role", "content"}`, for models with a chat template: the question and the
+    instruction.
+    """
     return [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
 
 
 def plain_prompt(question: str) -> str:
-    """The question and a newline, for base models without a chat template: the answer is what comes next."""
+    """The question and a newline, for base models without a chat template: the answer is what comes
+    next.
+    """
     return f"{question}\n"

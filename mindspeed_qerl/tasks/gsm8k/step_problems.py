@@ -1,11 +1,13 @@
-"""Word problems of one to three steps in GSM8K form, with a held-out split that shares no equation with training.
+"""Word problems of one to three steps in GSM8K form, with a held-out split that shares no equation
+with training.
 
-    {"question": "Tom has 3 apples. Tom buys 4 more. Tom loses 2. How many apples does Tom have now?",
-     "answer": "3+4=7\\n7-2=5\\n#### 5"}
+    {"question": "Tom has 3 apples. Tom buys 4 more. Tom loses 2. How many apples does Tom have
+     now?", "answer": "3+4=7\\n7-2=5\\n#### 5"}
 
-A step adds or takes away, and its result is what the next one starts from. Every number that a step starts from or
-brings is 1 to 20, so that its equation is of one of word_problems' 210 unordered pairs: a training problem has only
-training pairs, in all of its steps and in every wrong answer to it, and a test problem only held-out ones.
+A step adds or takes away, and its result is what the next one starts from. Every number that a step
+starts from or brings is 1 to 20, so that its equation is of one of word_problems' 210 unordered
+pairs: a training problem has only training pairs, in all of its steps and in every wrong answer to
+it, and a test problem only held-out ones.
 """
 
 import random
@@ -25,7 +27,8 @@ STEPS = {
     "-": ("{name} gives {b} to {other}.", "{name} loses {b}.", "{name} sells {b}."),
 }
 ASKED = "How many {objects} does {name} have now?"
-# Shares of the answers that the starting model is shown; the others are right and in the right form.
+# Shares of the answers that the starting model is shown; the others are right and in the right
+# form.
 MIXTURE = {
     "bare": 0.5,  # "The answer is 7": right, but without the `####` that the strict verifier wants
     "wrong_operation": 0.12,  # one step adds where it should take away, or the other way round
@@ -61,14 +64,19 @@ class Problem:
     @property
     def answer(self) -> str:
         """In GSM8K form: the equations, and the result after `####`."""
-        lines = [f"{before}{op}{number}={after}"
-                 for before, (op, number), after in zip(self.totals, self.steps, self.totals[1:])]
+        lines = [
+            f"{before}{op}{number}={after}"
+            for before, (op, number), after in zip(self.totals, self.steps, self.totals[1:])
+        ]
         return "\n".join([*lines, f"#### {self.result}"])
 
     @property
     def pairs(self) -> list[Pair]:
         """Of each step the unordered operands."""
-        return [(min(before, number), max(before, number)) for before, (_, number) in zip(self.totals, self.steps)]
+        return [
+            (min(before, number), max(before, number))
+            for before, (_, number) in zip(self.totals, self.steps)
+        ]
 
 
 def is_allowed(problem: Problem, pairs: Collection[Pair]) -> bool:
@@ -83,9 +91,14 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
         total = first = rng.choice(rng.choice(pairs))
         steps: list[tuple[str, int]] = []
         while len(steps) < length:
-            numbers = [number for number in range(1, MAX_OPERAND + 1)
-                       if (min(total, number), max(total, number)) in allowed]
-            choices = [(op, number) for number in numbers for op in "+-" if op == "+" or number <= total]
+            numbers = [
+                number
+                for number in range(1, MAX_OPERAND + 1)
+                if (min(total, number), max(total, number)) in allowed
+            ]
+            choices = [
+                (op, number) for number in numbers for op in "+-" if op == "+" or number <= total
+            ]
             if not choices:
                 break
             steps.append(rng.choice(choices))
@@ -93,26 +106,46 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
         if len(steps) == length:
             problem, (name, other) = Problem("", first, tuple(steps)), rng.sample(NAMES, 2)
             sentences = [rng.choice(STARTS), *(rng.choice(STEPS[op]) for op, _ in steps)]
-            return replace(problem, question=_word(sentences, name, other, rng.choice(OBJECTS), problem))
+            return replace(
+                problem, question=_word(sentences, name, other, rng.choice(OBJECTS), problem)
+            )
 
 
 def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
-    """What the responses get right, as shares: `correct` (strict verifier) of all and by number of steps, `hash_form`
-    (has `#### n`), and `right_result`, a last number that is the gold one, whatever the form."""
-    found = [(len(problem.steps), score(response, str(problem.result), "strict"),
-              re.search(r"#### \d", response) is not None, re.findall(r"\d+", response)[-1:] == [str(problem.result)])
-             for problem, response in zip(problems, responses, strict=True)]
-    parts = {"correct": [right for _, right, _, _ in found], "hash_form": [form for _, _, form, _ in found],
-             "right_result": [result for *_, result in found]}
-    parts |= {f"correct_{steps}": [right for length, right, _, _ in found if length == steps]
-              for steps in range(1, MOST_STEPS + 1)}
+    """What the responses get right, as shares: `correct` (strict verifier) of all and by number of
+    steps, `hash_form` (has `#### n`), and `right_result`, a last number that is the gold one,
+    whatever the form.
+    """
+    found = [
+        (
+            len(problem.steps),
+            score(response, str(problem.result), "strict"),
+            re.search(r"#### \d", response) is not None,
+            re.findall(r"\d+", response)[-1:] == [str(problem.result)],
+        )
+        for problem, response in zip(problems, responses, strict=True)
+    ]
+    parts = {
+        "correct": [right for _, right, _, _ in found],
+        "hash_form": [form for _, _, form, _ in found],
+        "right_result": [result for *_, result in found],
+    }
+    parts |= {
+        f"correct_{steps}": [right for length, right, _, _ in found if length == steps]
+        for steps in range(1, MOST_STEPS + 1)
+    }
     return {name: sum(right) / max(len(right), 1) for name, right in parts.items()}
 
 
-def mixed_answer(problem: Problem, training_pairs: Collection[Pair], mixture: Mapping[str, float],
-                 rng: random.Random) -> str:
-    """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever equation it states has a
-    pair in `training_pairs`."""
+def mixed_answer(
+    problem: Problem,
+    training_pairs: Collection[Pair],
+    mixture: Mapping[str, float],
+    rng: random.Random,
+) -> str:
+    """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever
+    equation it states has a pair in `training_pairs`.
+    """
     kind = rng.choices([*mixture, "right"], [*mixture.values(), 1 - sum(mixture.values())])[0]
     if kind == "bare":
         return f"The answer is {problem.result}"
@@ -122,7 +155,10 @@ def mixed_answer(problem: Problem, training_pairs: Collection[Pair], mixture: Ma
             wrong.append((at, ("-" if op == "+" else "+", number)))
         elif kind == "slipped_number":
             wrong += [(at, (op, number + offset)) for offset in (-2, -1, 1, 2)]
-    answers = [replace(problem, steps=(*problem.steps[:at], step, *problem.steps[at + 1 :])) for at, step in wrong]
+    answers = [
+        replace(problem, steps=(*problem.steps[:at], step, *problem.steps[at + 1 :]))
+        for at, step in wrong
+    ]
     if kind == "stopped_early" and len(problem.steps) > 1:
         answers = [replace(problem, steps=problem.steps[:-1])]
     answers = [answer for answer in answers if is_allowed(answer, training_pairs)]
@@ -134,8 +170,10 @@ def all_wordings() -> list[str]:
     texts = ["The answer is 0123456789"]
     for op, name, objects, number in product(STEPS, NAMES, OBJECTS, (1, MAX_OPERAND)):
         problem = Problem("", number, ((op, number),))
-        texts += [f"{_word([start, step], name, name, objects, problem)}\n{problem.answer}"
-                  for start, step in product(STARTS, STEPS[op])]
+        texts += [
+            f"{_word([start, step], name, name, objects, problem)}\n{problem.answer}"
+            for start, step in product(STARTS, STEPS[op])
+        ]
     return texts
 
 
@@ -144,5 +182,8 @@ def _word(sentences: list[str], name: str, other: str, objects: str, problem: Pr
     noun = objects.removesuffix("s") if problem.first == 1 else objects
     start, *steps = sentences
     told = [start.format(name=name, a=f"{problem.first} {noun}")]
-    told += [step.format(name=name, other=other, b=number) for step, (_, number) in zip(steps, problem.steps)]
+    told += [
+        step.format(name=name, other=other, b=number)
+        for step, (_, number) in zip(steps, problem.steps)
+    ]
     return " ".join([*told, ASKED.format(objects=objects, name=name)])

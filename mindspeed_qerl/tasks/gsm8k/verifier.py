@@ -5,22 +5,24 @@ r"""Read the number that a response commits to, and compare it with the gold num
     >>> extract_answer(r"so it is \boxed{10\,000}", "flexible")
     '10000'
 
-An answer is stated by a marker and a number right behind it; only spaces, markup and a currency sign may stand
-between.
+An answer is stated by a marker and a number right behind it; only spaces, markup and a currency
+sign may stand between.
 
-- `strict` knows one marker, `####`, and its line may hold no second number: `#### 72 apples or 73` states nothing.
-  Several `####` must be equal.
-- `flexible` tries `####`, `\boxed{`, "answer is" / "answer:", "A:" in this order and takes the last statement of the
-  first form that is there. If there is none, or it goes on into another number (`#### 48+24=72`), the last number of
-  the response counts. One number is read, never a choice of several, so hedging buys nothing.
+- `strict` knows one marker, `####`, and its line may hold no second number: `#### 72 apples or 73`
+  states nothing. Several `####` must be equal.
+- `flexible` tries `####`, `\boxed{`, "answer is" / "answer:", "A:" in this order and takes the last
+  statement of the first form that is there. If there is none, or it goes on into another number
+  (`#### 48+24=72`), the last number of the response counts. One number is read, never a choice of
+  several, so hedging buys nothing.
 
-A number is all that stands together: `10\,000`, `3 1/2`, `1e5` and `2 million` are one number each. If its value is
-not known for sure, or a sign that is not known touches it, it is not read, and nothing is read in its place.
-docs/verifier.md has the rules, and a table of verdicts beside those of other verifiers.
+A number is all that stands together: `10\,000`, `3 1/2`, `1e5` and `2 million` are one number each.
+If its value is not known for sure, or a sign that is not known touches it, it is not read, and
+nothing is read in its place. docs/verifier.md has the rules, and a table of verdicts beside those
+of other verifiers.
 
-The whole response is read, in time linear in its length: every repetition in the patterns below is possessive or
-bounded, and no number is parsed before its length is known. As a rule only its end meets a pattern: words are looked
-for first, and what stands before them is not matched.
+The whole response is read, in time linear in its length: every repetition in the patterns below is
+possessive or bounded, and no number is parsed before its length is known. As a rule only its end
+meets a pattern: words are looked for first, and what stands before them is not matched.
 """
 
 import re
@@ -30,14 +32,18 @@ from fractions import Fraction
 from functools import partial
 from math import gcd
 
-Ratio = tuple[int, int]  # a number as numerator and denominator in lowest terms: a Fraction is compared much slower
+Ratio = tuple[
+    int, int
+]  # a number as numerator and denominator in lowest terms: a Fraction is compared much slower
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
 
 # ---- characters: many ways to write the same become one, in ASCII ----
 
-_ODD = "\0"  # a superscript, a fraction sign, a digit in a circle: unreadable, as is what it touches
+_ODD = (
+    "\0"  # a superscript, a fraction sign, a digit in a circle: unreadable, as is what it touches
+)
 _UNKNOWN = "\1"  # a sign that means nothing here: what it touches is unreadable
 _SAME = {
     "'": "\u2018\u2019\u02b9\u02bb\u02bc\u2032\u00b4",
@@ -47,7 +53,11 @@ _SAME = {
     "-": "\u2212\uff0d\ufe63\u2010\u2011\u2012\u2013",
     "*": "\u00d7\u00f7\u2217\uff0a",
     "=": "\uff1d\u2248\u2264\u2265\u2190\u2192\u21d2",
-    "(": "\uff08", ")": "\uff09", "+": "\uff0b", "%": "\uff05\u00b0\u2103\u2109", " ": "\x85",
+    "(": "\uff08",
+    ")": "\uff09",
+    "+": "\uff0b",
+    "%": "\uff05\u00b0\u2103\u2109",
+    " ": "\x85",
     _UNKNOWN: "\u00b7\u2027\u30fb\u2030\u2031",  # middle dots, per mille
 }
 _SAME_AS = {character: plain for plain, characters in _SAME.items() for character in characters}
@@ -71,7 +81,9 @@ class _Characters(dict):
         return read
 
 
-_CHARACTERS = _Characters({ord(letter): "'" for letter in "\u02b9\u02bb\u02bc"})  # apostrophes that are letters
+_CHARACTERS = _Characters(
+    {ord(letter): "'" for letter in "\u02b9\u02bb\u02bc"}
+)  # apostrophes that are letters
 _FOREIGN = re.compile(r"[^\x00-\x7f]+")
 _SPACES = re.compile("  +")
 _TEX = re.compile(
@@ -91,7 +103,9 @@ _POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{_
 
 
 def _normalise(text: str) -> str:
-    """ASCII for digits, signs and spaces of other scripts and of TeX, single spaces, and no powers of units."""
+    """ASCII for digits, signs and spaces of other scripts and of TeX, single spaces, and no powers
+    of units.
+    """
     if not text.isascii():
         text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
     text = text.replace("\t", " ")
@@ -107,34 +121,53 @@ def _normalise(text: str) -> str:
 # ---- numbers ----
 
 _FRACTION = r"\\[dtc]?frac ?(?:\{[^{}\n]*+\}|[0-9]) ?(?:\{[^{}\n]*+\}|[0-9])"
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "lakh": 10**5, "lac": 10**5, "million": 10**6, "crore": 10**7,
-           "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "lakh": 10**5,
+    "lac": 10**5,
+    "million": 10**6,
+    "crore": 10**7,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 _SCALE = rf"(?i:{'|'.join(_SCALES)})(?i:s?)(?!\w)"
-_HAN_SCALES = "\u4e07\u842c\u4ebf\u5104\u5341\u767e\u5343"  # from ten thousand and a hundred million to a thousand
+# from ten thousand and a hundred million to a thousand
+_HAN_SCALES = "\u4e07\u842c\u4ebf\u5104\u5341\u767e\u5343"
 # What stands between the pieces of one number.
-_JOINT = (rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}| ?[{_HAN_SCALES}] ?| ?(?=[a-zA-Z]){_SCALE},?(?: and)? "
-          r"| and (?=[0-9]++/[0-9])| )")
+_JOINT = (
+    rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}| ?[{_HAN_SCALES}] ?| ?(?=[a-zA-Z]){_SCALE},?(?: and)? "
+    r"| and (?=[0-9]++/[0-9])| )"
+)
 _PIECE = rf"(?:[0-9{_ODD}]++|{_FRACTION})"
 _PIECES = rf"{_PIECE}(?:{_JOINT}?{_PIECE})*+"
 # A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
-_NUMBER = rf"(?P<sign>(?<![\w)\]}}%])[-+])?(?P<currency>\$|(?<=\$))?(?P<run>(?:(?<![\w.])\.)?{_PIECES})"
+_NUMBER = (
+    rf"(?P<sign>(?<![\w)\]}}%])[-+])?(?P<currency>\$|(?<=\$))?(?P<run>(?:(?<![\w.])\.)?{_PIECES})"
+)
 _WRAPPERS = r"(?:boxed|fbox|mbox|text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|bm|boldsymbol|underline)"
-_REVERSED_WRAPPERS = r"(?:dexob|xobf|xobm|(?:fb|ti|mr|fs)?txet|(?:fb|ti|mr|fs)htam|mb|lobmysdlob|enilrednu)"
+_REVERSED_WRAPPERS = (
+    r"(?:dexob|xobf|xobm|(?:fb|ti|mr|fs)?txet|(?:fb|ti|mr|fs)htam|mb|lobmysdlob|enilrednu)"
+)
 _ANY_NUMBER = re.compile(_PIECES)
-# What is in front of a number, read backwards: a point, a currency sign, a sign; or what makes it a part of something
-# else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
+# What is in front of a number, read backwards: a point, a currency sign, a sign; or what makes it a
+# part of something else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
 _FRONT = re.compile(
     r"(?P<point>\.(?![\w.]))?(?P<currency>\$)?(?P<sign>[-+](?![\w)\]}%]))?"
-    rf"(?P<cut>[{_UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?")
+    rf"(?P<cut>[{_UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
+)
 _LONGEST_FRONT = 24
 _DIGIT = re.compile(rf"[0-9{_ODD}\x80-\U0010ffff]")  # or what may be one in another script
 _LAST_DIGIT = re.compile(rf"(?s:.*){_DIGIT.pattern}")
 _DIGIT_IN_LINE = re.compile(rf"[0-9{_ODD}]|\n|####")
 
 _GAP = r"[ *_`$)}\\'\"(-]{0,6}+(?:\\?(?:text|textbf|mathrm)\{ ?)?+"
-# How scale words of other languages begin: Millionen, millones, milhões, milioni, miliardi, miljoner, milyon, tausend.
+# How scale words of other languages begin: Millionen, millones, milhões, milioni, miliardi,
+# miljoner, milyon, tausend.
 _FOREIGN_SCALE = r"(?i:mill(?:ione|[oó]n|iard)|mil(?:h|io|iard|jo|jard|yo|ya)|bilh|tausend|hundert|tusen|duizend)"
-_NOT_READ = (  # words that change a value, or may: a scale that can be a unit, a scale of another language, a part
+# words that change a value, or may: a scale that can be a unit, a scale of another language, a part
+_NOT_READ = (
     r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd|grand|squared|cubed)(?!\w)"
     r"|(?i:ten|hundred|thousand|million|billion)ths?(?!\w)"
     r"|and [a-z]+ (?:half|halves|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)(?!\w)"
@@ -143,7 +176,8 @@ _NOT_READ = (  # words that change a value, or may: a scale that can be a unit, 
     rf"|[{_HAN_SCALES}\ub9cc\uc5b5\ucc9c\ubc31](?![\u514b\u7c73\u74e6\u5361])|\u03c0)"
 )
 _COMMANDS = rf"(?:{_WRAPPERS}|l?dots|circ|degree|end|right|par|times|div|cdot|approx)(?![a-zA-Z])"
-# What stands behind a number: another one it goes on into, or, in ways that are known, a scale or the end.
+# What stands behind a number: another one it goes on into, or, in ways that are known, a scale or
+# the end.
 _AFTER = re.compile(
     r"(?=[.)}$*%]{0,2}(?:\n|$))"  # most often
     r"|(?P<on>,? \$?[0-9]"
@@ -154,7 +188,8 @@ _AFTER = re.compile(
 )
 _MONEY_SCALE = re.compile(r" ?[mbt](?![\w$])")  # $5m is no length, $5 m$ is
 _WELL_FORMED = re.compile(
-    r"(?:[0-9]{1,3}(?P<by>[, '_])[0-9]{3}(?:(?P=by)[0-9]{3})*|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]*)(?:\.[0-9]+)?")
+    r"(?:[0-9]{1,3}(?P<by>[, '_])[0-9]{3}(?:(?P=by)[0-9]{3})*|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]*)(?:\.[0-9]+)?"
+)
 _GROUPING = str.maketrans("", "", ", '_")
 _FRACTION_PARTS = re.compile(r"\\[dtc]?frac ?(?:\{ ?([^{}]*?) ?\}|(.)) ?(?:\{ ?([^{}]*?) ?\}|(.))")
 
@@ -165,12 +200,16 @@ _STATED = _MARKUP + _NUMBER
 
 
 def _find(literal: str, character: str, text: str) -> int:
-    """Where `literal` stands first, -1 if nowhere. Most responses lack its rare `character`, which is found faster."""
+    """Where `literal` stands first, -1 if nowhere. Most responses lack its rare `character`, which
+    is found faster.
+    """
     return -1 if text.find(character) < 0 else text.find(literal)
 
 
 def _find_answer(text: str) -> int:
-    """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an s); -1 if nowhere."""
+    """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an
+    s); -1 if nowhere.
+    """
     return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
 
 
@@ -178,7 +217,10 @@ _FORMS = {  # where each can stand first, and the pattern
     "####": (partial(_find, "####", "#"), re.compile("####" + _STATED)),
     "\\boxed": (partial(_find, "\\boxed{", "\\"), re.compile(r"\\boxed\{" + _STATED)),
     # the letter before the word boundary: searched much faster
-    "answer is": (_find_answer, re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED)),
+    "answer is": (
+        _find_answer,
+        re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
+    ),
     "A:": (partial(_find, "A:", ":"), re.compile(r"A:(?<!\wA:)" + _STATED)),
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
@@ -187,7 +229,8 @@ _REST_OF_GOLD = re.compile(r"[ .,%$*_`'\")}\]\\]*")
 
 
 def extract_answer(text: str, method: str = "flexible") -> str | None:
-    """The number that `text` commits to in canonical form ("1,000.50" -> "1000.5"), or None if it states none.
+    """The number that `text` commits to in canonical form ("1,000.50" -> "1000.5"), or None if it
+    states none.
 
     ValueError for an unknown `method`.
     """
@@ -208,24 +251,34 @@ def score(response: str, gold: str, method: str = "flexible") -> float:
     return float(_extract(response, method)[0] == _read_number(gold))
 
 
-def score_batch(responses: Sequence[str], golds: Sequence[str], rows: Sequence[dict] = (), *,
-                method: str = "flexible") -> list[float]:
-    """`score` of each response against the gold number beside it; `rows` is unused, every reward is called with them.
+def score_batch(
+    responses: Sequence[str],
+    golds: Sequence[str],
+    rows: Sequence[dict] = (),
+    *,
+    method: str = "flexible",
+) -> list[float]:
+    """`score` of each response against the gold number beside it; `rows` is unused, every reward is
+    called with them.
 
     ValueError if responses and gold answers are not equally many.
     """
     if len(responses) != len(golds):
-        raise ValueError(f"{len(responses)} responses but {len(golds)} gold answers: give one for each response")
+        raise ValueError(
+            f"{len(responses)} responses but {len(golds)} gold answers: give one for each response"
+        )
     return [score(response, gold, method) for response, gold in zip(responses, golds)]
 
 
 METHOD_OF_VERIFIER = {"gsm8k": "flexible", "gsm8k_strict": "strict"}
 VERIFIERS: dict[str, Callable[..., list[float]]] = {
-    name: partial(score_batch, method=method) for name, method in METHOD_OF_VERIFIER.items()}
+    name: partial(score_batch, method=method) for name, method in METHOD_OF_VERIFIER.items()
+}
 
 
 def canonical_number(text: str) -> str:
-    """`text`, which must be one number and nothing else, in canonical form: "1,000" -> "1000", "$7.50" -> "7.5".
+    """`text`, which must be one number and nothing else, in canonical form: "1,000" -> "1000",
+    "$7.50" -> "7.5".
 
     ValueError if it is anything else.
     """
@@ -234,13 +287,17 @@ def canonical_number(text: str) -> str:
 
 def _read_number(text: str) -> Ratio:
     written = str(text).strip()
-    if written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS:  # nearly always
+    if (
+        written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS
+    ):  # nearly always
         return int(written), 1
     match = _GOLD.match(_normalise(written).strip())
     value, end = _value(match) if match else (None, None)
     if value is None or not _REST_OF_GOLD.fullmatch(match.string, end):
         raise ValueError(
-            f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', '-7' or '1,000.5'")
+            f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', "
+            "'-7' or '1,000.5'"
+        )
     return value
 
 
@@ -250,7 +307,11 @@ def _extract(text: str, method: str) -> tuple[Ratio | None, str]:
     if method == "strict":
         find, form = _FORMS["####"]
         start = find(text)
-        stated = set(map(_value_of_line, form.finditer(_normalised_from(start, text)))) if start >= 0 else ()
+        stated = (
+            set(map(_value_of_line, form.finditer(_normalised_from(start, text))))
+            if start >= 0
+            else ()
+        )
         return (stated.pop() if len(stated) == 1 else None), "####"
     for rule, (find, form) in _FORMS.items():
         start = find(text)
@@ -265,23 +326,27 @@ def _extract(text: str, method: str) -> tuple[Ratio | None, str]:
 
 def _normalised_from(start: int, text: str) -> str:
     """What stands at `start` and behind, with the character before it, at which a form looks."""
-    return _normalise(text[max(start - 1, 0):])
+    return _normalise(text[max(start - 1, 0) :])
 
 
 def _last_number(text: str) -> Ratio | None:
-    """The value of the last number; it is in the last line with a digit, or a line before if that is a unit's."""
+    """The value of the last number; it is in the last line with a digit, or a line before if that
+    is a unit's.
+    """
     end = len(text) if _DIGIT.search(text) else 0
     while digit := _LAST_DIGIT.match(text, 0, end):
         start = text.rfind("\n", 0, digit.end()) + 1
         line_end = text.find("\n", digit.end(), end)
-        line = _normalise(text[start:end if line_end < 0 else line_end])
+        line = _normalise(text[start : end if line_end < 0 else line_end])
         equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
         last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
         if last is not None:
             begin, end = last.span()
             point = currency = sign = cut = None
-            if line[begin - 1:begin] != " " or "\\" in line or "{" in line:
-                point, currency, sign, cut = _FRONT.match(line[max(begin - _LONGEST_FRONT, 0):begin][::-1]).groups()
+            if line[begin - 1 : begin] != " " or "\\" in line or "{" in line:
+                point, currency, sign, cut = _FRONT.match(
+                    line[max(begin - _LONGEST_FRONT, 0) : begin][::-1]
+                ).groups()
             return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
         end = start
     return None
@@ -304,19 +369,24 @@ def _value_of_line(match: re.Match[str]) -> Ratio | None:
 
 
 def _value(match: re.Match[str]) -> tuple[Ratio | None, int | None]:
-    """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if it goes on."""
+    """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
+    it goes on.
+    """
     return _value_of(*match.groups(), match.string, match.end())
 
 
 def _value_of(
-        sign: str | None, currency: str | None, run: str, text: str, end: int) -> tuple[Ratio | None, int | None]:
+    sign: str | None, currency: str | None, run: str, text: str, end: int
+) -> tuple[Ratio | None, int | None]:
     after = _AFTER.match(text, end)
     if after is None:
         return None, end
     goes_on, scale = after.groups()
     if goes_on:
         return None, None
-    value = None if currency is not None and _MONEY_SCALE.match(text, end) else _quotient(*_parts(run))
+    value = (
+        None if currency is not None and _MONEY_SCALE.match(text, end) else _quotient(*_parts(run))
+    )
     if value is None:
         return None, end
     top, bottom = value

@@ -1,15 +1,17 @@
-"""One-step word problems in GSM8K form, with a held-out split that shares no equation with training.
+"""One-step word problems in GSM8K form, with a held-out split that shares no equation with
+training.
 
 A row, as `write_problems` writes it (raw GSM8K: the canonical number stands after `####`):
 
-    {"question": "Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", "answer": "3+4=7\\n#### 7"}
+    {"question": "Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", "answer":
+    "3+4=7\\n#### 7"}
 
-Operands are 1 to 20 and the operation is + or -. What is held out is the UNORDERED operand pair, across both
-operations: if {3, 4} is held out, then none of 3+4, 4+3 and 4-3 is stated, asked or answered anywhere in training,
-neither in a right answer nor in a wrong one. (Splitting by problem text or by equation would not do: an answer with
-the wrong operation turns 3+4 into 4-3, and 4+3 is 3+4 again.) What is not held out is the inverse fact: 7-3=4 has the
-pair {3, 7} and may be trained while 3+4=7 is held out, and so may other sums of the same digits. `split_facts` counts
-those.
+Operands are 1 to 20 and the operation is + or -. What is held out is the UNORDERED operand pair,
+across both operations: if {3, 4} is held out, then none of 3+4, 4+3 and 4-3 is stated, asked or
+answered anywhere in training, neither in a right answer nor in a wrong one. (Splitting by problem
+text or by equation would not do: an answer with the wrong operation turns 3+4 into 4-3, and 4+3 is
+3+4 again.) What is not held out is the inverse fact: 7-3=4 has the pair {3, 7} and may be trained
+while 3+4=7 is held out, and so may other sums of the same digits. `split_facts` counts those.
 """
 
 import json
@@ -29,18 +31,25 @@ OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "mar
 TEMPLATES = {
     "+": (
         "{name} has {a}. {name} buys {b} more. How many {objects} does {name} have now?",
-        "{name} finds {a} in the morning and {b} in the evening. How many {objects} does {name} find in all?",
+        (
+            "{name} finds {a} in the morning and {b} in the evening. How many {objects} does {name} "
+            "find in all?"
+        ),
         "{name} has {a} and {other} has {b}. How many {objects} do they have together?",
         "There are {a} in a box. {name} puts in {b} more. How many {objects} are in the box now?",
     ),
     "-": (
         "{name} has {a}. {name} gives {b} to {other}. How many {objects} does {name} have now?",
         "{name} has {a} in the morning and loses {b} in the evening. How many {objects} are left?",
-        "{name} has {a} and {other} has {b}. How many more {objects} does {name} have than {other}?",
+        (
+            "{name} has {a} and {other} has {b}. How many more {objects} does {name} have than "
+            "{other}?"
+        ),
         "There are {a} in a box. {name} takes out {b}. How many {objects} are in the box now?",
     ),
 }
-# Shares of the answers that the starting model is shown; the others are right and in the right form.
+# Shares of the answers that the starting model is shown; the others are right and in the right
+# form.
 MIXTURE = {
     "bare": 0.48,  # "The answer is 7": right, but without the `####` that the strict verifier wants
     "wrong_operation": 0.11,  # 3+4 answered as 4-3
@@ -52,7 +61,9 @@ Pair = tuple[int, int]  # unordered operand pair, smaller operand first
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, and the two operands and the operation that answer it. `a >= b` when the operation is '-'."""
+    """A question, and the two operands and the operation that answer it. `a >= b` when the
+    operation is '-'.
+    """
 
     question: str
     a: int
@@ -74,15 +85,21 @@ class Problem:
 
 
 def split_pairs(held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Split the 210 unordered pairs of operands 1..20 into (training pairs, held-out pairs), both sorted.
+    """Split the 210 unordered pairs of operands 1..20 into (training pairs, held-out pairs), both
+    sorted.
 
-    `held_out` is the share of pairs held out; ValueError unless it leaves at least one pair on each side.
+    `held_out` is the share of pairs held out; ValueError unless it leaves at least one pair on each
+    side.
     """
-    pairs = [(low, high) for low in range(1, MAX_OPERAND + 1) for high in range(low, MAX_OPERAND + 1)]
+    pairs = [
+        (low, high) for low in range(1, MAX_OPERAND + 1) for high in range(low, MAX_OPERAND + 1)
+    ]
     count = round(held_out * len(pairs))
     if not 0 < count < len(pairs):
-        raise ValueError(f"held_out={held_out} holds out {count} of {len(pairs)} operand pairs: "
-                         "each side of the split needs at least one, try 0.1")
+        raise ValueError(
+            f"held_out={held_out} holds out {count} of {len(pairs)} operand pairs: "
+            "each side of the split needs at least one, try 0.1"
+        )
     chosen = set(random.Random(f"split {seed}").sample(pairs, count))
     return [pair for pair in pairs if pair not in chosen], sorted(chosen)
 
@@ -93,11 +110,17 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     low, high = rng.choice(pairs)
     a, b = (high, low) if op == "-" or rng.random() < 0.5 else (low, high)
     name, other = rng.sample(NAMES, 2)
-    return Problem(_word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b), a, op, b)
+    return Problem(
+        _word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b), a, op, b
+    )
 
 
-def make_problems(pairs: list[Pair], count: int, seed: int | str, draw: Callable = random_problem) -> list[Problem]:
-    """`count` problems with distinct questions, each from `draw`; the same for the same `pairs` and `seed`."""
+def make_problems(
+    pairs: list[Pair], count: int, seed: int | str, draw: Callable = random_problem
+) -> list[Problem]:
+    """`count` problems with distinct questions, each from `draw`; the same for the same `pairs` and
+    `seed`.
+    """
     rng = random.Random(f"problems {seed}")
     problems: dict[str, Problem] = {}
     for _ in range(20 * count):
@@ -105,14 +128,18 @@ def make_problems(pairs: list[Pair], count: int, seed: int | str, draw: Callable
         problems.setdefault(problem.question, problem)
         if len(problems) == count:
             return list(problems.values())
-    raise ValueError(f"only {len(problems)} distinct questions found for {len(pairs)} operand pairs, {count} asked "
-                     "for: ask for fewer or hold out more pairs")
+    raise ValueError(
+        f"only {len(problems)} distinct questions found for {len(pairs)} operand pairs, {count} "
+        "asked for: ask for fewer or hold out more pairs"
+    )
 
 
-def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mapping[str, float],
-                 rng: random.Random) -> str:
-    """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever equation it states has a
-    pair in `training_pairs`."""
+def mixed_answer(
+    problem: Problem, training_pairs: set[Pair], mixture: Mapping[str, float], rng: random.Random
+) -> str:
+    """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever
+    equation it states has a pair in `training_pairs`.
+    """
     kind = rng.choices([*mixture, "right"], [*mixture.values(), 1 - sum(mixture.values())])[0]
     if kind == "bare":
         return f"The answer is {problem.result}"
@@ -120,8 +147,14 @@ def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mapping[s
         low, high = problem.pair
         return replace(problem, a=high, op="-" if problem.op == "+" else "+", b=low).answer
     if kind == "slipped_number":  # one operand is off by one or two
-        near = [slip for offset in (-2, -1, 1, 2) for slip in (replace(problem, a=problem.a + offset),
-                                                               replace(problem, b=problem.b + offset))]
+        near = [
+            slip
+            for offset in (-2, -1, 1, 2)
+            for slip in (
+                replace(problem, a=problem.a + offset),
+                replace(problem, b=problem.b + offset),
+            )
+        ]
         slips = [slip for slip in near if slip.pair in training_pairs and slip.result >= 0]
         return rng.choice(slips).answer if slips else problem.answer
     return problem.answer
@@ -130,15 +163,20 @@ def mixed_answer(problem: Problem, training_pairs: set[Pair], mixture: Mapping[s
 def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
     """What the responses get right, as shares.
 
-    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses; `right_operation`,
-    `right_operands` and `right_arithmetic` (the stated equation is true, whatever was asked) are shares of those that
-    state an equation.
+    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses;
+    `right_operation`, `right_operands` and `right_arithmetic` (the stated equation is true,
+    whatever was asked) are shares of those that state an equation.
     """
-    stated = [(problem, Problem("", int(match[1]), match[2], int(match[3])), int(match[4]))
-              for problem, response in zip(problems, responses, strict=True)
-              if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))]
+    stated = [
+        (problem, Problem("", int(match[1]), match[2], int(match[3])), int(match[4]))
+        for problem, response in zip(problems, responses, strict=True)
+        if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))
+    ]
     parts = {
-        "correct": [score(response, str(problem.result), "strict") for problem, response in zip(problems, responses)],
+        "correct": [
+            score(response, str(problem.result), "strict")
+            for problem, response in zip(problems, responses)
+        ],
         "hash_form": [re.search(r"#### \d", response) is not None for response in responses],
         "right_operation": [said.op == problem.op for problem, said, _ in stated],
         "right_operands": [said.pair == problem.pair for problem, said, _ in stated],
@@ -148,16 +186,25 @@ def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, floa
 
 
 def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[str, int]:
-    """Count what is distinct on each side: unordered pairs, equations, and held-out equations whose inverse is
-    trained.
+    """Count what is distinct on each side: unordered pairs, equations, and held-out equations whose
+    inverse is trained.
 
-    Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of 3+4=7 is 7-3=4 or
-    7-4=3, that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not keep it out of training.
+    Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of
+    3+4=7 is 7-3=4 or 7-4=3, that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not
+    keep it out of training.
     """
-    trained, held_out = ({equation for low, high in pairs
-                          for equation in ((low, "+", high), (high, "+", low), (high, "-", low))}
-                         for pairs in (training_pairs, held_out_pairs))
-    inverses = [{(a + b, "-", a), (a + b, "-", b)} if op == "+" else {(a - b, "+", b)} for a, op, b in held_out]
+    trained, held_out = (
+        {
+            equation
+            for low, high in pairs
+            for equation in ((low, "+", high), (high, "+", low), (high, "-", low))
+        }
+        for pairs in (training_pairs, held_out_pairs)
+    )
+    inverses = [
+        {(a + b, "-", a), (a + b, "-", b)} if op == "+" else {(a - b, "+", b)}
+        for a, op, b in held_out
+    ]
     return {
         "training_pairs": len(set(training_pairs)),
         "held_out_pairs": len(set(held_out_pairs)),
@@ -165,7 +212,9 @@ def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[
         "training_equations": len(trained),
         "held_out_equations": len(held_out),
         "shared_equations": len(trained & held_out),
-        "held_out_equations_with_inverse_trained": sum(not trained.isdisjoint(each) for each in inverses),
+        "held_out_equations_with_inverse_trained": sum(
+            not trained.isdisjoint(each) for each in inverses
+        ),
     }
 
 
@@ -176,7 +225,9 @@ def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:
 
 
 def all_wordings() -> Iterator[str]:
-    """Texts that hold every word a question or an answer can hold (the tokenizer's vocabulary is read from them)."""
+    """Texts that hold every word a question or an answer can hold (the tokenizer's vocabulary is
+    read from them).
+    """
     for op, name, objects, number in product(TEMPLATES, NAMES, OBJECTS, (1, MAX_OPERAND)):
         for template in TEMPLATES[op]:
             question = _word(template, name, name, objects, number, number)
@@ -185,6 +236,7 @@ def all_wordings() -> Iterator[str]:
 
 
 def _word(template: str, name: str, other: str, objects: str, a: int, b: int) -> str:
-    # The first number carries the noun ("1 apple", "3 apples"), the second stands alone ("and Ben has 4").
+    # The first number carries the noun ("1 apple", "3 apples"), the second stands alone ("and Ben
+    # has 4").
     noun = objects.removesuffix("s") if a == 1 else objects
     return template.format(name=name, other=other, objects=objects, a=f"{a} {noun}", b=b)

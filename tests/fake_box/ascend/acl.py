@@ -14,5 +14,3 @@ def init(path=None):
 
 def get_soc_name():
     return SOC
-
-

@@ -25,7 +25,9 @@ def write_raw(folder, train=(ROW,), test=(ROW,)):
     folder.mkdir(exist_ok=True)
     for split, rows in (("train", train), ("test", test)):
         lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-        (folder / f"{split}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        (folder / f"{split}.jsonl").write_text(
+            "".join(line + "\n" for line in lines), encoding="utf-8"
+        )
     return folder
 
 
@@ -49,47 +51,93 @@ def test_files_and_summary(tmp_path):
     out = tmp_path / "new" / "out"
     assert sorted(path.name for path in out.iterdir()) == sorted(map(name_of, written)) == NAMES
     assert [row.columns for row in read_rows(out / "train_chat.parquet")] == [
-        {"messages": chat_messages(ROW["question"]), "question": ROW["question"], "answer": "7",
-         "solution": ROW["answer"]},
-        {"messages": chat_messages("500*2?"), "question": "500*2?", "answer": "1000", "solution": big["answer"]},
+        {
+            "messages": chat_messages(ROW["question"]),
+            "question": ROW["question"],
+            "answer": "7",
+            "solution": ROW["answer"],
+        },
+        {
+            "messages": chat_messages("500*2?"),
+            "question": "500*2?",
+            "answer": "1000",
+            "solution": big["answer"],
+        },
     ]
     lines = (out / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert list(map(json.loads, lines)) == [
-        {"problem": ROW["question"], "answer": "7"}, {"problem": "500*2?", "answer": "1000"}
+        {"problem": ROW["question"], "answer": "7"},
+        {"problem": "500*2?", "answer": "1000"},
     ]
     for line in written:
         content = (out / name_of(line)).read_bytes()
-        assert line == (f"{out / name_of(line)}  {2 if 'train' in line else 1} rows  {len(content):,} bytes  sha256 "
-                        f"{hashlib.sha256(content).hexdigest()}")
+        assert line == (
+            f"{out / name_of(line)}  {2 if 'train' in line else 1} rows  {len(content):,} bytes  "
+            f"sha256 {hashlib.sha256(content).hexdigest()}"
+        )
 
 
 TURN = {"role": "user", "content": "3+4? Think."}
-VERL = {"data_source": "openai/gsm8k", "prompt": [TURN], "reward_model": {"style": "rule", "ground_truth": "7"}}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [TURN],
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+}
 
 
-@pytest.mark.parametrize("published, question, answer, solution", [
-    (VERL | {"extra_info": {"split": "train", "index": 0, **ROW}}, ROW["question"], "7", ROW["answer"]),
-    (VERL | {"extra_info": {"split": "train", "index": 0}}, None, "7", "7"),
-    ({"prompt": [TURN], "solution": "7"}, None, "7", "7"),  # TRL, examples/scripts/async_grpo.py
-    ({"prompt": "3+4? Think.", "answer": 7}, None, "7", "7"),
-    ({"messages": [{"role": "system", "content": "Add."}, TURN], "solution": ROW["answer"]}, None, "7", ROW["answer"]),
-])
+@pytest.mark.parametrize(
+    "published, question, answer, solution",
+    [
+        (
+            VERL | {"extra_info": {"split": "train", "index": 0, **ROW}},
+            ROW["question"],
+            "7",
+            ROW["answer"],
+        ),
+        (VERL | {"extra_info": {"split": "train", "index": 0}}, None, "7", "7"),
+        (
+            {"prompt": [TURN], "solution": "7"},
+            None,
+            "7",
+            "7",
+        ),  # TRL, examples/scripts/async_grpo.py
+        ({"prompt": "3+4? Think.", "answer": 7}, None, "7", "7"),
+        (
+            {"messages": [{"role": "system", "content": "Add."}, TURN], "solution": ROW["answer"]},
+            None,
+            "7",
+            ROW["answer"],
+        ),
+    ],
+)
 def test_rows_of_verl_and_trl(tmp_path, published, question, answer, solution):
     convert(write_raw(tmp_path / "raw", train=[published]), tmp_path / "out")
     [row] = read_rows(tmp_path / "out" / "train_chat.parquet")
     messages = chat_messages(question) if question else published.get("messages", [TURN])
-    assert row.columns == {"messages": messages, "question": question or TURN["content"], "answer": answer,
-                           "solution": solution}
+    assert row.columns == {
+        "messages": messages,
+        "question": question or TURN["content"],
+        "answer": answer,
+        "solution": solution,
+    }
     if "####" not in solution:
-        with pytest.raises(ValueError, match="no published solution, whose steps can be counted: '7'"):
+        with pytest.raises(
+            ValueError, match="no published solution, whose steps can be counted: '7'"
+        ):
             convert(tmp_path / "raw", tmp_path / "few", max_steps=2)
 
 
-@pytest.mark.parametrize("published, words", [
-    ({"prompt": [TURN], "solution": "seven"}, "not a number: 'seven'"),
-    ({"prompt": [TURN]}, "column 'answer' is missing; the row has prompt"),
-    ({"prompt": [TURN, {"role": "assistant", "content": "7"}], "answer": "7"}, "column 'prompt' ends with a turn of"),
-])
+@pytest.mark.parametrize(
+    "published, words",
+    [
+        ({"prompt": [TURN], "solution": "seven"}, "not a number: 'seven'"),
+        ({"prompt": [TURN]}, "column 'answer' is missing; the row has prompt"),
+        (
+            {"prompt": [TURN, {"role": "assistant", "content": "7"}], "answer": "7"},
+            "column 'prompt' ends with a turn of",
+        ),
+    ],
+)
 def test_bad_rows_of_others_name_their_line(tmp_path, published, words):
     with pytest.raises(ValueError) as error:
         convert(write_raw(tmp_path / "raw", train=[ROW, published]), tmp_path / "out")
@@ -109,17 +157,22 @@ def test_one_file_is_one_split(tmp_path):
     convert(raw / "test.jsonl", tmp_path / "out")
     assert sorted(snapshot(tmp_path / "out")) == ["test.jsonl", "test_chat.parquet"]
     (raw / "test.jsonl").rename(raw / "questions.jsonl")
-    with pytest.raises(ValueError, match=r"cannot tell the split of .*questions.jsonl: name the file train\*.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"cannot tell the split of .*questions.jsonl: name the file train\*.jsonl"
+    ):
         convert(raw / "questions.jsonl", tmp_path / "other")
 
 
-@pytest.mark.parametrize("bad, words", [
-    ({"question": "q"}, "column 'answer' is missing"),
-    ({"question": "q", "answer": "no hashes"}, "no '#### n'"),
-    ('{"question": ', "invalid JSON"),
-    ("", "empty line"),
-    ("[1]", "got list"),
-])
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ({"question": "q"}, "column 'answer' is missing"),
+        ({"question": "q", "answer": "no hashes"}, "no '#### n'"),
+        ('{"question": ', "invalid JSON"),
+        ("", "empty line"),
+        ("[1]", "got list"),
+    ],
+)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_bad_row_names_its_line_and_changes_nothing(tmp_path, bad, words, earlier):
     out = tmp_path / "deep" / "out"
@@ -192,22 +245,32 @@ def test_tool(tmp_path):
     assert run_tool("--input", raw).returncode == 2
 
 
-@pytest.mark.parametrize(("most", "kept"), [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])])
+@pytest.mark.parametrize(
+    ("most", "kept"), [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])]
+)
 def test_problems_of_few_steps(tmp_path, most, kept):
-    rows = [{"question": "one", "answer": "3+4=7\n\n#### 7"},  # an empty line is no step
-            {"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"},
-            {"question": "three", "answer": "3+4=7\n7+1=8\n#### no\n#### 8"}]  # the last #### counts
+    rows = [
+        {"question": "one", "answer": "3+4=7\n\n#### 7"},  # an empty line is no step
+        {"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"},
+        {"question": "three", "answer": "3+4=7\n7+1=8\n#### no\n#### 8"},
+    ]  # the last #### counts
     raw = write_raw(tmp_path / "raw", train=rows)
-    done = run_tool("--input", raw, "--output", tmp_path / "out", *(["--max-steps", most] if most else []))
+    done = run_tool(
+        "--input", raw, "--output", tmp_path / "out", *(["--max-steps", most] if most else [])
+    )
     assert done.returncode == 0, done.stderr
-    assert [row.columns["question"] for row in read_rows(tmp_path / "out" / "train_chat.parquet")] == kept
+    assert [
+        row.columns["question"] for row in read_rows(tmp_path / "out" / "train_chat.parquet")
+    ] == kept
     packed = read_splits(raw, max_steps=most)
     assert [row["question"] for row in packed["train"]] == kept and len(packed["test"]) == 1
 
 
 def test_no_problem_of_so_few_steps(tmp_path):
     raw = write_raw(tmp_path / "raw", test=[{"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"}])
-    with pytest.raises(ValueError, match="raw: no test problem has at most 1 steps; the fewest are 2"):
+    with pytest.raises(
+        ValueError, match="raw: no test problem has at most 1 steps; the fewest are 2"
+    ):
         convert(raw, tmp_path / "out", max_steps=1)
     assert not (tmp_path / "out").exists()
 
@@ -218,9 +281,16 @@ def test_gsm8k_itself(tmp_path):
     easy = read_splits(GSM8K, max_steps=2)
     assert (len(easy["train"]), len(easy["test"])) == (1961, 326)
     convert(GSM8K, tmp_path)
-    train, test = ([row.columns for row in read_rows(tmp_path / f"{split}_chat.parquet")]
-                   for split in ("train", "test"))
+    train, test = (
+        [row.columns for row in read_rows(tmp_path / f"{split}_chat.parquet")]
+        for split in ("train", "test")
+    )
     assert (len(train), len(test)) == (7473, 1319)
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_bytes().splitlines()]
-    assert [(row["question"], row["solution"]) for row in train] == [(row["question"], row["answer"]) for row in raw]
-    assert train[0]["answer"] == "72" and {row["answer"] for row in train + test} >= {"109200000", "-7"}
+    assert [(row["question"], row["solution"]) for row in train] == [
+        (row["question"], row["answer"]) for row in raw
+    ]
+    assert train[0]["answer"] == "72" and {row["answer"] for row in train + test} >= {
+        "109200000",
+        "-7",
+    }

@@ -9,7 +9,10 @@ import pytest
 from mindspeed_qerl.tasks.gsm8k.convert import converted, gold_answer, load_raw
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
 
-RAW = [{"question": "3+4?", "answer": "3+4=7\n#### 7"}, {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}]
+RAW = [
+    {"question": "3+4?", "answer": "3+4=7\n#### 7"},
+    {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"},
+]
 
 
 def write_jsonl(path, rows):
@@ -27,7 +30,11 @@ def write_parquet(path, rows):
 def test_prompts():
     assert plain_prompt("What is 3+4?") == "What is 3+4?\n"
     assert chat_messages("What is 3+4?") == [
-        {"role": "user", "content": 'What is 3+4? Let\'s think step by step and output the final answer after "####".'}
+        {
+            "role": "user",
+            "content": "What is 3+4? Let's think step by step and output the final answer after "
+            '"####".',
+        }
     ]
 
 
@@ -36,19 +43,29 @@ def test_gold_answer_is_behind_the_last_hashes():
     assert gold_answer("#### 1\n#### -2.50\n") == "-2.5"
 
 
-@pytest.mark.parametrize("solution, words", [
-    ("seven", "no '#### n'"), ("#### ", "not a number: ' '"), ("#### 7 or 8", "not a number: ' 7 or 8'"),
-    ("#### 1e9", "1e9"),
-])
+@pytest.mark.parametrize(
+    "solution, words",
+    [
+        ("seven", "no '#### n'"),
+        ("#### ", "not a number: ' '"),
+        ("#### 7 or 8", "not a number: ' 7 or 8'"),
+        ("#### 1e9", "1e9"),
+    ],
+)
 def test_gold_answer_errors(solution, words):
     with pytest.raises(ValueError, match=words):
         gold_answer(solution)
 
 
-@pytest.mark.parametrize("write, name", [
-    (write_jsonl, "train.jsonl"), (write_parquet, "train.parquet"), (write_parquet, "train-00000-of-00001.parquet"),
-    (write_parquet, "main/train-00000-of-00001.parquet"),
-])
+@pytest.mark.parametrize(
+    "write, name",
+    [
+        (write_jsonl, "train.jsonl"),
+        (write_parquet, "train.parquet"),
+        (write_parquet, "train-00000-of-00001.parquet"),
+        (write_parquet, "main/train-00000-of-00001.parquet"),
+    ],
+)
 def test_raw_rows_from_a_folder_or_a_file(tmp_path, write, name):
     path = write(tmp_path / name, RAW)
     assert [row for _, row in load_raw(tmp_path, "train")] == RAW
@@ -68,7 +85,8 @@ def test_raw_rows_from_the_hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(load_raw("openai/gsm8k", "test")) == [
-        ("openai/gsm8k test: row 1", RAW[0]), ("openai/gsm8k test: row 2", RAW[1])
+        ("openai/gsm8k test: row 1", RAW[0]),
+        ("openai/gsm8k test: row 2", RAW[1]),
     ]
     assert asked == [("openai/gsm8k", "main", "test")]
 
@@ -76,20 +94,25 @@ def test_raw_rows_from_the_hub(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(FileNotFoundError, match=r"openai/gsm8k is neither .*\(no network\); offline, give a folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"openai/gsm8k is neither .*\(no network\); offline, give a folder"
+    ):
         list(load_raw("openai/gsm8k", "test"))
     with pytest.raises(FileNotFoundError, match="not a Hub name"):
         list(load_raw("/nowhere/gsm8k", "test"))
 
 
-@pytest.mark.parametrize("row, words", [
-    ({"answer": "#### 1"}, "column 'question' is missing; the row has answer"),
-    ({"question": "q"}, "column 'answer' is missing"),
-    ({"question": " ", "answer": "#### 1"}, "column 'question': expected a non-empty string"),
-    ({"question": "q", "answer": 1}, "column 'answer': expected a non-empty string, got '1'"),
-    ({"question": "q\ud800", "answer": "#### 1"}, "column 'question': not valid Unicode"),
-    ({"question": "q", "answer": "one"}, "column 'answer': no '#### n'"),
-])
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"answer": "#### 1"}, "column 'question' is missing; the row has answer"),
+        ({"question": "q"}, "column 'answer' is missing"),
+        ({"question": " ", "answer": "#### 1"}, "column 'question': expected a non-empty string"),
+        ({"question": "q", "answer": 1}, "column 'answer': expected a non-empty string, got '1'"),
+        ({"question": "q\ud800", "answer": "#### 1"}, "column 'question': not valid Unicode"),
+        ({"question": "q", "answer": "one"}, "column 'answer': no '#### n'"),
+    ],
+)
 def test_raw_row_errors(row, words):
     with pytest.raises(ValueError, match=words):
         converted(row)

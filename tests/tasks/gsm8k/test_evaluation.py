@@ -18,17 +18,30 @@ ROWS = [row_of({"prompt": "a", "answer": "72"}), row_of({"prompt": "b", "answer"
 
 def test_numbers_counted_by_hand():
     texts = ["#### 72", "#### 72.0", "so 71", "#### 1,000", "The answer is 3", "I do not know"]
-    result, answers = evaluate_answers(ROWS, texts, [False, False, True, False, False, True], 3, "gsm8k")
+    result, answers = evaluate_answers(
+        ROWS, texts, [False, False, True, False, False, True], 3, "gsm8k"
+    )
     assert result["accuracy"] == pytest.approx((2 / 3 + 1 / 3) / 2)
     assert result["standard_error"] == pytest.approx(np.std([2 / 3, 1 / 3], ddof=1) / math.sqrt(2))
     assert result["pass@3"] == 1
-    assert result["maj@3"] == pytest.approx((1 + 0.5) / 2)  # the second problem: one vote for 1000, one for 3
+    assert result["maj@3"] == pytest.approx(
+        (1 + 0.5) / 2
+    )  # the second problem: one vote for 1000, one for 3
     assert result["truncated_fraction"] == pytest.approx(2 / 6)
-    assert {name: share for name, share in result.items() if name.startswith("rule/")} == pytest.approx(
-        {"rule/####": 3 / 6, "rule/answer is": 1 / 6, "rule/last number": 1 / 6, "rule/none": 1 / 6})
-    assert answers[0] == {"question": "a", "answer": "72", "responses": texts[:3], "extracted": ["72", "72", "71"],
-                          "rules": ["####", "####", "last number"], "scores": [1.0, 1.0, 0.0],
-                          "truncated": [False, False, True]}
+    assert {
+        name: share for name, share in result.items() if name.startswith("rule/")
+    } == pytest.approx(
+        {"rule/####": 3 / 6, "rule/answer is": 1 / 6, "rule/last number": 1 / 6, "rule/none": 1 / 6}
+    )
+    assert answers[0] == {
+        "question": "a",
+        "answer": "72",
+        "responses": texts[:3],
+        "extracted": ["72", "72", "71"],
+        "rules": ["####", "####", "last number"],
+        "scores": [1.0, 1.0, 0.0],
+        "truncated": [False, False, True],
+    }
     assert answers[1]["extracted"] == ["1000", "3", None]
 
 
@@ -44,10 +57,19 @@ def test_lists_that_do_not_fit_are_refused():
             evaluate_answers(rows, texts, cut, 2, "gsm8k")
 
 
-@pytest.mark.parametrize("text, rule", [
-    ("#### 7", "####"), (r"\boxed{7}", r"\boxed"), ("The answer is 7.", "answer is"), ("A: 7", "A:"),
-    ("it is 7", "last number"),
-    ("#### 3+4=7", "last number"), ("seven", "none"), ("", "none")])
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("#### 7", "####"),
+        (r"\boxed{7}", r"\boxed"),
+        ("The answer is 7.", "answer is"),
+        ("A: 7", "A:"),
+        ("it is 7", "last number"),
+        ("#### 3+4=7", "last number"),
+        ("seven", "none"),
+        ("", "none"),
+    ],
+)
 def test_the_rule_that_found_an_answer_is_named(text, rule):
     assert extract_with_rule(text) == (None if rule == "none" else "7", rule)
     assert rule in RULES
@@ -69,14 +91,17 @@ def test_wilson_interval_is_the_inverted_score_test(right, problems):
 
 
 def test_several_answers_count_between_once_and_n_times():
-    """Answers to one problem that are always alike add nothing; those that differ like strangers add as much as other
-    problems."""
+    """Answers to one problem that are always alike add nothing; those that differ like strangers
+    add as much as other problems.
+    """
     alike = np.repeat([1.0, 0.0], [70, 30])
     assert wilson_interval(alike, 4) == wilson_interval(alike, 1)
     generator = np.random.default_rng(0)
     strangers = generator.binomial(4, 0.7, size=10000) / 4
-    width, same = (np.subtract(*wilson_interval(values, k)[::-1])
-                   for values, k in ((strangers, 4), (generator.binomial(1, 0.7, size=40000), 1)))
+    width, same = (
+        np.subtract(*wilson_interval(values, k)[::-1])
+        for values, k in ((strangers, 4), (generator.binomial(1, 0.7, size=40000), 1))
+    )
     assert width == pytest.approx(same, rel=0.03)
 
 
@@ -91,14 +116,22 @@ def test_interval_covers_the_truth_as_often_as_it_says():
 
 def test_majority_is_what_a_random_tie_break_gives_on_average():
     """Against all orders of the answers, where the one that comes first wins a tie."""
-    for extracted in (["1", "1", "2"], ["1", "2"], ["1", "2", "3", "3", "2"], [None, None, "1"], [None, None]):
+    for extracted in (
+        ["1", "1", "2"],
+        ["1", "2"],
+        ["1", "2", "3", "3", "2"],
+        [None, None, "1"],
+        [None, None],
+    ):
         scores = [float(answer == "1") for answer in extracted]
 
         def first_most_common(order):
             votes = [answer for answer in order if answer is not None]
             return float(max(votes, key=votes.count) == "1") if votes else 0.0
 
-        expected = np.mean([first_most_common(order) for order in itertools.permutations(extracted)])
+        expected = np.mean(
+            [first_most_common(order) for order in itertools.permutations(extracted)]
+        )
         assert majority_score(extracted, scores) == pytest.approx(expected), extracted
 
 
@@ -108,20 +141,44 @@ def lengths(responses, answers, rows):
 
 def test_a_users_own_reward_is_a_mean_score_with_a_normal_interval(monkeypatch):
     module = types.ModuleType("own_lengths")
-    module.lengths, module.empty = lengths, lambda responses, answers, rows: [not response for response in responses]
+    module.lengths, module.empty = (
+        lengths,
+        lambda responses, answers, rows: [not response for response in responses],
+    )
     monkeypatch.setitem(sys.modules, "own_lengths", module)
-    rows = [row_of({"prompt": "a", "answer": "x"}), row_of({"prompt": "b", "answer": "y", "scale": 0.5}), ROWS[0]]
+    rows = [
+        row_of({"prompt": "a", "answer": "x"}),
+        row_of({"prompt": "b", "answer": "y", "scale": 0.5}),
+        ROWS[0],
+    ]
     texts = ["ab", "", "abcd", "", "abc", "#### 72"]
     result, answers = evaluate_answers(rows, texts, [False] * 6, 2, "own_lengths:lengths")
     means = [1.0, 1.0, 5.0]
     error = statistics.stdev(means) / math.sqrt(3)
-    assert result == pytest.approx({
-        "accuracy": 7 / 3, "standard_error": error, "interval_low": 7 / 3 - 1.959964 * error,
-        "interval_high": 7 / 3 + 1.959964 * error,
-        "n_problems": 3, "samples_per_problem": 2, "truncated_fraction": 0, "pass@2": (2 + 2 + 7) / 3})
-    assert answers[1] == {"question": "b", "answer": "y", "responses": ["abcd", ""], "scores": [2.0, 0.0],
-                          "truncated": [False, False]}
+    assert result == pytest.approx(
+        {
+            "accuracy": 7 / 3,
+            "standard_error": error,
+            "interval_low": 7 / 3 - 1.959964 * error,
+            "interval_high": 7 / 3 + 1.959964 * error,
+            "n_problems": 3,
+            "samples_per_problem": 2,
+            "truncated_fraction": 0,
+            "pass@2": (2 + 2 + 7) / 3,
+        }
+    )
+    assert answers[1] == {
+        "question": "b",
+        "answer": "y",
+        "responses": ["abcd", ""],
+        "scores": [2.0, 0.0],
+        "truncated": [False, False],
+    }
 
-    result, _ = evaluate_answers(rows, texts, [False] * 6, 2, "own_lengths:empty")  # 0 or 1: fractions, as GSM8K's
-    assert (result["interval_low"], result["interval_high"]) == wilson_interval(np.array([0.5, 0.5, 0.0]), 2)
+    result, _ = evaluate_answers(
+        rows, texts, [False] * 6, 2, "own_lengths:empty"
+    )  # 0 or 1: fractions, as GSM8K's
+    assert (result["interval_low"], result["interval_high"]) == wilson_interval(
+        np.array([0.5, 0.5, 0.0]), 2
+    )
     assert result["pass@2"] == pytest.approx(2 / 3)

@@ -1,4 +1,6 @@
-"""Token ids for MindSpeed-RL: read back with megatron-core's reader, which shares no code with our writer."""
+"""Token ids for MindSpeed-RL: read back with megatron-core's reader, which shares no code with our
+writer.
+"""
 
 import hashlib
 import json
@@ -22,25 +24,40 @@ from mindspeed_qerl.tasks.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
-TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-NAMES = [f"gsm8k_{split}_packed_{field}_document.{ending}"
-         for split in ("test", "train") for field in ("input_ids", "labels") for ending in ("bin", "idx")]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NAMES = [
+    f"gsm8k_{split}_packed_{field}_document.{ending}"
+    for split in ("test", "train")
+    for field in ("input_ids", "labels")
+    for ending in ("bin", "idx")
+]
 
 
-def save_tokenizer(directory, model, pre_tokenizer, decoder, template=TEMPLATE, texts=(), **special):
+def save_tokenizer(
+    directory, model, pre_tokenizer, decoder, template=TEMPLATE, texts=(), **special
+):
     """A Hugging Face tokenizer directory."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     if texts:
         reserved = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        tokenizer.train_from_iterator(texts,
-                                      trainers.BpeTrainer(vocab_size=400, special_tokens=reserved, show_progress=False,
-                                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-        # As Llama's does, and Qwen's does not: a token in front of every text, which no chat template and no label may
-        # get twice.
+        tokenizer.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=400,
+                special_tokens=reserved,
+                show_progress=False,
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            ),
+        )
+        # As Llama's does, and Qwen's does not: a token in front of every text, which no chat
+        # template and no label may get twice.
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     wrapped.chat_template = template
     wrapped.save_pretrained(directory)
@@ -54,8 +71,10 @@ def raw(tmp_path_factory):
     train, test = split_pairs(0.1, 0)
     write_problems(folder / "train.jsonl", make_problems(train, 40, "train"))
     write_problems(folder / "test.jsonl", make_problems(test, 15, "test"))
-    unusual = [{"question": "Wie viele Äpfel kosten 5€?", "answer": "#### 1,234,567"},
-               {"question": "A debt of $7?\nIn all.", "answer": "#### -7"}]
+    unusual = [
+        {"question": "Wie viele Äpfel kosten 5€?", "answer": "#### 1,234,567"},
+        {"question": "A debt of $7?\nIn all.", "answer": "#### -7"},
+    ]
     with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in unusual)
     return folder
@@ -65,17 +84,29 @@ def raw(tmp_path_factory):
 def bpe(tmp_path_factory, raw):
     """A byte-level BPE with the special tokens of Qwen's."""
     texts = (raw / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    return save_tokenizer(tmp_path_factory.mktemp("bpe"), models.BPE(),
-                          pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), texts=texts,
-                          eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return save_tokenizer(
+        tmp_path_factory.mktemp("bpe"),
+        models.BPE(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+        texts=texts,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
 
 
 def words(directory, decoder, template=TEMPLATE):
     """A tokenizer of ten digits and an unknown token."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", *"0123456789"])}
-    return save_tokenizer(directory, models.WordLevel(vocabulary, unk_token="<unk>"),
-                          pre_tokenizers.Split("", "isolated"), decoder, template, unk_token="<unk>",
-                          pad_token="<unk>")
+    return save_tokenizer(
+        directory,
+        models.WordLevel(vocabulary, unk_token="<unk>"),
+        pre_tokenizers.Split("", "isolated"),
+        decoder,
+        template,
+        unk_token="<unk>",
+        pad_token="<unk>",
+    )
 
 
 def read(prefix, field):
@@ -87,8 +118,9 @@ def snapshot(folder):
 
 
 def check_split(split, packed, tokenizer_dir, chat_file):
-    """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same row of
-    `chat_file`."""
+    """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same
+    row of `chat_file`.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     rows = [row.columns for row in read_rows(chat_file)]
     prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
@@ -98,22 +130,35 @@ def check_split(split, packed, tokenizer_dir, chat_file):
         assert dataset.document_indices.tolist() == list(range(len(rows) + 1))
     for row, prompt, label in zip(rows, prompts, labels, strict=True):
         content = row["messages"][0]["content"]
-        assert tokenizer.decode(prompt) == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        assert tokenizer.decode(label) == row["answer"] and not set(label) & set(tokenizer.all_special_ids)
-    assert packed.prompt_lengths == prompts.sequence_lengths.tolist() and packed.prompts_with_unknown == 0
+        assert (
+            tokenizer.decode(prompt)
+            == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert tokenizer.decode(label) == row["answer"] and not set(label) & set(
+            tokenizer.all_special_ids
+        )
+    assert (
+        packed.prompt_lengths == prompts.sequence_lengths.tolist()
+        and packed.prompts_with_unknown == 0
+    )
     return [prompt.tolist() for prompt in prompts]
 
 
 def test_every_row_reads_back(tmp_path, raw, bpe):
     packed = convert_packed(raw, tmp_path / "new" / "out", bpe)
     convert(raw, tmp_path / "chat")
-    assert sorted(Path(line.split("  ")[0]).name for split in packed
-                  for line in split.files) == sorted(snapshot(tmp_path / "new" / "out")) == NAMES
+    assert (
+        sorted(Path(line.split("  ")[0]).name for split in packed for line in split.files)
+        == sorted(snapshot(tmp_path / "new" / "out"))
+        == NAMES
+    )
     for split, one in zip(("train", "test"), packed, strict=True):
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
         prompts = check_split(split, one, bpe, chat_file)
-        assert prompts == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat",
-                                  10_000).prompts, "evaluation asks otherwise"
+        assert (
+            prompts
+            == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts
+        ), "evaluation asks otherwise"
 
 
 def test_bytes_are_those_of_megatrons_writer(tmp_path):
@@ -127,7 +172,10 @@ def test_bytes_are_those_of_megatrons_writer(tmp_path):
             builder.add_item(torch.tensor(row))
             builder.end_document()
         builder.finalize(str(tmp_path / "x.idx"))
-        assert indexed_format(rows) == ((tmp_path / "x.bin").read_bytes(), (tmp_path / "x.idx").read_bytes())
+        assert indexed_format(rows) == (
+            (tmp_path / "x.bin").read_bytes(),
+            (tmp_path / "x.idx").read_bytes(),
+        )
 
 
 def test_one_file_is_one_split_and_bytes_repeat(tmp_path, raw, bpe):
@@ -135,14 +183,18 @@ def test_one_file_is_one_split_and_bytes_repeat(tmp_path, raw, bpe):
     [test] = convert_packed(raw / "test.jsonl", tmp_path / "one", bpe)
     convert_packed(raw / "test.jsonl", tmp_path / "one", bpe)  # again, over the first
     assert test.data_path == tmp_path / "one" / "gsm8k_test"
-    assert snapshot(tmp_path / "one").items() < snapshot(tmp_path / "both").items() and len(
-        snapshot(tmp_path / "one")) == 4
+    assert (
+        snapshot(tmp_path / "one").items() < snapshot(tmp_path / "both").items()
+        and len(snapshot(tmp_path / "one")) == 4
+    )
 
 
 def test_problems_of_few_steps(tmp_path, raw, bpe):
     [train] = convert_packed(raw / "train.jsonl", tmp_path / "packed", bpe, max_steps=0)
     convert(raw / "train.jsonl", tmp_path / "chat", max_steps=0)
-    assert len(check_split("train", train, bpe, tmp_path / "chat" / "train_chat.parquet")) == 2, "the unusual ones"
+    assert len(check_split("train", train, bpe, tmp_path / "chat" / "train_chat.parquet")) == 2, (
+        "the unusual ones"
+    )
 
 
 def test_dropped_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
@@ -154,23 +206,40 @@ def test_dropped_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
 
 def half_written(path, data):
     with open(path, "wb") as file:
-        file.write(data[:len(data) // 2])
+        file.write(data[: len(data) // 2])
     if "labels" in path.name:
         raise OSError("disk full")
 
 
-@pytest.mark.parametrize("fault, error, message", [
-    ("bad row", ValueError, "test.jsonl:16: column 'answer': no '#### n'"),
-    ("no chat template", ValueError, "has no chat template, so a question cannot become a prompt: give an instruct"),
-    ("template fails", ValueError,
-     "train row 1: the tokenizer.s chat template refuses its messages: no templates here"),
-    ("answers change", ValueError,
-     r"train row \d+: the tokenizer turns the answer '\d\d' into \[\d+, \d+\] and that back into '\d \d'"),
-    ("no directory", FileNotFoundError, "no directory .*nowhere: --tokenizer is the directory"),
-    ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
-    ("disk full", OSError, "disk full"),
-    ("foreign field", ValueError, "gsm8k_test_packed_attention_mask_document.idx was not written by this tool"),
-])
+@pytest.mark.parametrize(
+    "fault, error, message",
+    [
+        ("bad row", ValueError, "test.jsonl:16: column 'answer': no '#### n'"),
+        (
+            "no chat template",
+            ValueError,
+            "has no chat template, so a question cannot become a prompt: give an instruct",
+        ),
+        (
+            "template fails",
+            ValueError,
+            "train row 1: the tokenizer.s chat template refuses its messages: no templates here",
+        ),
+        (
+            "answers change",
+            ValueError,
+            r"train row \d+: the tokenizer turns the answer '\d\d' into \[\d+, \d+\] and that back into '\d \d'",
+        ),
+        ("no directory", FileNotFoundError, "no directory .*nowhere: --tokenizer is the directory"),
+        ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
+        ("disk full", OSError, "disk full"),
+        (
+            "foreign field",
+            ValueError,
+            "gsm8k_test_packed_attention_mask_document.idx was not written by this tool",
+        ),
+    ],
+)
 def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, message):
     source, output, tokenizer = tmp_path / "raw", tmp_path / "out", bpe
     source.mkdir()
@@ -183,12 +252,17 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
     elif fault == "no chat template":
         tokenizer = words(tmp_path / "words", decoders.Fuse(), template=None)
     elif fault == "template fails":
-        tokenizer = words(tmp_path / "words", decoders.Fuse(), template="{{ raise_exception('no templates here') }}")
+        tokenizer = words(
+            tmp_path / "words",
+            decoders.Fuse(),
+            template="{{ raise_exception('no templates here') }}",
+        )
     elif fault == "answers change":
         tokenizer = words(tmp_path / "words", None)  # transformers then joins tokens with spaces
     elif fault == "foreign field":
         (output / "gsm8k_test_packed_attention_mask_document.idx").write_text(
-            "from an earlier run of upstream's preprocessor")
+            "from an earlier run of upstream's preprocessor"
+        )
     elif fault == "disk full":
         monkeypatch.setattr(Path, "write_bytes", half_written)
     else:
@@ -201,32 +275,62 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
 
 @pytest.mark.parametrize("name", ["a+b", "a*", "[a]", "(a", "a|b", "$a", "a{2}"])
 def test_folders_that_upstream_cannot_find(tmp_path, raw, bpe, name):
-    with pytest.raises(ValueError,
-                       match="MindSpeed-RL reads the path .* as a pattern and would not find it, because of"):
+    with pytest.raises(
+        ValueError,
+        match="MindSpeed-RL reads the path .* as a pattern and would not find it, because of",
+    ):
         convert_packed(raw, tmp_path / name, bpe)
     assert not (tmp_path / name).exists()
 
 
 def run_tool(*arguments):
     command = [sys.executable, REPO / "tools" / "convert_gsm8k.py", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(REPO)})
+    return subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+    )
 
 
 def test_tool(tmp_path, raw, bpe, monkeypatch, capsys):
     arguments = ["--input", raw / "test.jsonl", "--format", "mindspeed"]
-    done = run_tool(*arguments, "--output", tmp_path / "out", "--tokenizer", bpe, "--max-prompt-length", "1")
+    done = run_tool(
+        *arguments, "--output", tmp_path / "out", "--tokenizer", bpe, "--max-prompt-length", "1"
+    )
     assert done.returncode == 0, done.stderr
-    assert f'  data_path: "{tmp_path / "out" / "gsm8k_test"}"\n' in done.stdout and "unknown token" not in done.stdout
-    assert "  15 of 15 have 1 tokens or more: with max_prompt_length: 1 MindSpeed-RL leaves them out\n" in done.stdout
+    assert (
+        f'  data_path: "{tmp_path / "out" / "gsm8k_test"}"\n' in done.stdout
+        and "unknown token" not in done.stdout
+    )
+    assert (
+        "  15 of 15 have 1 tokens or more: with max_prompt_length: 1 MindSpeed-RL leaves them out\n"
+        in done.stdout
+    )
     for name, content in snapshot(tmp_path / "out").items():
-        assert (f"{tmp_path / 'out' / name}  15 rows  {len(content):,} bytes  sha256 "
-                f"{hashlib.sha256(content).hexdigest()}\n") in done.stdout
+        assert (
+            f"{tmp_path / 'out' / name}  15 rows  {len(content):,} bytes  sha256 "
+            f"{hashlib.sha256(content).hexdigest()}\n"
+        ) in done.stdout
 
     digits = words(tmp_path / "digits", decoders.Fuse())
-    for tokenizer, status in ((digits, 0), (raw, 1)):  # in this process, which has imported what it needs
-        monkeypatch.setattr(sys, "argv", ["convert_gsm8k.py", *map(str, arguments), "--output", str(tmp_path / "out"),
-                                          "--tokenizer", str(tokenizer)])
+    for tokenizer, status in (
+        (digits, 0),
+        (raw, 1),
+    ):  # in this process, which has imported what it needs
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "convert_gsm8k.py",
+                *map(str, arguments),
+                "--output",
+                str(tmp_path / "out"),
+                "--tokenizer",
+                str(tokenizer),
+            ],
+        )
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(REPO / "tools" / "convert_gsm8k.py"), run_name="__main__")
         assert (ended.value.code or 0) == status
@@ -234,13 +338,21 @@ def test_tool(tmp_path, raw, bpe, monkeypatch, capsys):
         if status:
             assert error.startswith("convert_gsm8k: ") and not out
         else:
-            assert "15 of 15 prompts hold the tokenizer's unknown token" in out and "max_prompt_length" not in out
+            assert (
+                "15 of 15 prompts hold the tokenizer's unknown token" in out
+                and "max_prompt_length" not in out
+            )
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--format", "mindspeed"], ["--tokenizer", "x"], ["--max-prompt-length", "9"],
-    ["--format", "mindspeed", "--tokenizer", "x", "--max-prompt-length", "0"],
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--format", "mindspeed"],
+        ["--tokenizer", "x"],
+        ["--max-prompt-length", "9"],
+        ["--format", "mindspeed", "--tokenizer", "x", "--max-prompt-length", "0"],
+    ],
+)
 def test_arguments_that_do_not_go_together(tmp_path, arguments):
     done = run_tool("--input", tmp_path, "--output", tmp_path / "out", *arguments)
     assert done.returncode == 2 and "error: --" in done.stderr and not (tmp_path / "out").exists()

@@ -46,7 +46,12 @@ def test_every_problem_is_answered_step_by_step(split):
         total = first
         for (op, number), line in zip(steps, lines[:-1], strict=True):
             after = total + number if op == "+" else total - number
-            assert line == f"{total}{op}{number}={after}" and after >= 0 and 1 <= number <= 20 and 1 <= total <= 20
+            assert (
+                line == f"{total}{op}{number}={after}"
+                and after >= 0
+                and 1 <= number <= 20
+                and 1 <= total <= 20
+            )
             total = after
         assert lines[-1] == f"#### {total}" and score(problem.answer, str(total), "strict")
         lengths[len(steps)] += 1
@@ -57,7 +62,10 @@ def test_no_training_text_asks_or_states_a_held_out_equation(split):
     training, held_out = split
     tests = make_problems(held_out, 1000, 1, step_problems.random_problem)
     tested = set().union(*(pairs_of(*asked(problem.question)) for problem in tests))
-    assert tested == set(held_out) and min(Counter(len(problem.steps) for problem in tests).values()) > 250
+    assert (
+        tested == set(held_out)
+        and min(Counter(len(problem.steps) for problem in tests).values()) > 250
+    )
     rng, shown = random.Random(3), set()
     for kind in ("right", *MIXTURE):
         for _ in range(3000):
@@ -75,10 +83,14 @@ def test_wrong_answers_are_wrong_as_they_say(split, kind):
         problem = step_problems.random_problem(split[0], rng)
         answer = step_problems.mixed_answer(problem, set(split[0]), {kind: 1.0}, rng)
         stated = STATED.findall(answer)
-        assert all(int(c) == (int(a) + int(b) if op == "+" else int(a) - int(b)) for a, op, b, c in stated)
+        assert all(
+            int(c) == (int(a) + int(b) if op == "+" else int(a) - int(b)) for a, op, b, c in stated
+        )
         right = STATED.findall(problem.answer)
         if kind == "bare":
-            assert answer == f"The answer is {problem.result}" and not score(answer, str(problem.result), "strict")
+            assert answer == f"The answer is {problem.result}" and not score(
+                answer, str(problem.result), "strict"
+            )
             wrong += 1
         elif answer != problem.answer:
             wrong += 1
@@ -87,7 +99,13 @@ def test_wrong_answers_are_wrong_as_they_say(split, kind):
                 assert stated == right[:-1]
             else:  # the steps as they were but one, and what follows from it
                 op_or_number = 1 if kind == "wrong_operation" else 2
-                assert sum(one[op_or_number] != other[op_or_number] for one, other in zip(stated, right)) == 1
+                assert (
+                    sum(
+                        one[op_or_number] != other[op_or_number]
+                        for one, other in zip(stated, right)
+                    )
+                    == 1
+                )
     assert wrong > 250
 
 
@@ -103,17 +121,27 @@ def test_the_shares_of_the_mixture(split):
 
 def test_the_parts_of_a_grade():
     problems = [Problem("", 3, (("+", 4),)), Problem("", 3, (("+", 4), ("-", 2)))]
-    assert step_problems.grade_parts([*problems, problems[1]], [
-        "3+4=7\n#### 7", "The answer is 5", "3+4=7\n#### 7"]) == {
-            "correct": 1 / 3, "hash_form": 2 / 3, "right_result": 2 / 3, "correct_1": 1.0, "correct_2": 0.0,
-            "correct_3": 0.0}
+    assert step_problems.grade_parts(
+        [*problems, problems[1]], ["3+4=7\n#### 7", "The answer is 5", "3+4=7\n#### 7"]
+    ) == {
+        "correct": 1 / 3,
+        "hash_form": 2 / 3,
+        "right_result": 2 / 3,
+        "correct_1": 1.0,
+        "correct_2": 0.0,
+        "correct_3": 0.0,
+    }
     assert problems[1].answer == "3+4=7\n7-2=5\n#### 5" and problems[1].pairs == [(3, 4), (2, 7)]
 
 
 def test_the_tokenizer_gives_every_text_back(split):
-    transformers_tokenizer = pytest.importorskip("mindspeed_qerl.local.tiny_model").build_tokenizer(step_problems)
+    transformers_tokenizer = pytest.importorskip("mindspeed_qerl.local.tiny_model").build_tokenizer(
+        step_problems
+    )
     for problem in make_problems(split[0], 300, 2, step_problems.random_problem):
         text = f"{problem.question}\n{problem.answer}"
         ids = transformers_tokenizer(text)["input_ids"]
         assert transformers_tokenizer.decode(ids) == text
-        assert len(transformers_tokenizer(problem.answer)["input_ids"]) < step_problems.LONGEST_ANSWER
+        assert (
+            len(transformers_tokenizer(problem.answer)["input_ids"]) < step_problems.LONGEST_ANSWER
+        )

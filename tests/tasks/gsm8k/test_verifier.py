@@ -1,4 +1,6 @@
-"""The verifier against hand-made verdicts, all gold answers of GSM8K, and formulations that share no code with it."""
+"""The verifier against hand-made verdicts, all gold answers of GSM8K, and formulations that share
+no code with it.
+"""
 
 import json
 import subprocess
@@ -116,7 +118,12 @@ NUMBERS = [  # what stands behind "#### ", gold, strict, flexible
     ("1 000\u00b2", "1000", 0, 0),
     ("1 000 or 2 000", "1000", 0, 0),
     ("about 72", "72", 0, 1),
-    ("72 apples or 73 apples", "72", 0, 1),  # flexible reads the first, as it would without the rest
+    (
+        "72 apples or 73 apples",
+        "72",
+        0,
+        1,
+    ),  # flexible reads the first, as it would without the rest
     ("72 (or 73)", "72", 0, 0),
     ("72 (or 73)", "73", 0, 1),
     ("10k in 5 boxes", "5", 0, 0),  # unreadable, and no other number is taken
@@ -190,30 +197,142 @@ FORMS = [  # response, gold, strict, flexible
 
 
 # What people put between groups of three, and what they put behind a number.
-GROUPING = [",", "\uff0c", "\u066c", "_", "'", "\u2019", " ", "\u00a0", "\u2007", "\u2009", "\u202f", "{,}",
-            ",\\!", "\\,", "\\;", "\\:", "\\ ", "\\!", "~", "\\thinspace ", "{\\,}", "{ }",
-            "\\text{ }", "\\text{,}", "\u200b"]
+GROUPING = [
+    ",",
+    "\uff0c",
+    "\u066c",
+    "_",
+    "'",
+    "\u2019",
+    " ",
+    "\u00a0",
+    "\u2007",
+    "\u2009",
+    "\u202f",
+    "{,}",
+    ",\\!",
+    "\\,",
+    "\\;",
+    "\\:",
+    "\\ ",
+    "\\!",
+    "~",
+    "\\thinspace ",
+    "{\\,}",
+    "{ }",
+    "\\text{ }",
+    "\\text{,}",
+    "\u200b",
+]
 NOT_GROUPING = ["\u00b7", "{}", "`", "\u2063\u2063", "\U0001f600", ":", "^"]
-UNITS = [" apples", "kg", " km", " kilos", " m", " miles", " months", " minutes", " millimetres", " mm", " min", " t",
-         " Kelvin", " boxes", " bottles", " tons", "%", " %", "\\%", " percent", "\u20ac", " \u00b0C", "\u5343\u514b",
-         "\u5143", "\\text{ cm}", " \\mathrm{kg}", "-inch", "/day", "!", "**", "$", " \u2705", " thousandaires",
-         " millionaires", " milligrams", " millilitres", " mills", " milkshakes", " miles per hour"]
-READ_SCALES = {"hundred": 100, "Thousand": 1000, "lakh": 10**5, "lac": 10**5, "MILLION": 10**6, "crores": 10**7,
-               "billion": 10**9, "trillion": 10**12, "dozen": 12}
-UNREAD_SCALES = ["k", " k", "K", " K", "M", " M", "MM", "B", " bn", " mln", " mio", "T", "\u4e07",
-                 " \u043c\u043b\u043d", "\u5104", " hundredths", " thousand million", " squared", "e3",
-                 " Millionen", " milliards", " millones", " mill\u00f3n", " milh\u00f5es", " milioni", " miliardi",
-                 " miljoner", " milyon", " milyar", " miljard", " bilh\u00f5es", " Tausend", " hundert", " tusen",
-                 " duizend",
-                 "\u2030", "\u00bd", "\u00b2", "^2", " and a half"]
+UNITS = [
+    " apples",
+    "kg",
+    " km",
+    " kilos",
+    " m",
+    " miles",
+    " months",
+    " minutes",
+    " millimetres",
+    " mm",
+    " min",
+    " t",
+    " Kelvin",
+    " boxes",
+    " bottles",
+    " tons",
+    "%",
+    " %",
+    "\\%",
+    " percent",
+    "\u20ac",
+    " \u00b0C",
+    "\u5343\u514b",
+    "\u5143",
+    "\\text{ cm}",
+    " \\mathrm{kg}",
+    "-inch",
+    "/day",
+    "!",
+    "**",
+    "$",
+    " \u2705",
+    " thousandaires",
+    " millionaires",
+    " milligrams",
+    " millilitres",
+    " mills",
+    " milkshakes",
+    " miles per hour",
+]
+READ_SCALES = {
+    "hundred": 100,
+    "Thousand": 1000,
+    "lakh": 10**5,
+    "lac": 10**5,
+    "MILLION": 10**6,
+    "crores": 10**7,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+UNREAD_SCALES = [
+    "k",
+    " k",
+    "K",
+    " K",
+    "M",
+    " M",
+    "MM",
+    "B",
+    " bn",
+    " mln",
+    " mio",
+    "T",
+    "\u4e07",
+    " \u043c\u043b\u043d",
+    "\u5104",
+    " hundredths",
+    " thousand million",
+    " squared",
+    "e3",
+    " Millionen",
+    " milliards",
+    " millones",
+    " mill\u00f3n",
+    " milh\u00f5es",
+    " milioni",
+    " miliardi",
+    " miljoner",
+    " milyon",
+    " milyar",
+    " miljard",
+    " bilh\u00f5es",
+    " Tausend",
+    " hundert",
+    " tusen",
+    " duizend",
+    "\u2030",
+    "\u00bd",
+    "\u00b2",
+    "^2",
+    " and a half",
+]
 
 
-@pytest.mark.parametrize("form", ["#### {}", "#### **{}**", "\\boxed{{{}}}", "The answer is ${}$.", "so {}"])
+@pytest.mark.parametrize(
+    "form", ["#### {}", "#### **{}**", "\\boxed{{{}}}", "The answer is ${}$.", "so {}"]
+)
 def test_a_number_is_read_whole_or_not_at_all(form):
     """Against Python's own formatting: the pieces of a number never count as an answer."""
+
     def answers(written: str) -> set[str | None]:
         text = form.format(written)
-        return {extract_answer(text), *([extract_answer(text, "strict")] if form.startswith("####") else [])}
+        return {
+            extract_answer(text),
+            *([extract_answer(text, "strict")] if form.startswith("####") else []),
+        }
 
     for number in (1000, 10000, 123456, 7000000):
         for sign in GROUPING:
@@ -223,15 +342,29 @@ def test_a_number_is_read_whole_or_not_at_all(form):
     for unit in UNITS:
         assert answers("72" + unit) == {"72"}, unit
     for scale, factor in READ_SCALES.items():
-        assert answers("2 " + scale) == answers("2-" + scale) == answers(f"2 \\text{{ {scale}}}") == {str(2 * factor)}
+        assert (
+            answers("2 " + scale)
+            == answers("2-" + scale)
+            == answers(f"2 \\text{{ {scale}}}")
+            == {str(2 * factor)}
+        )
     for scale in UNREAD_SCALES:
         assert answers("2" + scale) == {None}, scale
-    for mixed in ("3\\frac{1}{2}", "3 \\dfrac{1}{2}", "3\\frac12", "3\u00bd", "3 1/2", "3 and 1/2", "3\u2044\u00bd"):
+    for mixed in (
+        "3\\frac{1}{2}",
+        "3 \\dfrac{1}{2}",
+        "3\\frac12",
+        "3\u00bd",
+        "3 1/2",
+        "3 and 1/2",
+        "3\u2044\u00bd",
+    ):
         assert answers(mixed) == {None}, mixed
 
 
 @pytest.mark.parametrize(
-    "response, gold, strict, flexible", FIELD_TABLE + [("#### " + n, *rest) for n, *rest in NUMBERS] + FORMS
+    "response, gold, strict, flexible",
+    FIELD_TABLE + [("#### " + n, *rest) for n, *rest in NUMBERS] + FORMS,
 )
 def test_verdicts(response, gold, strict, flexible):
     assert score(response, gold, "strict") == strict
@@ -242,20 +375,29 @@ def test_docs_table_is_the_tested_table():
     text = (REPO / "docs" / "verifier.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     documented = [tuple(cell.strip() for cell in row.split("|")[2:4]) for row in rows]
-    assert documented == [("yes" if strict else "no", "yes" if flexible else "no")
-                          for *_, strict, flexible in FIELD_TABLE]
+    assert documented == [
+        ("yes" if strict else "no", "yes" if flexible else "no")
+        for *_, strict, flexible in FIELD_TABLE
+    ]
 
 
 def test_all_gold_answers_of_gsm8k():
     if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository: the 8,792 gold answers are not here")
-    lines = [line for split in ("train", "test") for line in (GSM8K / f"{split}.jsonl").read_bytes().splitlines()]
+        pytest.skip(
+            "no ../shared/data/gsm8k beside the repository: the 8,792 gold answers are not here"
+        )
+    lines = [
+        line
+        for split in ("train", "test")
+        for line in (GSM8K / f"{split}.jsonl").read_bytes().splitlines()
+    ]
     solutions = [json.loads(line)["answer"] for line in lines]
     golds = [gold_answer(solution) for solution in solutions]
     assert len(solutions) == 8792
     for method in METHODS:
         assert sum(score_batch(solutions, golds, method=method)) == 8792
-    # A verifier that says yes to everything would pass so far. Beside the next row's gold answer, yes must mean equal.
+    # A verifier that says yes to everything would pass so far. Beside the next row's gold answer,
+    # yes must mean equal.
     for solution, gold, other in zip(solutions, golds, golds[1:]):
         assert score(solution, other) == float(gold == other)
 
@@ -268,28 +410,58 @@ def test_batch_and_names():
     assert set(VERIFIERS) == {"gsm8k", "gsm8k_strict"}
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: score("72", "72", "lenient"), ["lenient", "strict, flexible"]),
-    (lambda: score_batch(["1", "2"], ["1"]), ["2 responses", "1 gold"]),
-    (lambda: score("72", "seventy-two"), ["seventy-two", "not a number"]),
-    (lambda: score("72", ""), ["not a number"]),
-    (lambda: score("72", "1e3"), ["1e3", "not a number"]),
-    *((lambda text=text: canonical_number(text), [repr(text)[:9], "not a number"])
-      for text in ("72 dollars", "72 73", "3\\frac{1}{2}", "10k", "72\n73", "#### 72", "72 or 73")),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: score("72", "72", "lenient"), ["lenient", "strict, flexible"]),
+        (lambda: score_batch(["1", "2"], ["1"]), ["2 responses", "1 gold"]),
+        (lambda: score("72", "seventy-two"), ["seventy-two", "not a number"]),
+        (lambda: score("72", ""), ["not a number"]),
+        (lambda: score("72", "1e3"), ["1e3", "not a number"]),
+        *(
+            (lambda text=text: canonical_number(text), [repr(text)[:9], "not a number"])
+            for text in (
+                "72 dollars",
+                "72 73",
+                "3\\frac{1}{2}",
+                "10k",
+                "72\n73",
+                "#### 72",
+                "72 or 73",
+            )
+        ),
+    ],
+)
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError) as error:
         call()
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("written, canonical", [
-    ("1,000", "1000"), (" 72 ", "72"), ("72.", "72"), ("-7", "-7"), ("$7.50", "7.5"), ("0.05", "0.05"),
-    ("-.5", "-0.5"),
-    ("10%", "10"), ("10 000", "10000"), ("10\\,000", "10000"), ("10\u2019000", "10000"),
-    ("2 million", "2000000"), ("50 \u20ac", "50"), ("\\boxed{72}", "72"), ("-0.0", "0"),
-    ("3/4", "0.75"), ("1/3", "1/3"), ("109,200,000", "109200000"), ("\u22127", "-7"),
-])
+@pytest.mark.parametrize(
+    "written, canonical",
+    [
+        ("1,000", "1000"),
+        (" 72 ", "72"),
+        ("72.", "72"),
+        ("-7", "-7"),
+        ("$7.50", "7.5"),
+        ("0.05", "0.05"),
+        ("-.5", "-0.5"),
+        ("10%", "10"),
+        ("10 000", "10000"),
+        ("10\\,000", "10000"),
+        ("10\u2019000", "10000"),
+        ("2 million", "2000000"),
+        ("50 \u20ac", "50"),
+        ("\\boxed{72}", "72"),
+        ("-0.0", "0"),
+        ("3/4", "0.75"),
+        ("1/3", "1/3"),
+        ("109,200,000", "109200000"),
+        ("\u22127", "-7"),
+    ],
+)
 def test_canonical_form(written, canonical):
     assert canonical_number(written) == canonical
     assert extract_answer(f"#### {written}", "strict") == canonical
@@ -301,18 +473,50 @@ def test_numbers_are_bounded():
     assert extract_answer("7 or " + "9" * 5000) is None  # int() refuses more than 4300 digits
 
 
-# Each of these is quadratic, or fails, for some plausible way to write the verifier (half a MB of each).
+# Each of these is quadratic, or fails, for some plausible way to write the verifier (half a MB of
+# each).
 HOSTILE_UNITS = [
-    "9", "9,", "1,000,", ",", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1",
+    "9",
+    "9,",
+    "1,000,",
+    ",",
+    ".",
+    "1.",
+    "1/",
+    "1e",
+    "#",
+    "#### ",
+    "#### 1",
+    "#### 1 or ",
+    "\\boxed{",
+    "\\boxed{1",
     "\\frac{1",
-    "\\frac{1}{", "the answer is ", "answer:", "answer*", "A:", "-", "1-", "$", "\\$", "*", "#### **", " ", "\t",
-    "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2",
+    "\\frac{1}{",
+    "the answer is ",
+    "answer:",
+    "answer*",
+    "A:",
+    "-",
+    "1-",
+    "$",
+    "\\$",
+    "*",
+    "#### **",
+    " ",
+    "\t",
+    "\u2212",
+    "\n",
+    "1 000 ",
+    "#### 1 000",
+    "7\u00b2",
 ]
 HOSTILE_STARTS = ["", "#### ", "#### 1", "\\frac{1"]
 
 
 def test_half_a_megabyte_of_anything_is_read_in_linear_time():
-    """Quadratic time is 10^10 steps or more, minutes; the limit only ends such a run, linear time takes a second."""
+    """Quadratic time is 10^10 steps or more, minutes; the limit only ends such a run, linear time
+    takes a second.
+    """
     program = (
         "import faulthandler, json, sys\n"
         "from mindspeed_qerl.tasks.gsm8k.verifier import score\n"
@@ -321,20 +525,32 @@ def test_half_a_megabyte_of_anything_is_read_in_linear_time():
         "    text = start + unit * (5 * 10**5 // len(unit)) + 'z'\n"
         "    print(int(score(text, '1', 'strict')), int(score(text, '1')))\n"
     )
-    texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS if not start or unit in " ,9*\\$"]
+    texts = [
+        (start, unit)
+        for unit in HOSTILE_UNITS
+        for start in HOSTILE_STARTS
+        if not start or unit in " ,9*\\$"
+    ]
     command = [sys.executable, "-c", program, json.dumps(texts)]
     done = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, (f"{len(done.stdout.splitlines())} of {len(texts)} texts were read: "
-                                  f"{done.stderr[-500:]}")
+    assert done.returncode == 0, (
+        f"{len(done.stdout.splitlines())} of {len(texts)} texts were read: {done.stderr[-500:]}"
+    )
     assert len(done.stdout.splitlines()) == len(texts)
     verdicts = dict(zip(map(tuple, texts), done.stdout.splitlines()))
-    assert verdicts["", "#### 1"] == "1 1" and verdicts["", "9"] == "0 0" and verdicts["#### 1", " "] == "1 1"
+    assert (
+        verdicts["", "#### 1"] == "1 1"
+        and verdicts["", "9"] == "0 0"
+        and verdicts["#### 1", " "] == "1 1"
+    )
 
 
 # --- against independent formulations
 # -------------------------------------------------------------------------------------
 
-decimals = st.decimals(min_value=-10**12, max_value=10**12, places=3).map(lambda d: d + 0)  # no negative zero
+decimals = st.decimals(min_value=-(10**12), max_value=10**12, places=3).map(
+    lambda d: d + 0
+)  # no negative zero
 
 
 def renderings(number: Decimal) -> list[str]:
@@ -342,7 +558,16 @@ def renderings(number: Decimal) -> list[str]:
     plain, grouped = f"{abs(number):f}", f"{abs(number):,f}"
     trimmed = grouped.rstrip("0").rstrip(".")
     sign = "-" if number < 0 else ""
-    bodies = [plain, grouped, trimmed, trimmed + ".", "0" + plain, "$" + trimmed, trimmed + "%", trimmed + " boxes"]
+    bodies = [
+        plain,
+        grouped,
+        trimmed,
+        trimmed + ".",
+        "0" + plain,
+        "$" + trimmed,
+        trimmed + "%",
+        trimmed + " boxes",
+    ]
     return [sign + body for body in bodies] + [f"**{sign}{trimmed}**"]
 
 
@@ -367,8 +592,11 @@ def read_word(word: str) -> Decimal | None:
     sizes = [len(group) for group in groups]
     indian = len(sizes) > 2 and sizes[0] <= 2 and set(sizes[1:-1]) == {2} and sizes[-1] == 3
     grouped = indian or sizes[0] <= 3 and set(sizes[1:]) == {3}
-    if not all(group.isdigit() for group in groups) or (len(groups) > 1 and not grouped) or (
-            point and not rest.isdigit()):
+    if (
+        not all(group.isdigit() for group in groups)
+        or (len(groups) > 1 and not grouped)
+        or (point and not rest.isdigit())
+    ):
         return None
     return sign * Decimal("".join(groups) + point + rest)
 
@@ -387,8 +615,14 @@ def test_last_number_against_a_word_by_word_reading(sentence):
     assert (None if answer is None else Decimal(answer)) == expected
 
 
-@given(st.lists(st.tuples(st.integers(-50, 50), st.sampled_from(["", "\nthe rest", "\n\nWait.\n", " dollars\n"])),
-                max_size=5))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-50, 50), st.sampled_from(["", "\nthe rest", "\n\nWait.\n", " dollars\n"])
+        ),
+        max_size=5,
+    )
+)
 def test_strict_wants_one_value_and_flexible_takes_the_last(statements):
     response = "Some work.\n" + "\n".join(f"#### {number}{after}" for number, after in statements)
     values = [number for number, _ in statements]
@@ -396,7 +630,12 @@ def test_strict_wants_one_value_and_flexible_takes_the_last(statements):
     assert extract_answer(response, "flexible") == (str(values[-1]) if values else None)
 
 
-@given(st.text(st.sampled_from("0123456789,.$#-/%e*{}()\\ \n\t:=+\u2212Aanswerisboxdftco"), max_size=80) | st.text())
+@given(
+    st.text(
+        st.sampled_from("0123456789,.$#-/%e*{}()\\ \n\t:=+\u2212Aanswerisboxdftco"), max_size=80
+    )
+    | st.text()
+)
 def test_any_text_gives_a_canonical_number_or_nothing(text):
     for method in METHODS:
         answer = extract_answer(text, method)
@@ -406,8 +645,14 @@ def test_any_text_gives_a_canonical_number_or_nothing(text):
 
 
 def test_imports_without_any_installed_package():
-    program = ("import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import convert, prompts, "
-               "verifier")
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program, str(REPO)], check=False, capture_output=True,
-                          text=True)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import "
+        "convert, prompts, verifier"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, str(REPO)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr

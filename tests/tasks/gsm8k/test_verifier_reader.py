@@ -1,4 +1,6 @@
-"""The verifier against a reader by character (reader.py), on made-up answers and on ones of a megabyte."""
+"""The verifier against a reader by character (reader.py), on made-up answers and on ones of a
+megabyte.
+"""
 
 import json
 import random
@@ -17,22 +19,77 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reader import read
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
-MARKERS = ["####", "#### ", "##### ", "\\boxed{", "The answer is ", "answer: ", "**Answer:** ", "ANSWER IS: ",
-           "an\u017fwer is ", "answer \u0130s ", "xanswer: ", "\u00e5answer is ", "A: ", "QA: ", "a: "]
+MARKERS = [
+    "####",
+    "#### ",
+    "##### ",
+    "\\boxed{",
+    "The answer is ",
+    "answer: ",
+    "**Answer:** ",
+    "ANSWER IS: ",
+    "an\u017fwer is ",
+    "answer \u0130s ",
+    "xanswer: ",
+    "\u00e5answer is ",
+    "A: ",
+    "QA: ",
+    "a: ",
+]
 SPACES = [" ", "  ", "\n", "\t", "\u00a0", "\u2009", "\u3000", "\x85", " " * 17]
-BEHIND = ["%", " dollars", "½", "kg", " or ", "and", " to ", "x", "\\times ", " cdot 2", "=", ":", "~", ".",
-          ",", "so "]
-MARKS = ["*", "**", "_", "`", "(", ")", "}", "\\text{", "\\mathbf{", "\\!", ",\\!", "{,}", "\\", "\ud800",
-         "\U0001d7d9", "\0"]
-SIGNS, CURRENCIES = ["", "", "-", "+", "\u2212", "\u2013", "--", "- "], ["", "", "$", "\\$", "€", "$-"]
+BEHIND = [
+    "%",
+    " dollars",
+    "½",
+    "kg",
+    " or ",
+    "and",
+    " to ",
+    "x",
+    "\\times ",
+    " cdot 2",
+    "=",
+    ":",
+    "~",
+    ".",
+    ",",
+    "so ",
+]
+MARKS = [
+    "*",
+    "**",
+    "_",
+    "`",
+    "(",
+    ")",
+    "}",
+    "\\text{",
+    "\\mathbf{",
+    "\\!",
+    ",\\!",
+    "{,}",
+    "\\",
+    "\ud800",
+    "\U0001d7d9",
+    "\0",
+]
+SIGNS, CURRENCIES = (
+    ["", "", "-", "+", "\u2212", "\u2013", "--", "- "],
+    ["", "", "$", "\\$", "€", "$-"],
+)
 MIDDLES = [".", ",", "..", "/", "e", "E-", "²", "\uff17", "\0"]
 digits = st.text("0123456789", min_size=1, max_size=5)
 grouped = st.integers(0, 10**9).map("{:,}".format)
 bare = st.one_of(
-    digits, grouped, st.builds(str.replace, grouped, st.just(","), st.sampled_from([" ", "{,}", ",\\!"])),
-    st.builds("{}{}{}".format, digits, st.sampled_from(MIDDLES), digits), digits.map(".{}".format),
-    digits.map(lambda text: "".join(chr(0xff10 + int(char)) for char in text)), st.integers(60, 70).map("9".__mul__),
-    st.builds("\\{}frac{{{}}}{{{}}}".format, st.sampled_from(["", "d", "t", "x"]), digits, digits))
+    digits,
+    grouped,
+    st.builds(str.replace, grouped, st.just(","), st.sampled_from([" ", "{,}", ",\\!"])),
+    st.builds("{}{}{}".format, digits, st.sampled_from(MIDDLES), digits),
+    digits.map(".{}".format),
+    digits.map(lambda text: "".join(chr(0xFF10 + int(char)) for char in text)),
+    st.integers(60, 70).map("9".__mul__),
+    st.builds("\\{}frac{{{}}}{{{}}}".format, st.sampled_from(["", "d", "t", "x"]), digits, digits),
+)
 numbers = st.builds("{}{}{}".format, st.sampled_from(SIGNS), st.sampled_from(CURRENCIES), bare)
 pieces = st.one_of(numbers, *map(st.sampled_from, (MARKERS, SPACES, BEHIND, MARKS)))
 texts = st.one_of(st.lists(pieces, max_size=12).map("".join), st.text(max_size=30))
@@ -52,31 +109,206 @@ def test_any_answer(text):
     assert_read_alike(text)
 
 
-# A grammar of answers: what stands in front, the number in many hands, what touches it, what follows.
+# A grammar of answers: what stands in front, the number in many hands, what touches it, what
+# follows.
 BODIES = ["", "", "48 + 24 = 72\n", "In 2020, 1 000 of 3 1/2.\n", "#### 72\n", "\u2713 x^2 = 16\n"]
-STARTS = ["#### ", "####", "#### **", "#### $", "\\boxed{", "\\boxed{\\text{", "The answer is ", "**Answer:** ", "A: ",
-          "= ", "so ", "\\sqrt{", "\\binom{9}{", "x_{", "\u221a", "\u00b1", "\u2248", "#### about ", "("]
-GROUPS = [",", " ", "\u00a0", "\u2009", "\u202f", "\u2007", "'", "\u2019", "_", "\u066c", "\uff0c", "{,}", ",\\!",
-          "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "\\thinspace ", "\\text{ }", "{}", "\u200b", ".", "\u00b7", ";",
-          "\u2063", "`", "  "]
-BEHINDS = ["", "", ".", "%", "\\%", " %", "\u20ac", "}", "**", "$", " dollars", " km", " kg", " miles", " m",
-           "m", " months", " minutes", "k", " k", "K", " K", "M", " M", "m ", " bn", " thousand", " Million",
-           "-million", "} million", "** hundred", " lakh", " crores", " dozen", " dozens", " dozenth",
-           " hundredths", " tenth", " thousand million", " Millionen", " millones", " milh\u00f5es",
-           " milliards", " million 5", " hundred and 5", " percent", "\u2030",
-           "\u00b0", "^\\circ", "^2", "^{10}", " m^2", " \\text{m}^{2}", " m\u00b2", "\u00b2", "\u00bd",
-           " 1/2", " and 1/2", " and a half", "\\frac{1}{2}", " \\dfrac12", "/7", "/0", "/day", "e5", "e-5",
-           "x8", "\\pi", " \u03c0", "\\text{ cm}", " m$", "\\\\", "+", "+x", "!", "?", "\u2705", " \u2705",
-           "\u4e2a", "\u4e07", "\u5343\u514b", "\u5143", ":30", "_8", "_", " (or ", " or ", " to ", ", ", "-",
-           " = ", " apples or ", "\\times ", " ($", "\r", "\n", "\n72", "</b>", " squared", ", so 5 times 3",
-           ". Check: 3", " (48 + 24)", " #### ", "\n#### ", "\ud800", "\x00", "\u0336", "\u3002"]
-OTHERS = ["1,00,000", "12,34,567", "1,00", "1.2.3", ".5", "3\u00bd", "3/4", "\\frac{3}{4}", "\\frac34", "007",
-          "\\frac{x}{4}", "\\frac{ 3 }{4}", "\u0667\u0662", "\uff17\uff12", "\U0001d7d5\u0662", "1e3", "0x48"]
+STARTS = [
+    "#### ",
+    "####",
+    "#### **",
+    "#### $",
+    "\\boxed{",
+    "\\boxed{\\text{",
+    "The answer is ",
+    "**Answer:** ",
+    "A: ",
+    "= ",
+    "so ",
+    "\\sqrt{",
+    "\\binom{9}{",
+    "x_{",
+    "\u221a",
+    "\u00b1",
+    "\u2248",
+    "#### about ",
+    "(",
+]
+GROUPS = [
+    ",",
+    " ",
+    "\u00a0",
+    "\u2009",
+    "\u202f",
+    "\u2007",
+    "'",
+    "\u2019",
+    "_",
+    "\u066c",
+    "\uff0c",
+    "{,}",
+    ",\\!",
+    "\\,",
+    "\\;",
+    "\\:",
+    "\\!",
+    "\\ ",
+    "~",
+    "\\thinspace ",
+    "\\text{ }",
+    "{}",
+    "\u200b",
+    ".",
+    "\u00b7",
+    ";",
+    "\u2063",
+    "`",
+    "  ",
+]
+BEHINDS = [
+    "",
+    "",
+    ".",
+    "%",
+    "\\%",
+    " %",
+    "\u20ac",
+    "}",
+    "**",
+    "$",
+    " dollars",
+    " km",
+    " kg",
+    " miles",
+    " m",
+    "m",
+    " months",
+    " minutes",
+    "k",
+    " k",
+    "K",
+    " K",
+    "M",
+    " M",
+    "m ",
+    " bn",
+    " thousand",
+    " Million",
+    "-million",
+    "} million",
+    "** hundred",
+    " lakh",
+    " crores",
+    " dozen",
+    " dozens",
+    " dozenth",
+    " hundredths",
+    " tenth",
+    " thousand million",
+    " Millionen",
+    " millones",
+    " milh\u00f5es",
+    " milliards",
+    " million 5",
+    " hundred and 5",
+    " percent",
+    "\u2030",
+    "\u00b0",
+    "^\\circ",
+    "^2",
+    "^{10}",
+    " m^2",
+    " \\text{m}^{2}",
+    " m\u00b2",
+    "\u00b2",
+    "\u00bd",
+    " 1/2",
+    " and 1/2",
+    " and a half",
+    "\\frac{1}{2}",
+    " \\dfrac12",
+    "/7",
+    "/0",
+    "/day",
+    "e5",
+    "e-5",
+    "x8",
+    "\\pi",
+    " \u03c0",
+    "\\text{ cm}",
+    " m$",
+    "\\\\",
+    "+",
+    "+x",
+    "!",
+    "?",
+    "\u2705",
+    " \u2705",
+    "\u4e2a",
+    "\u4e07",
+    "\u5343\u514b",
+    "\u5143",
+    ":30",
+    "_8",
+    "_",
+    " (or ",
+    " or ",
+    " to ",
+    ", ",
+    "-",
+    " = ",
+    " apples or ",
+    "\\times ",
+    " ($",
+    "\r",
+    "\n",
+    "\n72",
+    "</b>",
+    " squared",
+    ", so 5 times 3",
+    ". Check: 3",
+    " (48 + 24)",
+    " #### ",
+    "\n#### ",
+    "\ud800",
+    "\x00",
+    "\u0336",
+    "\u3002",
+]
+OTHERS = [
+    "1,00,000",
+    "12,34,567",
+    "1,00",
+    "1.2.3",
+    ".5",
+    "3\u00bd",
+    "3/4",
+    "\\frac{3}{4}",
+    "\\frac34",
+    "007",
+    "\\frac{x}{4}",
+    "\\frac{ 3 }{4}",
+    "\u0667\u0662",
+    "\uff17\uff12",
+    "\U0001d7d5\u0662",
+    "1e3",
+    "0x48",
+]
 
 
 def spelt(rng: random.Random) -> str:
     """A number in one of the ways it is written."""
-    value = rng.choice([72, 5, 10000, 1000, 0, 123456, rng.randrange(10**rng.randint(1, 9)), 10**rng.randint(1, 70)])
+    value = rng.choice(
+        [
+            72,
+            5,
+            10000,
+            1000,
+            0,
+            123456,
+            rng.randrange(10 ** rng.randint(1, 9)),
+            10 ** rng.randint(1, 70),
+        ]
+    )
     kind = rng.randrange(10)
     if kind < 4:
         text = str(value)
@@ -93,7 +325,11 @@ def spelt(rng: random.Random) -> str:
 def made_answer(rng: random.Random) -> str:
     text = rng.choice(BODIES) + rng.choice(STARTS)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        text += spelt(rng) + rng.choice(BEHINDS) + rng.choice(["", "", rng.choice(BEHINDS), rng.choice(MARKS)])
+        text += (
+            spelt(rng)
+            + rng.choice(BEHINDS)
+            + rng.choice(["", "", rng.choice(BEHINDS), rng.choice(MARKS)])
+        )
     return text
 
 
@@ -116,19 +352,67 @@ def test_answers_to_gsm8k():
         solution = json.loads(line)["answer"]
         body, _, gold = solution.rpartition("#### ")
         wrong = str(int(gold.replace(",", "")) + 1)
-        for text in (solution, f"{body}#### {wrong}", f"{body}####${gold}.00", f"{body}The answer is **{gold}** so",
-                     f"{body}\\boxed{{{gold}}}", f"{body}#### {gold} or {wrong}", body, body[:len(body) // 3],
-                     body.translate({ord(char): "" for char in "0123456789"}), f"{body}\u2019\u00d7 A: {wrong}"):
+        for text in (
+            solution,
+            f"{body}#### {wrong}",
+            f"{body}####${gold}.00",
+            f"{body}The answer is **{gold}** so",
+            f"{body}\\boxed{{{gold}}}",
+            f"{body}#### {gold} or {wrong}",
+            body,
+            body[: len(body) // 3],
+            body.translate({ord(char): "" for char in "0123456789"}),
+            f"{body}\u2019\u00d7 A: {wrong}",
+        ):
             assert_read_alike(text)
             assert score(text, gold) == float(read(text, "flexible") == int(gold.replace(",", "")))
 
 
-UNITS = ["9", "9,", "1,000,", ".", "1.", "1/", "1e", "#", "#### ", "#### 1", "#### 1 or ", "\\boxed{", "\\boxed{1",
-         "\\frac{1", "\\frac{1}{", "the answer is ", "answer:", "answer*", "an\u017fwer", "A:", "A: 1", "-", "1-", "$",
-         "\\$", "*", "#### **", " ", "\t", "\u2212", "\n", "1 000 ", "#### 1 000", "7\u00b2", "\uff17", "x\u2019",
-         "{,}", ",\\!", "\ud800"]
-CASES = [*product(UNITS, ["", "#### 1", "\\frac{1"], [5000]),
-         *(pytest.param(unit, "", 10**6, marks=pytest.mark.full) for unit in UNITS)]
+UNITS = [
+    "9",
+    "9,",
+    "1,000,",
+    ".",
+    "1.",
+    "1/",
+    "1e",
+    "#",
+    "#### ",
+    "#### 1",
+    "#### 1 or ",
+    "\\boxed{",
+    "\\boxed{1",
+    "\\frac{1",
+    "\\frac{1}{",
+    "the answer is ",
+    "answer:",
+    "answer*",
+    "an\u017fwer",
+    "A:",
+    "A: 1",
+    "-",
+    "1-",
+    "$",
+    "\\$",
+    "*",
+    "#### **",
+    " ",
+    "\t",
+    "\u2212",
+    "\n",
+    "1 000 ",
+    "#### 1 000",
+    "7\u00b2",
+    "\uff17",
+    "x\u2019",
+    "{,}",
+    ",\\!",
+    "\ud800",
+]
+CASES = [
+    *product(UNITS, ["", "#### 1", "\\frac{1"], [5000]),
+    *(pytest.param(unit, "", 10**6, marks=pytest.mark.full) for unit in UNITS),
+]
 
 
 @pytest.mark.parametrize("unit, start, length", CASES)

@@ -25,8 +25,11 @@ def split(request):
 
 def test_no_training_text_asks_or_states_a_held_out_pair(split):
     training_pairs, held_out_pairs = split
-    held_out = {pair for problem in word_problems.make_problems(held_out_pairs, 1500, seed=1)
-                for pair in pairs_in(problem.question, problem.answer)}
+    held_out = {
+        pair
+        for problem in word_problems.make_problems(held_out_pairs, 1500, seed=1)
+        for pair in pairs_in(problem.question, problem.answer)
+    }
     assert len(held_out) == 32  # 1,500 problems show every held-out pair
     rng = random.Random(3)
     shown = set()
@@ -47,7 +50,9 @@ def test_every_problem_is_answered_by_its_own_numbers(split):
         assert [a, b] == NUMBERS.findall(problem.question)
         assert int(result) == eval(f"{a}{op}{b}") >= 0
         assert problem.answer == f"{a}{op}{b}={result}\n#### {result}"
-        adding = any(word in problem.question for word in ("buys", " in all", "together", "puts in"))
+        adding = any(
+            word in problem.question for word in ("buys", " in all", "together", "puts in")
+        )
         assert (op == "+") == adding
 
 
@@ -58,8 +63,11 @@ def test_the_generator_repeats_itself(split):
     assert make(5) == make(5)
     assert make(5) != make(6)
     assert len({problem.question for problem in make(5)}) == 200
-    assert word_problems.split_pairs(0.15, 7) == word_problems.split_pairs(0.15, 7) != word_problems.split_pairs(
-        0.15, 8)
+    assert (
+        word_problems.split_pairs(0.15, 7)
+        == word_problems.split_pairs(0.15, 7)
+        != word_problems.split_pairs(0.15, 8)
+    )
 
 
 def test_answers_follow_the_mixture(split):
@@ -74,18 +82,23 @@ def test_answers_follow_the_mixture(split):
             kind = "bare"
         else:
             a, op, b, result = STATED.match(answer).groups()
-            assert int(result) == eval(f"{a}{op}{b}") >= 0  # noise is in the reading, the arithmetic is always true
+            assert (
+                int(result) == eval(f"{a}{op}{b}") >= 0
+            )  # noise is in the reading, the arithmetic is always true
             kind = "slipped_number" if op == problem.op else "wrong_operation"
         counts[kind] += 1
     # Four standard deviations of a share of 20,000 are at most 0.014.
     assert {kind: count / total for kind, count in counts.items()} == pytest.approx(
-        {"bare": 0.48, "wrong_operation": 0.11, "slipped_number": 0.08, "right": 0.33}, abs=0.014)
+        {"bare": 0.48, "wrong_operation": 0.11, "slipped_number": 0.08, "right": 0.33}, abs=0.014
+    )
 
 
 def test_split_facts_against_brute_force(split):
     training_pairs, held_out_pairs = split
     facts = word_problems.split_facts(training_pairs, held_out_pairs)
-    every = {(a, op, b) for a in range(1, 21) for b in range(1, 21) for op in "+-" if op == "+" or a >= b}
+    every = {
+        (a, op, b) for a in range(1, 21) for b in range(1, 21) for op in "+-" if op == "+" or a >= b
+    }
     held_out = {(a, op, b) for a, op, b in every if (min(a, b), max(a, b)) in held_out_pairs}
     trained_true = {(a, op, b, a + b if op == "+" else a - b) for a, op, b in every - held_out}
 
@@ -95,14 +108,22 @@ def test_split_facts_against_brute_force(split):
         return any((x, "+", y, a) in trained_true for x, y in ((a - b, b), (b, a - b)))
 
     assert facts == {
-        "training_pairs": 178, "held_out_pairs": 32, "shared_pairs": 0,
-        "training_equations": len(every - held_out), "held_out_equations": len(held_out), "shared_equations": 0,
-        "held_out_equations_with_inverse_trained": sum(has_trained_inverse(*equation) for equation in held_out),
+        "training_pairs": 178,
+        "held_out_pairs": 32,
+        "shared_pairs": 0,
+        "training_equations": len(every - held_out),
+        "held_out_equations": len(held_out),
+        "shared_equations": 0,
+        "held_out_equations_with_inverse_trained": sum(
+            has_trained_inverse(*equation) for equation in held_out
+        ),
     }
 
 
 def test_jsonl_is_raw_gsm8k(tmp_path):
-    problems = [Problem("Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", 3, "+", 4)]
+    problems = [
+        Problem("Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", 3, "+", 4)
+    ]
     word_problems.write_problems(tmp_path / "train.jsonl", problems)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert rows == [{"question": problems[0].question, "answer": "3+4=7\n#### 7"}]

@@ -8,7 +8,9 @@ _NPUTaskGroupHandle = not_emulated("torch_npu._C._NPUTaskGroupHandle (ACL graphs
 
 
 class _Options:
-    """Takes what callers set (MindSpeed core/parallel_state.py:261) and is dropped by facade.new_group."""
+    """Takes what callers set (MindSpeed core/parallel_state.py:261) and is dropped by
+    facade.new_group.
+    """
 
 
 def _npu_get_soc_version() -> int:

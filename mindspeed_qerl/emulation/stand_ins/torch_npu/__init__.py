@@ -1,8 +1,8 @@
-"""Stands for torch_npu: importing it turns torch into an emulated NPU; its operators are the functions called npu_...
-and _npu_... of emulation/.
+"""Stands for torch_npu: importing it turns torch into an emulated NPU; its operators are the
+functions called npu_... and _npu_... of emulation/.
 
-One that is not emulated can be read, as code does that asks whether it exists, and raises NotImplementedError when
-called.
+One that is not emulated can be read, as code does that asks whether it exists, and raises
+NotImplementedError when called.
 """
 
 import sys
@@ -27,8 +27,20 @@ from mindspeed_qerl.emulation import (
 )
 from mindspeed_qerl.emulation.formats import get_npu_format  # noqa: F401
 
-for _module in (attention, experts, formats, fused_infer, mc2, operators, paged, quantised, serving):
-    globals().update({name: value for name, value in vars(_module).items() if name.startswith(("npu_", "_npu_"))})
+for _module in (
+    attention,
+    experts,
+    formats,
+    fused_infer,
+    mc2,
+    operators,
+    paged,
+    quantised,
+    serving,
+):
+    globals().update(
+        {name: value for name, value in vars(_module).items() if name.startswith(("npu_", "_npu_"))}
+    )
 
 facade.install()
 extensions.install()
@@ -41,7 +53,8 @@ for _name in ("", ".streams", ".memory"):
 
 __version__ = version.__version__
 
-# Written where vllm-ascend is installed (setup.py:62); its compiled extension, which sleep mode needs, is not there.
+# Written where vllm-ascend is installed (setup.py:62); its compiled extension, which sleep mode
+# needs, is not there.
 _build_info = ModuleType("vllm_ascend._build_info")
 _build_info.__soc_version__, _build_info.__sleep_mode_enabled__ = soc()[0], False
 sys.modules["vllm_ascend._build_info"] = _build_info

@@ -1,5 +1,6 @@
-"""Stands for torchair: MindSpeed's op builders and vllm-ascend register graph converters when they are imported; no
-graph is ever built."""
+"""Stands for torchair: MindSpeed's op builders and vllm-ascend register graph converters when they
+are imported; no graph is ever built.
+"""
 
 from mindspeed_qerl.emulation import not_emulated
 from torchair import ge, scope  # noqa: F401

@@ -1,4 +1,6 @@
-"""torch_npu.npu, which is also torch.npu: torch.cuda under another name, and a few calls that torch.cuda has not."""
+"""torch_npu.npu, which is also torch.npu: torch.cuda under another name, and a few calls that
+torch.cuda has not.
+"""
 
 from types import SimpleNamespace
 
@@ -9,9 +11,13 @@ from torch_npu.npu import memory, streams  # noqa: F401
 
 # Markers for the profiler.
 mstx = SimpleNamespace(
-    range_start=lambda *args, **kwargs: 0, range_end=lambda *args, **kwargs: None, mark=lambda *args, **kwargs: None
+    range_start=lambda *args, **kwargs: 0,
+    range_end=lambda *args, **kwargs: None,
+    mark=lambda *args, **kwargs: None,
 )
-config = SimpleNamespace(allow_internal_format=False)  # set by vllm-ascend (worker/worker_v1.py), read by nobody here
+config = SimpleNamespace(
+    allow_internal_format=False
+)  # set by vllm-ascend (worker/worker_v1.py), read by nobody here
 NPUGraph = not_emulated("torch.npu.NPUGraph (ACL graphs)")
 ExternalEvent = not_emulated("torch.npu.ExternalEvent (ACL graphs)")
 

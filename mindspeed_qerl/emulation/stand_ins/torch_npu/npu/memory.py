@@ -1,4 +1,6 @@
-"""Memory pools, for vLLM's sleep mode (vllm-ascend device_allocator/camem.py), which MindSpeed-RL does not use."""
+"""Memory pools, for vLLM's sleep mode (vllm-ascend device_allocator/camem.py), which MindSpeed-RL
+does not use.
+"""
 
 from mindspeed_qerl.emulation import not_emulated
 
