@@ -46,7 +46,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            f"qerl-{command} = mindspeed_qerl.entry:command" for command in COMMANDS
+            f"qerl-{command} = mindspeed_qerl.common.entry:command" for command in COMMANDS
         ]
     },
     python_requires=">=3.11",

@@ -21,15 +21,15 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
 import numpy as np
 from noise import rows_by_sigma
 
+from mindspeed_qerl.compare.run import find_runs, read_run
 from mindspeed_qerl.recipe.types import ROLLOUT_FORMATS
-from mindspeed_qerl.runs.compared_run import find_runs, read_run
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table

@@ -26,20 +26,20 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
 import numpy as np
 from noise import rows_by_sigma
 
-from mindspeed_qerl.runs.compare import SIGNIFICANCE, compare
-from mindspeed_qerl.runs.compare_report import interval
-from mindspeed_qerl.runs.compared_run import find_runs, read_run
+from mindspeed_qerl.compare.comparison import SIGNIFICANCE, compare
+from mindspeed_qerl.compare.report import interval
+from mindspeed_qerl.compare.run import find_runs, read_run
+from mindspeed_qerl.compare.statistics import estimate
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
-from mindspeed_qerl.runs.statistics import estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = {"none": (RED, "o"), "record": (GREEN, "s"), "rollout": (BLUE, "^")}

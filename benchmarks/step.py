@@ -45,7 +45,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
@@ -98,7 +98,7 @@ def make_model(directory: Path, shape: str) -> int:
     """
     from transformers import AutoTokenizer
 
-    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
     parameters = make_tiny_model(directory, Recipe(shape=shape, steps=0))["parameters"]
     tokenizer = AutoTokenizer.from_pretrained(directory)

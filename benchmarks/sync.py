@@ -23,7 +23,7 @@ from typing import Self
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
@@ -97,11 +97,11 @@ class Watch:
 
 
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
+    from mindspeed_qerl.demo.tiny_model import build_tokenizer
     from mindspeed_qerl.engines import checked
     from mindspeed_qerl.local.data import Data
     from mindspeed_qerl.local.loop import LocalEngine
     from mindspeed_qerl.local.processes import launch
-    from mindspeed_qerl.local.tiny_model import build_tokenizer
     from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.progress import Progress

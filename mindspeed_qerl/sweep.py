@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl

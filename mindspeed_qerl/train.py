@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl.common.errors import ConfigError, EngineError
+from mindspeed_qerl.common.files import whole_checkpoints
 from mindspeed_qerl.engines import Engine, checked, engine_of, trainer_of
-from mindspeed_qerl.errors import ConfigError, EngineError
-from mindspeed_qerl.files import whole_checkpoints
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.recipe.writer import to_config

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindspeed_qerl import entry
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.common import entry
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
 from mindspeed_qerl.recipe.describe import comments, list_of_keys
 from mindspeed_qerl.recipe.overrides import checked, nearest
@@ -297,7 +297,9 @@ def test_a_tool_starts_again_with_the_venv_of_its_checkout(bare_python, checkout
     done = run(bare_python, "-u", tool, "--config-name", TINY, "seeed=1", cwd=tmp_path)
     assert done.returncode == 2 and "did you mean 'seed'?" in done.stderr, done.stderr
     program = checkout / "tools" / "which.py"
-    header = tool.read_text().split("from mindspeed_qerl.errors")[0].split("import argparse")[1]
+    header = (
+        tool.read_text().split("from mindspeed_qerl.common.errors")[0].split("import argparse")[1]
+    )
     program.write_text(
         f"{header}import os, mindspeed_qerl\n"
         "print(sys.prefix, mindspeed_qerl.__file__, os.environ['PYTHONPATH'], sys.argv[1:])"
@@ -375,7 +377,7 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
 
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    start = "import sys; from mindspeed_qerl.entry import command; sys.argv = sys.argv[1:]; sys.exit(command())"
+    start = "import sys; from mindspeed_qerl.common.entry import command; sys.argv = sys.argv[1:]; sys.exit(command())"
 
     def call(python: Path | str, *words: str) -> subprocess.CompletedProcess:
         return run(python, "-c", start, *words, cwd=tmp_path, PYTHONPATH=str(site))

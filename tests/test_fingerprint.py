@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_qerl.fingerprint import SAMPLE, model_files, weights_digest
+from mindspeed_qerl.families.fingerprint import SAMPLE, model_files, weights_digest
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5000.0), "c": torch.zeros(0)}
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import ray
 
-from mindspeed_qerl import private_ray, private_ray_guard
-from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.files import hold
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.files import hold
+from mindspeed_qerl.engines import private_ray, private_ray_guard
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_nothing_is_left_in_the_temporary_directory_and_nothing_on_the_screen():
     """In a process of its own: Ray's C++ part writes to stderr when it is first started in one."""
     script = """if True:
         import os
-        from mindspeed_qerl import private_ray
+        from mindspeed_qerl.engines import private_ray
         directory = private_ray.start(num_cpus=1)
         print(directory, any(directory.glob("session_*/logs")))
         os.write(2, b"stderr is back")
@@ -94,7 +94,10 @@ def child():
     """(a process that started a Ray and waits, that Ray's temporary directory, where no other
     test's Ray removes what is left of it, the process's descendants).
     """
-    script = "from mindspeed_qerl import private_ray; print(private_ray.start(num_cpus=1), flush=True); input()"
+    script = (
+        "from mindspeed_qerl.engines import private_ray; "
+        "print(private_ray.start(num_cpus=1), flush=True); input()"
+    )
     with (
         tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent,
         subprocess.Popen(
@@ -152,7 +155,7 @@ def test_a_start_whose_raylet_does_not_answer_ends_with_a_reason(number, words):
     """
     script = f"""if True:
         import signal, psutil, ray
-        from mindspeed_qerl import private_ray
+        from mindspeed_qerl.engines import private_ray
         connect, private_ray.STOPPED = ray._private.worker.connect, 1
         def meanwhile(*arguments, **options):
             [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")

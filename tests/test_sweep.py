@@ -20,12 +20,12 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from mindspeed_qerl import train
-from mindspeed_qerl.local import settings
+from mindspeed_qerl.local import limits
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 
 data = {{"train": {folder!r} + "/rows"}}
-settings.data_files = lambda recipe: data
+limits.data_files = lambda recipe: data
 
 def run(raw, name, overrides=()):
     seed, root = raw["megatron_training"]["seed"], Path(raw["run"]["root"])

@@ -225,7 +225,7 @@ def test_sixteen_dies_are_visible_on_each(nodes):
 
 
 def test_other_code_on_the_second_node(nodes):
-    file = ROOT / "mindspeed_qerl" / "files.py"
+    file = ROOT / "mindspeed_qerl" / "common" / "files.py"
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(
         1,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
@@ -61,9 +61,9 @@ def main() -> int:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from mindspeed_qerl.runs.compare import compare
-    from mindspeed_qerl.runs.compare_report import to_markdown, write_comparison
-    from mindspeed_qerl.runs.compared_run import find_runs, read_run
+    from mindspeed_qerl.compare.comparison import compare
+    from mindspeed_qerl.compare.report import to_markdown, write_comparison
+    from mindspeed_qerl.compare.run import find_runs, read_run
 
     try:
         comparison = compare(

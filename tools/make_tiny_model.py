@@ -15,11 +15,11 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
-from mindspeed_qerl.local.tiny_model import DEEP, Recipe, make_tiny_model
+from mindspeed_qerl.demo.tiny_model import DEEP, Recipe, make_tiny_model
 
 
 def main() -> int:

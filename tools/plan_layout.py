@@ -17,12 +17,12 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.errors import ConfigError, unknown
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
 from mindspeed_qerl.layout import planner, show

@@ -16,11 +16,11 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, SKIPPED, headline, preflight, print_table
 from mindspeed_qerl.preflight.case import case_of
 from mindspeed_qerl.preflight.files import conversion

@@ -22,13 +22,13 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import new_directory
-from mindspeed_qerl.fingerprint import weights_digest
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import new_directory
+from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.tasks.prompts import chat_ids, plain_ids
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -56,7 +56,7 @@ def warm_up(arguments: argparse.Namespace) -> tuple[float, float]:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from mindspeed_qerl.local.supervised import fit, mean_loss, padded
+        from mindspeed_qerl.demo.supervised import fit, mean_loss, padded
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         chosen = random.Random(f"warm-up {arguments.seed}").sample(

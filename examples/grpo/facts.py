@@ -17,16 +17,16 @@ from typing import Any
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from mindspeed_qerl.entry import use_checkout
+    from mindspeed_qerl.common.entry import use_checkout
 
     use_checkout()
 
 import psutil
 
-from mindspeed_qerl.ascend.settings import needed_cpus
+from mindspeed_qerl.ascend.limits import needed_cpus
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import TRACKER
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import Case, case_of

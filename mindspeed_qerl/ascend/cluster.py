@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from mindspeed_qerl.ascend.settings import TRANSFER_DOCK_CPUS, needed_cpus
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.ascend.limits import TRANSFER_DOCK_CPUS, needed_cpus
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Recipe
 
 Answer = TypeVar("Answer")

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_qerl.errors import ConfigError, EngineError
+from mindspeed_qerl.common.errors import ConfigError, EngineError
 
 TABLE = Path(__file__).with_suffix(".yaml")
 # The names that upstream's `verifier` knows; it skips any other without a word, so we compare names

@@ -4,7 +4,7 @@ Megatron's, for its training layout (docs/ascend.md).
 
 from pathlib import Path
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import family_of
 from mindspeed_qerl.layout.plan import shape_of_model
 from mindspeed_qerl.recipe.types import Recipe

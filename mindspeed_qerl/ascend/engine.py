@@ -20,8 +20,6 @@ from typing import Any
 
 import ray
 
-from mindspeed_qerl import private_ray
-from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.ascend import imports
 from mindspeed_qerl.ascend.cluster import (
     check_resources,
@@ -31,15 +29,14 @@ from mindspeed_qerl.ascend.cluster import (
     this_node_first,
 )
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
-from mindspeed_qerl.ascend.settings import (
+from mindspeed_qerl.ascend.limits import (
     epoch_steps,
     needed_cpus,
     upstream_sections,
     worker_environment,
 )
-from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.families import end_tokens, family_of, read_shape
-from mindspeed_qerl.files import (
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.files import (
     POSITION,
     TRACKER,
     checkpoint_iterations,
@@ -47,8 +44,11 @@ from mindspeed_qerl.files import (
     fault_of_files,
     write_whole,
 )
+from mindspeed_qerl.engines import private_ray
+from mindspeed_qerl.families import end_tokens, family_of, read_shape
 from mindspeed_qerl.lora.proof import Movement, in_words
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.checks import StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress

@@ -17,11 +17,11 @@ from mindspeed_rl.models.loss.base_loss_func import BaseLossFunc
 from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
 from mindspeed_rl.utils.compute import get_parallel_state
 
-from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.checks import logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
 
 STAGE, ROLE = "ray_grpo", "actor"

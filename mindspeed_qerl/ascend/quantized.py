@@ -15,7 +15,7 @@ from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
 from vllm_ascend.utils import matmul_allreduce_enable
 
 from mindspeed_qerl.ascend.proof import SHARED_BY_INPUT, held_layers
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.lora.checkpoint import Tensors
 from mindspeed_qerl.quantization.formats import FORMATS, int8_and_scale
 from mindspeed_qerl.quantization.weights import ignore_fault, is_quantized, squares

@@ -16,7 +16,7 @@ from mindspeed_rl.utils.utils import get_current_dp_range_indexes
 from mindspeed_rl.workers.rule_reward import RuleReward
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.rewards import Reward, is_reward, load_reward, score

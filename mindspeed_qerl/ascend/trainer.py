@@ -20,16 +20,16 @@ from mindspeed_rl.utils.pad_process import (
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.algorithm.checks import advantages_fault, ends_fault, impossible
 from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.ascend.routing import COLUMN, unpack
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import join
 from mindspeed_qerl.quantization.weights import weight_errors
 from mindspeed_qerl.routing.replay import routing_metrics, total
 from mindspeed_qerl.routing.routes import routes_fault
+from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible
 from mindspeed_qerl.tasks.prompts import text_of
 
 Answers = dict[

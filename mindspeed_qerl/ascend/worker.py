@@ -18,17 +18,17 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.ascend import loss, ports, proof, routing, weights
+from mindspeed_qerl.ascend.limits import epoch_steps
 from mindspeed_qerl.ascend.measure import Meter
 from mindspeed_qerl.ascend.quantized import QuantizedModel
 from mindspeed_qerl.ascend.recorder import AscendRecorder
-from mindspeed_qerl.ascend.settings import epoch_steps
+from mindspeed_qerl.common.files import forget_shared_memory
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.files import forget_shared_memory
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.checkpoint import EXPERTS
 from mindspeed_qerl.lora.proof import Movement, join
 from mindspeed_qerl.routing.replay import Counts
-from mindspeed_qerl.seeds import derived_seed
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import family_of, shape_of
 from mindspeed_qerl.families.base import Family
 from mindspeed_qerl.families.config import not_built, unread_by_4

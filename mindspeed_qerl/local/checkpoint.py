@@ -22,14 +22,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.families.tensors import mappings
-from mindspeed_qerl.files import (
+from mindspeed_qerl.common.files import (
     checkpoint_iterations,
     describe_files,
     fault_of_files,
     new_directory,
 )
+from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.lora import checkpoint as megatron
 from mindspeed_qerl.lora.checkpoint import Adapters
 from mindspeed_qerl.recipe.types import LoRA

@@ -2,7 +2,7 @@
 what they need.
 """
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
 from mindspeed_qerl.local.processes import launch, without_collection

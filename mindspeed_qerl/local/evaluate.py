@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import json_text, new_directory, whole_checkpoints
-from mindspeed_qerl.fingerprint import model_files
-from mindspeed_qerl.local.settings import BESIDE_ROUNDED
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import json_text, new_directory, whole_checkpoints
+from mindspeed_qerl.common.seeds import derived_seed
+from mindspeed_qerl.families.fingerprint import model_files
+from mindspeed_qerl.local.limits import BESIDE_ROUNDED
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward

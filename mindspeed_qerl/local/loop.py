@@ -14,13 +14,13 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_qerl.algorithm.checks import StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.files import checkpoint_iterations
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
-from mindspeed_qerl.files import checkpoint_iterations
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, deal_mini_batches
 from mindspeed_qerl.local.data import Data
@@ -36,10 +36,10 @@ from mindspeed_qerl.local.sampled import (
 from mindspeed_qerl.lora.proof import in_words, join
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.routing.routes import Routers
+from mindspeed_qerl.runs.checks import StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
-from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import first_reward, score
 

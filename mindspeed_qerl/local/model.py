@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import _getdtype
 from torch import nn
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import Mapping, mappings

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import ray
 
-from mindspeed_qerl import private_ray
-from mindspeed_qerl.errors import ConfigError, EngineError
+from mindspeed_qerl.common.errors import ConfigError, EngineError
+from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory

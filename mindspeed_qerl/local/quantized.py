@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn.functional import linear
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.quantization.weights import QuantizedWeights, ignore_fault, is_quantized
 from mindspeed_qerl.recipe.types import Quantization

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from mindspeed_qerl.algorithm.checks import logprobs_fault
 from mindspeed_qerl.algorithm.losses import (
     LossInputs,
     denominator,
@@ -24,6 +23,7 @@ from mindspeed_qerl.algorithm.losses import (
     token_logprobs,
 )
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.tensors import Mapping, Split
 from mindspeed_qerl.local.batch import Batch
@@ -32,7 +32,7 @@ from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.lora.adapters import LoRALinear, adapters_disabled, apply_lora, lora_layers
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay, routing_metrics, total
-from mindspeed_qerl.seeds import derived_seed
+from mindspeed_qerl.runs.checks import logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
 
 SUFFIXES = (

@@ -20,10 +20,10 @@ import torch
 
 from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.files import forget_shared_memory
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
 from mindspeed_qerl.local.packing import (
     ExpertPacking,

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 
 
 class LoRALinear(nn.Module):

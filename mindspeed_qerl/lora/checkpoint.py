@@ -20,9 +20,9 @@ from typing import ClassVar
 
 import torch
 
+from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folder
 from mindspeed_qerl.families import ModelShape, shape_of_arguments
 from mindspeed_qerl.families.tensors import ROW, Mapping, mappings
-from mindspeed_qerl.files import POSITION, TRACKER, checkpoint_iterations, rank_folder
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")

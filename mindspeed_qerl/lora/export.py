@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.files import new_directory
-from mindspeed_qerl.fingerprint import weights_digest
+from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}

@@ -5,7 +5,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mindspeed_qerl.errors import unknown
+from mindspeed_qerl.common.errors import unknown
 from mindspeed_qerl.preflight.case import ACCEPTED, FAILED, PASSED, Check, plain
 from mindspeed_qerl.preflight.software import VERSIONS
 

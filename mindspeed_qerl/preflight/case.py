@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import engine_of, examine
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, read

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.families import ModelShape, read_config, shape_of
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single, whole_files
-from mindspeed_qerl.files import TRACKER
-from mindspeed_qerl.fingerprint import is_pointer
+from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import BF16, estimate, model_parameters, settings_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import (

@@ -8,9 +8,9 @@ from pathlib import Path
 from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import TRACKER, rank_folder
-from mindspeed_qerl.fingerprint import is_pointer
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import TRACKER, rank_folder
+from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import BF16, training_weights
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import (

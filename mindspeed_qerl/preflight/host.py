@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mindspeed_qerl.ascend.cluster import lacking_cpus, placed
-from mindspeed_qerl.ascend.settings import needed_cpus, npu_environment
-from mindspeed_qerl.files import TRACKER
+from mindspeed_qerl.ascend.limits import needed_cpus, npu_environment
+from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.layout.memory import (
     BF16,
     adapter_weights,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from mindspeed_qerl.ascend.imports import PROBE, way_out
-from mindspeed_qerl.ascend.settings import worker_environment
+from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING, Case, Check
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 

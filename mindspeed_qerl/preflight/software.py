@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from mindspeed_qerl.ascend.contract import PINS
-from mindspeed_qerl.ascend.settings import npu_environment
-from mindspeed_qerl.errors import unknown
+from mindspeed_qerl.ascend.limits import npu_environment
+from mindspeed_qerl.common.errors import unknown
 from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check, needs, quoted
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.network import fault_of_address, plain_address

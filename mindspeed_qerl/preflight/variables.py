@@ -5,7 +5,7 @@ repair. The launchers' raylet inherits the shell, so every worker has them.
 import re
 from collections.abc import Iterator, Mapping
 
-from mindspeed_qerl.ascend.settings import npu_environment
+from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check
 from mindspeed_qerl.preflight.machine import Machine
 

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspeed_qerl.errors import ConfigError, unknown
-from mindspeed_qerl.files import expanded
+from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.common.files import expanded
 from mindspeed_qerl.recipe.overrides import checked
 
 PACKAGE = Path(__file__).resolve().parents[1]

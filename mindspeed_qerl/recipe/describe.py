@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import compose, config_files, config_parts, known_keys
 from mindspeed_qerl.recipe.overrides import at
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 
 # What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
 # not lead here.

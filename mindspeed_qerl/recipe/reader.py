@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import read_yaml
 from mindspeed_qerl.recipe.keys import TABLE, Values
 from mindspeed_qerl.recipe.overrides import at, nearest

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.files import new_directory
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.tasks.rows import Row
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.ascend.settings import faults_of_values, unfilled_blocks
+from mindspeed_qerl.ascend.limits import faults_of_values, unfilled_blocks
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe import keys

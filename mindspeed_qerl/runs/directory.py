@@ -30,9 +30,9 @@ from uuid import uuid4
 
 import yaml
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.files import hold, json_text, sha256, whole_checkpoints, write_whole
-from mindspeed_qerl.fingerprint import weights_digest
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import hold, json_text, sha256, whole_checkpoints, write_whole
+from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.runs.versions import own_versions
 
 LABEL_LENGTH = 80  # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35

@@ -65,7 +65,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from mindspeed_qerl.files import write_whole
+from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks import prompts
 from mindspeed_qerl.tasks.gsm8k.convert import described, read_splits, write_together
 from mindspeed_qerl.tasks.rows import Row, read_rows, row_of

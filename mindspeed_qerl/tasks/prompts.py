@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 from mindspeed_qerl.tasks.rows import Row
 

@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.algorithm import checks
 from mindspeed_qerl.algorithm.advantages import group_advantages
-from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import mismatch
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import (
     Algorithm,
     Batch,
@@ -25,6 +23,8 @@ from mindspeed_qerl.recipe.types import (
     Quantization,
     Run,
 )
+from mindspeed_qerl.runs import checks
+from mindspeed_qerl.runs.checks import StepChecks
 
 NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
 

@@ -12,9 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
-from mindspeed_qerl.ascend.settings import npu_environment, vllm_dp_size
+from mindspeed_qerl.ascend.limits import npu_environment, vllm_dp_size
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken

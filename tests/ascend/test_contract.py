@@ -26,7 +26,7 @@ from mindspeed_qerl.ascend.contract import (
     require,
     upstream_versions,
 )
-from mindspeed_qerl.errors import ConfigError, EngineError
+from mindspeed_qerl.common.errors import ConfigError, EngineError
 
 ROOT = Path(__file__).parents[2]
 FILE, OTHER = "mindspeed_rl/worker.py", "mindspeed_rl/other.py"

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from mindspeed_qerl.ascend.settings import npu_environment
+from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.recipe.types import Npu
 
 ROOT = Path(__file__).parents[2]

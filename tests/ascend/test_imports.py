@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mindspeed_qerl import private_ray
 from mindspeed_qerl.ascend import engine, imports
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory

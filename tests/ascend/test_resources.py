@@ -11,8 +11,8 @@ import ray
 from mindspeed_qerl.ascend import cluster as of_ray
 from mindspeed_qerl.ascend import engine
 from mindspeed_qerl.ascend.cluster import check_free, check_resources
-from mindspeed_qerl.ascend.settings import needed_cpus
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.ascend.limits import needed_cpus
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Recipe

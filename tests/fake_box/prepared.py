@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.files import TRACKER, rank_folder
+from mindspeed_qerl.common.files import TRACKER, rank_folder
 from mindspeed_qerl.layout.memory import model_parameters, training_weights
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.recipe.compose import compose

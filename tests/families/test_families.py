@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import FAMILIES, NAMED_SHAPES, family_of, shape_of, shape_of_arguments
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS, compare_with_model

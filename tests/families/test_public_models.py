@@ -10,7 +10,7 @@ import sys
 import pytest
 import transformers
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import family_of, read_config, read_shape, shape_of
 from mindspeed_qerl.families.config import not_built, resolve, unread_by_4
 from mindspeed_qerl.families.megatron import compare_with_model

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
-from mindspeed_qerl.fingerprint import INDEX, SINGLE, weights_digest
+from mindspeed_qerl.families.fingerprint import INDEX, SINGLE, weights_digest
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -14,7 +14,7 @@ from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.local.settings import LAYOUT_RULES
+from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -142,8 +142,8 @@ def recipe_of(model_dir, data_dir, **overrides):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
+    from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
     from mindspeed_qerl.tasks.gsm8k.convert import convert
-    from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 
     raw, converted = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("converted")
     training, held_out = split_pairs(0.15, 0)

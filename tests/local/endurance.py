@@ -49,10 +49,10 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
-from mindspeed_qerl.files import checkpoint_iterations
+from mindspeed_qerl.common.files import checkpoint_iterations
+from mindspeed_qerl.engines.private_ray import STOPPED
 from mindspeed_qerl.local.checkpoint import folder as checkpoint_folder
 from mindspeed_qerl.local.checkpoint import read_state
-from mindspeed_qerl.private_ray import STOPPED
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -533,7 +533,7 @@ def main() -> int:
         mapped = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         os.execvp("unshare", ["unshare", *mapped, "--mount", sys.executable, *sys.argv])
     subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
-    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
     lines, clock = read_jsonl(arguments.log) if arguments.log else [], None
     missing = Counter({kind: getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS})

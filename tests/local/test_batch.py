@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.local.batch import PromptOrder, build_batch, deal
-from mindspeed_qerl.seeds import derived_seed
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 COMPLETIONS = [[1], [2, 3, 4], [5, 6]]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mindspeed_qerl.common.files import checkpoint_iterations, new_directory
 from mindspeed_qerl.families import NAMED_SHAPES
-from mindspeed_qerl.files import checkpoint_iterations, new_directory
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.recipe.types import LoRA
 

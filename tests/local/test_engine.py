@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.algorithm.checks import StepChecks
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch as TokenBatch
 from mindspeed_qerl.local.batch import PromptOrder
@@ -25,6 +24,7 @@ from mindspeed_qerl.local.sampled import (
 )
 from mindspeed_qerl.recipe.types import Algorithm, Batch, Layout, Run, Selection
 from mindspeed_qerl.routing.routes import Routers
+from mindspeed_qerl.runs.checks import StepChecks
 from mindspeed_qerl.tasks.rows import row_of
 
 ANSWERS = [

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local import evaluate as evaluation
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
@@ -34,7 +34,7 @@ TOOL = ROOT / "tools" / "evaluate.py"
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(directory, Recipe(steps=0, train_problems=4, test_problems=8))

@@ -5,7 +5,7 @@ import signal
 import psutil
 import pytest
 
-from mindspeed_qerl import private_ray
+from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.local import processes as module
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.runs.directory import RunDirectory

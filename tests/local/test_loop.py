@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.local.batch import PromptOrder, build_batch
 from mindspeed_qerl.local.loop import LocalEngine, data_rank
 from mindspeed_qerl.local.rollout import Completion
@@ -23,7 +24,6 @@ from mindspeed_qerl.recipe.types import (
     Selection,
     Task,
 )
-from mindspeed_qerl.seeds import derived_seed
 from mindspeed_qerl.tasks.rows import row_of
 
 ROWS = [row_of({"prompt": f"{i}?", "answer": str(i)}) for i in range(4)]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_qerl.algorithm.checks import sync_faults
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
+from mindspeed_qerl.runs.checks import sync_faults
 
 from .conftest import FAMILIES
 from .test_rollout import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear

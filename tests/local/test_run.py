@@ -25,7 +25,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
     """The quickstart's model and data, untrained."""
-    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(directory, Recipe(steps=0, train_problems=64, test_problems=16))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_qerl.local import tiny_model
-from mindspeed_qerl.local.supervised import fit, padded
+from mindspeed_qerl.demo import tiny_model
+from mindspeed_qerl.demo.supervised import fit, padded
 
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = ["7+1=<<7+1=8>>8\n#### 8", "3+4=7\n#### 7", "5-2=<<5-2=3>>3\n#### 3", "9\n#### 9"]

@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from mindspeed_qerl.local import tiny_model
-from mindspeed_qerl.local.tiny_model import Recipe
-from mindspeed_qerl.tasks.gsm8k import word_problems
+from mindspeed_qerl.demo import tiny_model, word_problems
+from mindspeed_qerl.demo.tiny_model import Recipe
+from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.gsm8k.verifier import score
-from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.rows import read_rows
 
 pytest.importorskip("torch")

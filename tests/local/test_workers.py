@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from mindspeed_qerl import private_ray
+from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.local.processes import Processes, Worker, WorkerError, _errors_in_log
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mindspeed_qerl.fingerprint import weights_digest
+from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora import export
 from mindspeed_qerl.lora.checkpoint import Adapters, load_adapters
 from mindspeed_qerl.lora.export import load_peft, save_merged, save_peft

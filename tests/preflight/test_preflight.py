@@ -25,7 +25,7 @@ import pytest
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.contract import PINS, Finding, Report
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import (
     FAILED,
     GROUPS,
@@ -1238,12 +1238,12 @@ def test_an_illegal_layout(ready):
 
 def test_a_broken_rule_is_one_line(ready, monkeypatch):
     """Also where the engine's own check names it."""
-    from mindspeed_qerl.ascend import settings
+    from mindspeed_qerl.ascend import limits
 
     ready["generate_config"]["infer_expert_parallel_size"] = 8
     message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
     monkeypatch.setattr(
-        settings, "validate", lambda recipe: [f"layout: {message} (a source)", "run.name is wrong"]
+        limits, "validate", lambda recipe: [f"layout: {message} (a source)", "run.name is wrong"]
     )
     failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
     assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed

@@ -15,8 +15,8 @@ from hydra import compose as composed
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from mindspeed_qerl import entry
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common import entry
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.recipe import compose as module
 from mindspeed_qerl.recipe.compose import (
     CONFIGS,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
-from mindspeed_qerl.errors import ConfigError
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.train import run
 

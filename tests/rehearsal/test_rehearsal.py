@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
 from mindspeed_qerl.layout.memory import Settings, estimate, terms
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.local import settings as local
+from mindspeed_qerl.local import limits as local
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.types import Layout
@@ -35,8 +35,8 @@ FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Where the configs look for models (none) and data (word problems in GSM8K's form)."""
+    from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
     from mindspeed_qerl.tasks.gsm8k.convert import convert
-    from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 
     folder = tmp_path_factory.mktemp("data")
     (folder / "raw").mkdir()

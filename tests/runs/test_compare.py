@@ -19,19 +19,19 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.compare import compare
-from mindspeed_qerl.runs.compare_report import sentence, to_markdown, write_comparison
-from mindspeed_qerl.runs.compared_run import (
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.compare.comparison import compare
+from mindspeed_qerl.compare.report import sentence, to_markdown, write_comparison
+from mindspeed_qerl.compare.run import (
     ComparedRun,
     check_noise,
     comparable_config,
     find_runs,
     read_run,
 )
+from mindspeed_qerl.compare.statistics import seeds_needed
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
-from mindspeed_qerl.runs.statistics import seeds_needed
 
 from .test_statistics import differences
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_qerl import train
-from mindspeed_qerl.files import TRACKER, describe_files, whole_checkpoints
-from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.common.files import TRACKER, describe_files, whole_checkpoints
+from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.runs import directory

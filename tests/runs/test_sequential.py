@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mindspeed_qerl.runs import sequential
-from mindspeed_qerl.runs.sequential import judge, limits, looks, seeds_planned
-from mindspeed_qerl.runs.statistics import estimate
+from mindspeed_qerl.compare import sequential
+from mindspeed_qerl.compare.sequential import judge, limits, looks, seeds_planned
+from mindspeed_qerl.compare.statistics import estimate
 
 ALPHA, EFFECT = 0.05, 0.02
 

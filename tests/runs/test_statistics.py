@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mindspeed_qerl.runs.statistics import Estimate, estimate, grouped, seeds_needed
+from mindspeed_qerl.compare.statistics import Estimate, estimate, grouped, seeds_needed
 
 
 def differences(

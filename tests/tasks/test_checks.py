@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.local.tiny_model import build_tokenizer
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.demo.tiny_model import build_tokenizer
+from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.checks import check_prompts, check_rows, check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError

@@ -43,7 +43,7 @@ def start(folder, command):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where the quickstart's model is, untrained."""
-    from mindspeed_qerl.local.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
     folder = tmp_path_factory.mktemp("own")
     make_tiny_model(

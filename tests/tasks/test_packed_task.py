@@ -14,8 +14,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import AutoTokenizer
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.local.tiny_model import build_tokenizer
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.tasks.packed import convert_packed, pack_rows, read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.rows import read_rows
 

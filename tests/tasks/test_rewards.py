@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_reward
 from mindspeed_qerl.tasks.rows import Row, row_of

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.rows import read_rows
 
 CONVERTED = {

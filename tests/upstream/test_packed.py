@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rehearsal import CHECKOUTS
 
+from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.prompts import INSTRUCTION
-from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.rows import read_rows
 

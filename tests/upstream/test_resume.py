@@ -9,7 +9,7 @@ import torch
 from checkpoints import write_base_checkpoint
 from rehearsal import make_config, run_engine, start_engine
 
-from mindspeed_qerl.files import fault_of_files
+from mindspeed_qerl.common.files import fault_of_files
 from mindspeed_qerl.lora.checkpoint import load_adapters
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl

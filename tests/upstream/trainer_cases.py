@@ -14,7 +14,7 @@ from mindspeed_rl.utils.pad_process import (
 )
 
 from mindspeed_qerl.ascend.trainer import QeRLTrainer
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Quantization, Rehearsal, Selection
 
 PROMPTS, N, EOS = 2, 2, 3

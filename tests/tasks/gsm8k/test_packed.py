@@ -16,8 +16,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k import step_problems
-from mindspeed_qerl.tasks.gsm8k.step_problems import MIXTURE, Problem
+from mindspeed_qerl.demo import step_problems
+from mindspeed_qerl.demo.step_problems import MIXTURE, Problem
+from mindspeed_qerl.demo.word_problems import make_problems, split_pairs
 from mindspeed_qerl.tasks.gsm8k.verifier import score
-from mindspeed_qerl.tasks.gsm8k.word_problems import make_problems, split_pairs
 
 STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
@@ -135,7 +135,7 @@ def test_the_parts_of_a_grade():
 
 
 def test_the_tokenizer_gives_every_text_back(split):
-    transformers_tokenizer = pytest.importorskip("mindspeed_qerl.local.tiny_model").build_tokenizer(
+    transformers_tokenizer = pytest.importorskip("mindspeed_qerl.demo.tiny_model").build_tokenizer(
         step_problems
     )
     for problem in make_problems(split[0], 300, 2, step_problems.random_problem):

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k import word_problems
-from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Problem
+from mindspeed_qerl.demo import word_problems
+from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
 
 # Read back with expressions of the test's own, from text alone.
 STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")

@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from mindspeed_qerl.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found, read
@@ -18,7 +18,7 @@ ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.asce
 
 
 class Engine(Protocol):
-    """The module `settings` of an engine's package. Importing it imports neither torch nor
+    """The module `limits` of an engine's package. Importing it imports neither torch nor
     upstream.
     """
 
@@ -63,7 +63,7 @@ def engine_of(recipe: Recipe) -> Engine:
     """The engine that a recipe asks for; ConfigError with the nearest one."""
     if recipe.engine not in ENGINES:
         raise ConfigError(unknown("engine", recipe.engine, ENGINES))
-    return import_module(f"{ENGINES[recipe.engine]}.settings")
+    return import_module(f"{ENGINES[recipe.engine]}.limits")
 
 
 def trainer_of(recipe: Recipe) -> Trainer:

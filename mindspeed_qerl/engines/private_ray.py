@@ -18,8 +18,8 @@ import psutil
 import ray
 from ray._private import node, parameter, ray_constants
 
-from mindspeed_qerl.errors import EngineError
-from mindspeed_qerl.files import hold
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.files import hold
 
 PREFIX = "qerl_ray_"
 # Three processes that nobody asks anything cost two seconds of each start: an autoscaler, which one

@@ -9,8 +9,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from mindspeed_qerl.files import json_text
-from mindspeed_qerl.runs.compare import SIGNIFICANCE, Comparison, Verdict
+from mindspeed_qerl.common.files import json_text
+from mindspeed_qerl.compare.comparison import SIGNIFICANCE, Comparison, Verdict
+from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
 from mindspeed_qerl.runs.plots import (
     BLUE,
     GREEN,
@@ -22,7 +23,6 @@ from mindspeed_qerl.runs.plots import (
     stack,
 )
 from mindspeed_qerl.runs.report import markdown_table
-from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate
 
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 MARKERS = "osD^vPX*"

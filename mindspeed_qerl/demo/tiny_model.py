@@ -22,10 +22,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_qerl.files import new_directory, sha256
-from mindspeed_qerl.tasks.gsm8k import step_problems, word_problems
+from mindspeed_qerl.common.files import new_directory, sha256
+from mindspeed_qerl.demo import step_problems, word_problems
+from mindspeed_qerl.demo.word_problems import MIXTURE, Pair
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
-from mindspeed_qerl.tasks.gsm8k.word_problems import MIXTURE, Pair
 
 # One digit, one newline, "####", a word with the space before it, any other single character:
 # joined they give the text back.
@@ -208,7 +208,7 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
     """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every
     step, nats per token of the answer and its eos.
     """
-    from mindspeed_qerl.local.supervised import fit
+    from mindspeed_qerl.demo.supervised import fit
 
     rng, world = random.Random(f"supervised {recipe.seed}"), WORLDS[recipe.shape]
     allowed = set(training_pairs)
@@ -311,7 +311,7 @@ def _make(directory: Path, recipe: Recipe) -> dict:
 
 def _batch(tokenizer, problems: list, answers: list[str]):
     """`supervised.padded` of plain prompts and answers."""
-    from mindspeed_qerl.local.supervised import padded
+    from mindspeed_qerl.demo.supervised import padded
 
     prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
     return padded(

@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS, upstream_versions
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
+from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
-from mindspeed_qerl.fingerprint import model_files
 from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import broken

@@ -9,7 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 NEEDED = (
     "hydra",
     "numpy",

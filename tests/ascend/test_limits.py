@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend import settings
+from mindspeed_qerl.ascend import limits
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
-from mindspeed_qerl.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES, make_config
@@ -65,8 +65,8 @@ def put(raw, key, value):
 def test_each_family_is_accepted(raw, family):
     recipe, _ = checked(raw(family))
     assert len(recipe.lora.targets) == 4
-    assert settings.vllm_dp_size(recipe) == (2 if "moe" in family else 1)
-    assert set(settings.upstream_sections(recipe)) == {
+    assert limits.vllm_dp_size(recipe) == (2 if "moe" in family else 1)
+    assert set(limits.upstream_sections(recipe)) == {
         "model",
         "megatron_training",
         "actor_config",
@@ -401,7 +401,7 @@ def test_upstream_filters_and_costs_nothing_itself(raw):
         "overlong_buffer": 4,
     }
     recipe, *_ = checked(config)
-    given = settings.upstream_sections(recipe)["rl_config"]
+    given = limits.upstream_sections(recipe)["rl_config"]
     assert not given["filter_groups_enable"] and not given["overlong_buffer_enable"]
 
 
@@ -469,10 +469,10 @@ def test_upstream_gets_a_save_interval(raw):
     config = raw()
     config["megatron_training"] |= {"train_iters": 7, "save_interval": None}
     config["actor_config"].pop("save_interval", None)
-    upstream = settings.upstream_sections(checked(config)[0])
+    upstream = limits.upstream_sections(checked(config)[0])
     assert upstream["megatron_training"]["save_interval"] == 7
     config["megatron_training"]["save_interval"] = 3
-    assert settings.upstream_sections(checked(config)[0])["megatron_training"]["save_interval"] == 3
+    assert limits.upstream_sections(checked(config)[0])["megatron_training"]["save_interval"] == 3
 
 
 def test_what_is_left_out_pads_as_upstream_does(raw):
@@ -482,7 +482,7 @@ def test_what_is_left_out_pads_as_upstream_does(raw):
     config = raw("qwen3")
     del config["megatron_training"]["no_pad_to_seq_lengths"]
     assert (
-        settings.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"]
+        limits.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"]
         is False
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 from yaml import YAMLError
 
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseSchedule
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.runs.directory import RunDirectory, dotted
 from mindspeed_qerl.runs.metrics import read_jsonl
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
-from mindspeed_qerl.errors import EngineError
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 
 # k3 between two correct implementations, noise off, nats per token (docs/faults.md says how they
@@ -210,7 +210,7 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
     """Whether the noise of a step, and of the run so far, is what its schedule says.
 
     Over the run so far the root mean square is judged as a comparison of runs does
-    (runs/compared_run.py), from NOISY_STEPS noisy steps on; a single step has an upper bound only,
+    (compare/run.py), from NOISY_STEPS noisy steps on; a single step has an upper bound only,
     since bfloat16 swallows small noise whole.
 
     Args:

@@ -7,10 +7,10 @@ from typing import Any
 
 import psutil
 
-from mindspeed_qerl.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.config import not_built
-from mindspeed_qerl.fingerprint import model_files
+from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, broken

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.signal import fftconvolve
 from scipy.special import ndtr, ndtri
 
-from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
+from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 GROWTH = 1.4  # from one look to the next
 LEAST_PLANNED = 12  # seeds of a study whose pilot is part of it

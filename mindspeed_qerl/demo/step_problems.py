@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from mindspeed_qerl.demo.word_problems import MAX_OPERAND, NAMES, OBJECTS, Pair
 from mindspeed_qerl.tasks.gsm8k.verifier import score
-from mindspeed_qerl.tasks.gsm8k.word_problems import MAX_OPERAND, NAMES, OBJECTS, Pair
 
 MOST_STEPS = 3
-LONGEST_ANSWER = 48  # tokens of local/tiny_model.py's tokenizer, and room for answers that ramble
+LONGEST_ANSWER = 48  # tokens of demo/tiny_model.py's tokenizer, and room for answers that ramble
 STARTS = ("{name} has {a}.", "There are {a} in the box of {name}.")
 STEPS = {
     "+": ("{name} buys {b} more.", "{name} finds {b}.", "{other} gives {name} {b}."),

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.errors import ConfigError
-from mindspeed_qerl.runs.compared_run import ComparedRun, is_off
-from mindspeed_qerl.runs.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.compare.run import ComparedRun, is_off
+from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 SIGNIFICANCE = 0.05
 LONGEST_NAME = (

@@ -25,7 +25,7 @@ from pathlib import Path
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 
 MAX_OPERAND = 20
-LONGEST_ANSWER = 24  # tokens of local/tiny_model.py's tokenizer, and room for answers that ramble
+LONGEST_ANSWER = 24  # tokens of demo/tiny_model.py's tokenizer, and room for answers that ramble
 NAMES = ("Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Max", "Ella")
 OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
 TEMPLATES = {
