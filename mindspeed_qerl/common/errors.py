@@ -1,15 +1,45 @@
-"""The two errors that end a run with a message instead of a traceback, and the sentence for an
-unknown name.
+"""A fault as data, the two errors that end a run with a message instead of a traceback, and the
+sentence for an unknown name.
 """
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that cannot work, as data: sorted by `rule` or `key`, never by its sentence.
+
+    Attributes:
+        rule: which kind of rule it breaks: "value" (type or range), "unknown" (a name), "missing",
+            "conflict" (values that exclude each other), "unsupported" (not on this engine),
+            "layout", "model" (config.json or weights), "data" (rows, rewards, templates), "file".
+        message: one sentence with the value and the rule.
+        key: the key as it stands in the config, or the path; "" where there is no single one.
+        fix: what to do; "" where the message says it.
+
+    >>> str(Fault("value", "seed = -1 must be at least 0", "seed"))
+    'seed = -1 must be at least 0'
+    """
+
+    rule: str
+    message: str
+    key: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.fix}" if self.fix else self.message
 
 
 class ConfigError(ValueError):
-    """A config, a path or an input that cannot work; the message names the value, the rule and the
-    way out.
-    """
+    """A config, a path or an input that cannot work: one sentence or several faults, one a line."""
+
+    def __init__(self, *faults: Fault | str):
+        super().__init__("\n".join(dict.fromkeys(map(str, faults))))
+        self.faults = tuple(
+            fault if isinstance(fault, Fault) else Fault("", fault) for fault in faults
+        )
 
 
 class EngineError(RuntimeError):
