@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindspeed_qerl.preflight.host import RAY_PORT, WORKERS
+from mindspeed_qerl.preflight.ports import RAY_PORT, WORKERS
 from tests.fake_box.page import seen
 
 ROOT = Path(__file__).parents[1]
