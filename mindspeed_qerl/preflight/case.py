@@ -237,7 +237,10 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
         try:
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
         except ConfigError as error:
-            faults += [fault for fault in error.faults if fault not in faults]
+            known = {fault.message for fault in faults}
+            faults += [
+                Fault("model", line) for line in str(error).splitlines() if line not in known
+            ]
     return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray)
 
 
