@@ -2,9 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -27,12 +27,11 @@ from mindspeed_qerl.preflight.case import (
     warning,
 )
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.tasks.checks import check_rows, normalised
+from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 NEARLY = 0.95  # of a computed size: what is below it is another file
-LOOKED_FOR = 200  # test questions in the packed prompts
 
 
 def _packed(case: Case) -> tuple[Any, Any, Any]:
@@ -107,35 +106,27 @@ def token_ids(case: Case, lengths: Any, tokens: Any, labels: Any) -> Check:
 
 
 def overlap(machine: Machine, case: Case) -> Check:
-    """Whether what is trained on is what is tested with: the training file's questions beside the
-    test file's, and for a packed file its number of rows, and its prompts, read back with the
-    model's tokenizer, beside test questions.
+    """Whether what is trained on is what is tested with: the training file's questions, or those
+    kept beside a packed file, against the test file's; and how many prompts a packed file has.
     """
-    task = case.recipe.task
+    task, packed = case.recipe.task, 0
     train, test = _rows(task.train_file), _rows(task.test_file)
-    lengths, tokens = [], []
     if case.upstream:
         with suppress(OSError, ValueError):
-            lengths, tokens = read_packed(f"{task.data_path}_packed_input_ids_document")
+            packed = len(_packed(case)[0])
             train = read_packed_rows(task.data_path) or train
-    if not test or not (train or len(lengths)):
+    if not test or not (train or packed):
         return skipped("one of them is missing above")
     verdict = warning if task.allow_overlap else failed
     shared, _ = check_rows(train, test, ())
     if shared:
         return verdict(shared[0].message)
-    looked, there = _asked_again(case, lengths, tokens, test)
-    if there:
-        return verdict(f"{there:,} of {looked:,} test questions are in packed training prompts")
-    counts = f"{len(lengths):,} packed prompts, {len(test):,} test rows"
-    if not train:
-        return passed(counts)
-    name = re.sub(r":( row)? ?\d+$", "", Path(train[0].where).name)
-    if len(lengths) in (0, len(train)):
-        return passed(f"{counts}, no question of which is among those of {name}")
-    if len(lengths) != len(test):
+    words = f"{packed:,} packed prompts, {len(train):,} training rows, {len(test):,} test rows"
+    if packed in (0, len(train)) or not train:
+        return passed(f"{words}; no question is in both files")
+    if packed != len(test):
         verdict = warning
-    return verdict(f"{counts}; {name} has {len(train):,}: they are not of one conversion")
+    return verdict(f"{words}: they are not of one conversion")
 
 
 def _rows(file: str) -> list[Row]:
@@ -143,34 +134,6 @@ def _rows(file: str) -> list[Row]:
         return read_rows(file)
     except (OSError, ValueError):
         return []
-
-
-def _asked_again(
-    case: Case, lengths: Sequence[int], tokens: Sequence[int], test: list[Row]
-) -> tuple[int, int]:
-    """(how many test questions were looked for in the packed prompts, how many are there): at most
-    LOOKED_FOR of them, evenly drawn; none where the tokenizer cannot be read.
-    """
-    try:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(Path(case.recipe.model.path) / "tokenizer.json"))
-    except Exception:  # noqa: BLE001  not installed, no such file, or the bare Exception of its Rust side
-        return 0, 0
-    ends = list(accumulate(map(int, lengths)))
-    prompts = [tokens[begin:end].tolist() for begin, end in zip([0, *ends], ends)]
-    texts = [normalised(text) for text in tokenizer.decode_batch(prompts)]
-    looked = test[:: max(1, -(-len(test) // LOOKED_FOR))]
-    return len(looked), sum(_is_among(texts, row) for row in looked)
-
-
-def _is_among(prompts: Sequence[str], row: Row) -> bool:
-    """Whether one of the prompts has the row's question, or all turns of its conversation."""
-    turns = [row.question]
-    if row.prompt is None:
-        turns = [turn["content"] or "" for turn in row.messages]
-    turns = [normalised(text) for text in turns]
-    return any(all(text in prompt for text in turns) for prompt in prompts)
 
 
 def converted(machine: Machine, case: Case, name: str, key: str) -> Check:

@@ -3,7 +3,6 @@
 import ipaddress
 import re
 import socket
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
@@ -37,17 +36,6 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
     if nodes > 1 and address.is_loopback:
         return f"{name}={value} is this machine's own for itself: the other node needs one that both reach"
     return ""
-
-
-def plain_address(text: str) -> str:
-    """An address as psutil writes it, without the interface; other text as it is.
-
-    >>> plain_address("FD00:0::5%eth0")
-    'fd00::5'
-    """
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(text.partition("%")[0]))
-    return text
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:

@@ -59,11 +59,11 @@ TABLE = read_table()
 
 def markdown() -> str:
     """The table for a reader: what each check asks, and what to do where it fails or warns."""
-    lines = ["| check | asks | if not |", "|---|---|---|"]
+    lines = ["|check|asks|otherwise|", "|---|---|---|"]
     for row in TABLE:
         fix = row.fix.partition("\n")[0].partition("    #")[0]
         cells = (f"`{row.name}`", row.ask, f"`{fix}`" if fix else "")
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("|" + "|".join(cell.replace("|", r"\|") for cell in cells) + "|")
     return "\n".join(lines)
 
 

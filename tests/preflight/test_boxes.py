@@ -362,15 +362,11 @@ CASES = [
     *(
         ({"packages": {name: version}}, name, state, found, fix, {})
         for name, version, state, found, fix in (
-            ("triton-ascend", "3.2.0", WARNING, "3.2.0", "pip uninstall --yes triton-ascend"),
-            ("triton", "3.4.0", WARNING, "0 active drivers", "uninstall --yes triton"),
-            ("transformer-engine", "2.0", WARNING, "CUDA", "uninstall"),
             ("vllm", "0.11.1", FAILED, "0.11.1 is installed, the pin is 0.11.0", "vllm==0.11.0"),
             ("vllm", "0.11.0rc2", FAILED, "0.11.0rc2 is installed", "docs/ascend.md"),
             ("torch", "2.7.10", FAILED, "2.7.10 is installed", "docs/ascend.md"),
             ("ray", "2.42.1", WARNING, "2.42.1 is installed", "pip install ray==2.54.0"),
             ("peft", None, FAILED, "not installed; the pin is 0.7.1", "pip install peft==0.7.1"),
-            ("numpy", "2.2.6", FAILED, "the pin is 1.26.4: with numpy 2", "numpy==1.26.4"),
             ("numpy", "1.26.0", WARNING, "1.26.0 is installed", "numpy==1.26.4"),
         )
     ),
@@ -402,21 +398,10 @@ CASES = [
         ({"shell": {name: value}}, name, state, found, f"unset {name}", more)
         for name, value, state, found, more in (
             ("VLLM_ASCEND_ENABLE_NZ", "1", FAILED, "'1' in the shell: upstream trains with 0", 1),
-            ("VLLM_USE_V1", "0", FAILED, "V1 engine", 1),
-            ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "", FAILED, "hide all but one", 1),
             ("VLLM_DP_SIZE", "8", WARNING, "is not used", 0),
             ("HCCL_BUFFSIZE", "8", WARNING, "is not used", 0),
-            ("ASCEND_LAUNCH_BLOCKING", "1", WARNING, "every kernel is waited for", 0),
-            ("HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "the dispatch of experts waits for", 0),
-            ("OMP_PROC_BIND", "TRUE", FAILED, "OpenMP binds a worker, and all that it starts", 0),
             ("VLLM_PLUGINS", "lora,ascending", FAILED, "Failed to infer device type", 0),
-            ("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050", WARNING, "HCCL listens there", 0),
-            ("HCCL_INTRA_ROCE_ENABLE", "1", WARNING, "leaves HCCS for the NPUs' network ports", 0),
-            ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", WARNING, "no torch.npu", 0),
-            ("RAY_grpc_enable_http_proxy", "1", WARNING, "through http_proxy", 0),
-            ("GLOO_SOCKET_IFNAME", "eth7", FAILED, "no network interface of this machine is", 0),
             ("HCCL_IF_IP", "10.0.0.2", FAILED, "no network interface of this machine has it", 0),
-            ("RANK_TABLE_FILE", "/x/ranks.json", FAILED, "ranks and addresses from it", 0),
         )
         for more in [{"variables": WARNING} if more else {}]
     ),
@@ -430,7 +415,7 @@ CASES = [
     ),
     *(
         ({"shell": {"HCCL_IF_IP": address}}, "HCCL_IF_IP", None, "", "", {})
-        for address in ("FE80::0:1", "fe80::1%eth0", "10.0.0.1")
+        for address in ("FE80::1", "fe80::1%eth0", "10.0.0.1")
     ),
     # harmless
     (
