@@ -35,35 +35,39 @@ def order(version: str) -> tuple[int, ...]:
     return (*numbers[:2], -1, *numbers[2:]) if "RC" in version.upper() else tuple(numbers)
 
 
-def paths(machine: Machine, case: Case) -> Check:
-    """CANN's environment: its root, and its Python packages on the path."""
-    home, acl = machine.environment.get("ASCEND_HOME_PATH"), machine.importable("acl")
-    if not (home or acl or case.npus_here):
-        return skipped("no NPU here, and no CANN")
+def folder(machine: Machine, case: Case, name: str, variable: str) -> Check:
+    """A variable that a set_env.sh sets to its root."""
+    home = machine.environment.get(variable)
     if not home:
-        return failed("ASCEND_HOME_PATH is not set: set_env.sh was not sourced")
+        return failed(f"{variable} is not set: set_env.sh was not sourced")
     if not machine.glob(home):
-        return failed(f"ASCEND_HOME_PATH={home}: there is no such folder")
-    if not acl:
-        return failed("the module acl is not on PYTHONPATH; was it replaced, not added to?")
-    return passed(f"ASCEND_HOME_PATH={home}, acl is importable")
+        return failed(f"{variable}={home}: there is no such folder")
+    return passed(f"{variable}={home}")
+
+
+def packages(machine: Machine, case: Case) -> Check:
+    if machine.importable("acl"):
+        return passed("acl is importable")
+    return failed("the module acl is not on PYTHONPATH; was it replaced, not added to?")
 
 
 def version(machine: Machine, case: Case) -> Check | None:
     """What torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71):
     vllm-ascend chooses code by it.
     """
-    home = machine.environment.get("ASCEND_HOME_PATH")
-    if not (home and machine.glob(home)):
-        return None  # said above
+    home = machine.environment.get("ASCEND_HOME_PATH", "/nowhere")
+    if not machine.glob(home):
+        return None
     files = machine.glob(f"{home}/ascend_*_install.info")
     files += machine.glob(f"{home}/*/ascend_*_install.info")
     text = "\n".join(machine.read(file) or "" for file in files)
     match = re.search(r"^version=(\S+)", text, re.MULTILINE)
-    number = match[1] if match else "in no ascend_*_install.info below ASCEND_HOME_PATH"
+    if not match:
+        return warning(f"in no ascend_*_install.info below {home}")
+    number = match[1]
     if number in CANN_VERSIONS:
         return passed(f"{number}, one that vllm-ascend was run for on emulated NPUs")
-    if match and order(number) < order(LEAST_CANN):
+    if order(number) < order(LEAST_CANN):
         return failed(
             f"{number}; MindSpeed at the pin is for {LEAST_CANN} (README.md:52), MindSpeed-RL for "
             f"{CANN_VERSIONS[0]}"
@@ -93,28 +97,24 @@ def kernels(machine: Machine, case: Case) -> Check | None:
     )
 
 
-def nnal(machine: Machine, case: Case) -> Check:
-    """The library that vllm-ascend's and MindSpeed's operators of ATB are in (MindSpeed
-    op_builder/atb_builder.py).
+def abis(machine: Machine, case: Case) -> Check | None:
+    """NNAL's libraries are for one C++ ABI, chosen by the python3 of the moment (vllm-ascend issues
+    1144 and 3998).
     """
-    shell = machine.environment
-    home = shell.get("ATB_HOME_PATH")
-    if not (home and machine.glob(home)):
-        why = f"={home}: there is no such folder" if home else " is not set"
-        return failed(f"ATB_HOME_PATH{why}: vllm-ascend and MindSpeed call its operators")
-    abis = re.findall(r"nnal/atb/[^:]*(cxx_abi_\d)", shell.get("LD_LIBRARY_PATH", ""))
-    if len(set(abis)) > 1:  # by the python3 of the moment; vllm-ascend issues 1144, 3998
-        return warning(
-            f"LD_LIBRARY_PATH has {' and '.join(sorted(set(abis)))}: set_env.sh was sourced twice, "
-            'once with another torch or none; with the wrong one libatb.so has "undefined symbol"'
-        )
-    return passed(f"ATB_HOME_PATH={home}")
+    libraries = machine.environment.get("LD_LIBRARY_PATH", "")
+    kinds = sorted(set(re.findall(r"nnal/atb/[^:]*(cxx_abi_\d)", libraries)))
+    if len(kinds) < 2:
+        return None
+    return warning(
+        f"LD_LIBRARY_PATH has {' and '.join(kinds)}: set_env.sh was sourced twice, once with "
+        'another torch or none; with the wrong one libatb.so has "undefined symbol"'
+    )
 
 
 def driver(machine: Machine, case: Case) -> Check:
     match = re.search(r"^Version=(\S+)", machine.read(DRIVER_INFO) or "", re.MULTILINE)
-    number = match[1] if match else case.seen.driver
-    if number is None:
+    number = match and match[1] or case.seen.driver
+    if not number:
         return skipped(f"neither {DRIVER_INFO} nor npu-smi says its version")
     words = f"{number}; MindSpeed-RL's guide names {DRIVER} for CANN {CANN_VERSIONS[0]}"
     if order(number)[:1] < order(DRIVER)[:1]:

@@ -80,7 +80,9 @@ def of_packed(verdict: Callable[[Case, Any, Any, Any], Check]) -> Callable:
 def labels(case: Case, lengths: Any, tokens: Any, labels: Any) -> Check:
     empty = int((labels == 0).sum())
     words = f"{empty:,} of {len(lengths):,} are empty"
-    return failed(f"{words}: nothing to verify against") if empty else passed(words)
+    if empty:
+        return failed(f"{words}: nothing to verify against")
+    return passed(words)
 
 
 @of_packed

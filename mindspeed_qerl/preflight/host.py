@@ -32,6 +32,7 @@ from mindspeed_qerl.preflight.machine import Machine, ProbeError
 PROCESS = 4 * 10**9
 # of a rank's process, and of Ray's for each CPU; never measured
 THREADS, THREADS_OF_A_CPU = 300, 16
+ADAMW = 12  # bytes a trained weight: fp32 itself and both moments
 CPUS_OF_A_DIE = 5  # vllm-ascend's own binding asks for as many (issue 6966)
 
 
@@ -46,8 +47,7 @@ def at_least(
     path: str = "",
 ) -> Check:
     """A number of the machine, a method of `Machine`, against what a run needs."""
-    number = getattr(machine, measure)
-    have = number(path) if path else number()
+    have = getattr(machine, measure)(*filter(None, [path]))
     return enough(have, least, need, words.format(have, need))
 
 
@@ -76,7 +76,9 @@ def cpus(machine: Machine, case: Case) -> Check:
         return failed(f"{words}; there are {have}: upstream would wait for ever")
     width = min(case.seen.ray_would_count or case.ranks, case.npus)
     lacking = placed(width, case.npus, npus) and lacking_cpus(recipe, width, npus, each)
-    return failed(lacking) if lacking else passed(f"{words}; there are {have}")
+    if lacking:
+        return failed(lacking)
+    return passed(f"{words}; there are {have}")
 
 
 def threads(machine: Machine, case: Case) -> Check:
@@ -110,7 +112,9 @@ def user(machine: Machine, case: Case) -> Check:
 
 def run_root(machine: Machine, case: Case) -> Check | None:
     root = case.recipe.run.root
-    return None if machine.writable(root) else failed(f"run.root = {root} cannot be written")
+    if machine.writable(root):
+        return None
+    return failed(f"run.root = {root} cannot be written")
 
 
 def run_disk(machine: Machine, case: Case) -> Check:
@@ -126,10 +130,12 @@ def run_disk(machine: Machine, case: Case) -> Check:
     trained = _per_rank(plan, training_weights)
     if plan.lora:
         trained = _per_rank(plan, adapter_weights, settings_of(case.recipe))
-    size = (2 if case.recipe.npu.no_save_optim else 14) * trained
+    size = BF16 * trained
+    if not case.recipe.npu.no_save_optim:
+        size += ADAMW * trained
     saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
-    times = f" ({saves} x {gigabytes(size)})" if saves > 1 else ""
-    words = f"about {gigabytes(size * saves)} needed{times}, {gigabytes(free)} free for {run.root}"
+    words = f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
+    words += f"{gigabytes(free)} free for {run.root}"
     return enough(free, size, size * saves, words)
 
 
@@ -159,7 +165,7 @@ def host_memory(machine: Machine, case: Case) -> Check:
     """
     room = machine.memory()
     if not case.legal or not room:
-        return skipped("no legal layout to compute with" if room else "cannot be read here")
+        return skipped("no legal layout to compute with, or no size of memory")
     plan, ranks, (limit, free) = case.plan, case.ranks, _least(room)
     layout, files = plan.layout, 0
     if case.recipe.model.load:

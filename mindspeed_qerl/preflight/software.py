@@ -41,7 +41,9 @@ def pinned(
 def unfit(machine: Machine, case: Case, name: str, why: str) -> Check | None:
     """A distribution that must not be there."""
     installed = machine.version(name)
-    return warning(f"{installed} is installed, and {why}") if installed else None
+    if installed is None:
+        return None
+    return warning(f"{installed} is installed, and {why}")
 
 
 def platform(machine: Machine, case: Case) -> Check | None:

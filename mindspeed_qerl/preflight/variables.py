@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.network import fault_of_address
+from mindspeed_qerl.preflight.network import address_fault
 
 FAMILIES = ("HCCL_", "ASCEND_", "ATB_LLM_", "LCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")
 # Of these families: set by CANN's and NNAL's set_env.sh, or by the launchers.
@@ -81,8 +81,9 @@ def hccl_address(machine: Machine, case: Case) -> Check | None:
         return None
     if address.partition("%")[0].lower() not in machine.addresses():
         return failed(f"{address}: no network interface of this machine has it")
-    fault = case.several_nodes and fault_of_address("HCCL_IF_IP", address, case.nodes)
-    return failed(fault) if fault else None
+    if case.several_nodes:
+        return address_fault(case, "HCCL_IF_IP", address)
+    return None
 
 
 def wandb(machine: Machine, case: Case) -> Check | None:

@@ -464,6 +464,7 @@ HOST = [
         "is 10.9.9.9, which no network interface here has",
         "/etc/hosts",
         Box(files={"/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n"}),
+        besides=("GLOO_SOCKET_IFNAME",),
     ),
     Case(
         "vm.panic_on_oom=1",
@@ -502,7 +503,7 @@ HOST = [
         options=("--nodes", "2", "--own-ray"),
     ),
 ]
-SOURCED = ("CANN's paths", "NNAL", "imports of a worker", "ranks", "CANN", "Ray")
+SOURCED = ("CANN's paths", "CANN's packages", "NNAL", "imports of a worker", "ranks", "CANN", "Ray")
 CANN = [
     Case(
         "CANN's set_env.sh was not sourced",
@@ -511,6 +512,7 @@ CANN = [
         "set_env.sh was not sourced",
         "set_env.sh",
         before="unset ASCEND_HOME_PATH",
+        besides=("CANN's version",),
     ),
     Case(
         "ASCEND_HOME_PATH=/nowhere",
@@ -519,10 +521,11 @@ CANN = [
         "there is no such folder",
         "unset ASCEND_HOME_PATH",
         before="export ASCEND_HOME_PATH=/nowhere",
+        besides=("CANN's version",),
     ),
     Case(
         "PYTHONPATH without CANN's packages",
-        "CANN's paths",
+        "CANN's packages",
         FAILED,
         "was it replaced, not added to?",
         "export PYTHONPATH=",
@@ -561,10 +564,11 @@ CANN = [
         "ATB_HOME_PATH is not set",
         "nnal/atb/set_env.sh",
         Box(nnal=False),
+        besides=("NNAL's libraries",),
     ),
     Case(
         "NNAL sourced twice, for both C++ ABIs",
-        "NNAL",
+        "NNAL's libraries",
         WARNING,
         "cxx_abi_0 and cxx_abi_1",
         "In a new shell",
@@ -704,13 +708,8 @@ SHELL = [
         "tuning variables of a recipe",
         "other variables",
         PASSED,
-        "ATB_LLM_COMM_BACKEND, VLLM_ASCEND_ENABLE_PREFETCH_MLP, "
-        "VLLM_USE_MODELSCOPE; neither the engine nor set_env.sh",
-        shell={
-            "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1",
-            "ATB_LLM_COMM_BACKEND": "lccl",
-            "VLLM_USE_MODELSCOPE": "True",
-        },
+        "VLLM_ASCEND_ENABLE_PREFETCH_MLP, VLLM_USE_MODELSCOPE; neither the engine nor set_env.sh",
+        shell={"VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1", "VLLM_USE_MODELSCOPE": "True"},
     ),
 ]
 OTHER_PLATFORM = (
@@ -897,9 +896,9 @@ FILES = [
         "shape",
         FAILED,
         "untie_embeddings_and_output_weights = True in the config",
-        "YAML",
+        "Set untie_embeddings",
         files=config_says(tie_word_embeddings=True),
-        besides=("weights",),
+        besides=("weights", "host memory"),
     ),
     Case(
         "config.json with another rope_theta",
