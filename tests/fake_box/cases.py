@@ -708,7 +708,7 @@ SHELL = [
         "tuning variables of a recipe",
         "other variables",
         PASSED,
-        "VLLM_ASCEND_ENABLE_PREFETCH_MLP, VLLM_USE_MODELSCOPE; neither the engine nor set_env.sh",
+        "VLLM_USE_MODELSCOPE; neither the engine nor set_env.sh",
         shell={"VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1", "VLLM_USE_MODELSCOPE": "True"},
     ),
 ]
