@@ -48,7 +48,8 @@ python() {
     done
 }
 bash() { needs "$1"; }
-make() { needs "$2/Makefile"; }
+make() { [[ $1 != -C ]] || needs "$2/Makefile"; }
+ray() { :; }
 source() { :; }
 apt() { :; }
 ulimit() { :; }
