@@ -2,7 +2,7 @@
 for each rank.
 
 `UPSTREAM=DIR python tests/upstream/ascend_rollout.py` runs all cases and prints the tables of
-docs/emulation.md.
+docs/architecture.md.
 """
 
 import ast
