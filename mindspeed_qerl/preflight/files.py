@@ -121,7 +121,7 @@ def overlap(machine: Machine, case: Case) -> Iterator[Check]:
     if not test or not train and not len(packed):
         yield Check("train and test", SKIPPED, "one of them is missing above")
         return
-    fix = "Convert the data again (docs/data.md), or if it is meant: task.allow_overlap=true    # an override"
+    fix = "Convert the data again (docs/own_task.md), or if it is meant: task.allow_overlap=true    # an override"
     state = WARNING if task.allow_overlap else FAILED
     if shared := check_rows(train or [], test, ())[0]:
         yield Check("train and test", state, shared[0].partition(": the test")[0], fix)
