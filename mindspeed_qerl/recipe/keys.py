@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from mindspeed_qerl.common.errors import Fault
+
 ENGINES = ("local", "mindspeed_rl")
 UPSTREAM = "mindspeed_rl"  # where a key that is left out is upstream's to choose
 
@@ -71,11 +73,11 @@ class Values:
         return key, value
 
 
-def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str]]:
+def check(sections: Mapping[str, Any], engine: str) -> tuple[list[Fault], list[str]]:
     """What `engine` makes of upstream's keys in a config, `sections` as `Values` takes them.
 
     Returns:
-        (a sentence for each value that is refused, "section.key" of each key that is set and
+        (a fault for each value that is refused, "section.key" of each key that is set and
         neutral); `TABLE[section][key][engine].why` is the reason.
     """
     values = Values(sections)
@@ -90,8 +92,8 @@ def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str
     return faults, neutral
 
 
-def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]:
-    """The sentence for a value that is refused, or nothing."""
+def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[Fault]:
+    """The fault of a value that is refused, or nothing."""
     state = f"{name} = {value!r}"
     if value is None:
         if not decision.default or engine != UPSTREAM:
@@ -105,7 +107,7 @@ def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]
     ]
     wanted = f"{', '.join(words)} or {last}" if words else last
     condition = f" with {' and '.join(decision.conditions)}" if decision.conditions else ""
-    return [f"{state} must be {wanted}{condition}: {decision.why}"]
+    return [Fault("unsupported", f"{state} must be {wanted}{condition}: {decision.why}", name)]
 
 
 def _same(value: Any, other: Any) -> bool:
