@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import isqrt, lcm, log2
 
 from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
+from mindspeed_qerl.layout.memory import Memory, estimate
+from mindspeed_qerl.layout.parts import GB, Settings
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout

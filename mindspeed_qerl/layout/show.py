@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
+from mindspeed_qerl.layout.memory import KINDS, MOMENTS, Memory
+from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import idle_share, layer_collectives, reasons
 from mindspeed_qerl.layout.rules import Violation
+from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.recipe.types import Layout
 
 # Okabe and Ito's, one for each of KINDS

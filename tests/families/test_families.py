@@ -13,7 +13,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import FAMILIES, NAMED_SHAPES, family_of, shape_of, shape_of_arguments
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS, compare_with_model
-from mindspeed_qerl.layout.memory import model_parameters
+from mindspeed_qerl.layout.weights import model_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES as REHEARSED

@@ -14,7 +14,8 @@ import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout import planner, show
-from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, estimate, settings_of
+from mindspeed_qerl.layout.memory import KINDS, MOMENTS, estimate, settings_of
+from mindspeed_qerl.layout.parts import GB
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import (
     changes,
