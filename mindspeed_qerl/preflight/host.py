@@ -6,16 +6,10 @@ from collections.abc import Callable
 
 from mindspeed_qerl.ascend.cluster import lacking_cpus, placed
 from mindspeed_qerl.ascend.limits import needed_cpus
-from mindspeed_qerl.layout.memory import (
-    BF16,
-    Settings,
-    adapter_weights,
-    estimate,
-    model_parameters,
-    settings_of,
-    training_weights,
-)
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.parts import BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import (
     Case,
     Check,
