@@ -94,7 +94,9 @@ def _cann(machine: Machine) -> int | ProbeError:
         return ProbeError("acl and torch_npu are not importable", "missing")
     shell = {name: value for name, value in machine.environment.items() if name != LIST}
     answer = _answer(machine, [sys.executable, "-c", CANN_PROBE], r"(?m)^devices (\d+)$", shell)
-    return answer if isinstance(answer, ProbeError) else int(answer)
+    if isinstance(answer, ProbeError):
+        return answer
+    return int(answer)
 
 
 def _ray(machine: Machine, address: str | None, running: bool) -> Any:
@@ -108,7 +110,9 @@ def _ray(machine: Machine, address: str | None, running: bool) -> Any:
             return ProbeError("nothing listens there")
     command = [sys.executable, "-c", RAY_PROBE, address or "auto"]
     answer = _answer(machine, command, r"(?m)^cluster (.*)$")
-    return answer if isinstance(answer, ProbeError) else json.loads(answer)
+    if isinstance(answer, ProbeError):
+        return answer
+    return json.loads(answer)
 
 
 def _answer(

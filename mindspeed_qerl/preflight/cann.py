@@ -32,7 +32,9 @@ def order(version: str) -> tuple[int, ...]:
     True
     """
     numbers = [int(number) for number in re.findall(r"\d+", version)]
-    return (*numbers[:2], -1, *numbers[2:]) if "RC" in version.upper() else tuple(numbers)
+    if "RC" in version.upper():
+        return (*numbers[:2], -1, *numbers[2:])
+    return tuple(numbers)
 
 
 def folder(machine: Machine, case: Case, name: str, variable: str) -> Check:

@@ -48,7 +48,9 @@ def enough(have: float, least: float, comfortable: float, found: str, fix: str =
     """Failed below `least`, a warning below `comfortable`."""
     if have >= comfortable:
         return passed(found)
-    return warning(found, fix) if have >= least else failed(found, fix)
+    if have >= least:
+        return warning(found, fix)
+    return failed(found, fix)
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,15 @@ class Seen:
     @property
     def acl(self) -> int | None:
         """CANN's count; None if it could not be asked."""
-        return None if isinstance(self.cann, ProbeError) else self.cann
+        if isinstance(self.cann, ProbeError):
+            return None
+        return self.cann
 
     @property
     def cluster(self) -> Mapping[str, Any] | None:
-        return None if isinstance(self.ray, ProbeError) else self.ray
+        if isinstance(self.ray, ProbeError):
+            return None
+        return self.ray
 
     def npus_of_ray(self, which: str) -> int:
         """Of the running cluster: its `resources`, or what is `available` of them."""
@@ -118,7 +124,9 @@ class Seen:
         numbers, mapped = {die.number for die in self.dies}, set(self.mapped)
         if mapped and (numbers <= mapped or mapped <= numbers):
             return [die for die in self.dies if die.number in self.mapped[:count]]
-        return self.dies if 0 < len(mapped) < len(self.dies) else self.dies[:count]
+        if 0 < len(mapped) < len(self.dies):
+            return self.dies
+        return self.dies[:count]
 
     @property
     def listed(self) -> int | None:
@@ -126,7 +134,9 @@ class Seen:
         (ray/_private/accelerators/npu.py)."""
         if self.visible is None:
             return None
-        return len(self.visible.split(",")) if self.visible not in ("", "NoDevFiles") else 0
+        if self.visible not in ("", "NoDevFiles"):
+            return len(self.visible.split(","))
+        return 0
 
     @property
     def ray_would_count(self) -> int:
@@ -134,7 +144,9 @@ class Seen:
         more than the list has.
         """
         count = self.davinci if self.acl is None else self.acl
-        return count if self.listed is None else min(count, self.listed)
+        if self.listed is None:
+            return count
+        return min(count, self.listed)
 
 
 @dataclass(frozen=True)
@@ -274,4 +286,6 @@ def gigabytes(size: float) -> str:
     """
     if size < 1e8:
         return f"{size / 1e6:,.1f} MB"
-    return f"{size / 1e9:,.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"
+    if size < 1e11:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e9:,.0f} GB"

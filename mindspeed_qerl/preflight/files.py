@@ -246,4 +246,6 @@ def _whole(case: Case, files: dict[str, Path], fix: str) -> Check:
 
 def _ends(folders: Iterable[str]) -> str:
     names = sorted(folders)
-    return f"{names[0]} to {names[-1]}" if names else "none"
+    if names:
+        return f"{names[0]} to {names[-1]}"
+    return "none"

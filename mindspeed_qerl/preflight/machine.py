@@ -133,7 +133,9 @@ class Machine:
                 self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1"
                 for name in ("quota", "period")
             )
-        return min(count, max(1, int(quota) // int(period))) if int(quota) > 0 else count
+        if int(quota) > 0:
+            return min(count, max(1, int(quota) // int(period)))
+        return count
 
     def may_use(self) -> int:
         """Logical CPUs that this process, and what it starts, may run on;
@@ -163,7 +165,9 @@ class Machine:
     def open_files(self) -> int:
         """RLIMIT_NOFILE, the soft limit."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+        if soft == resource.RLIM_INFINITY:
+            return sys.maxsize
+        return soft
 
     def port_free(self, port: int) -> bool:
         """Whether nobody listens on the TCP port, on any interface."""
@@ -247,7 +251,9 @@ class Machine:
 def _last(words: str) -> str:
     """The last line that is not empty, after a colon."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
-    return f": {lines[-1][:200]}" if lines else ""
+    if lines:
+        return f": {lines[-1][:200]}"
+    return ""
 
 
 def _nearest(path: str | Path) -> Path:
@@ -295,7 +301,9 @@ def cgroup_threads(read: Read) -> dict[str, int]:
 def _number(text: str | None) -> int | None:
     """None for "max", and where there is no such file."""
     text = (text or "").strip()
-    return int(text) if text.isdigit() else None
+    if text.isdigit():
+        return int(text)
+    return None
 
 
 def _cgroups(read: Read, controller: str) -> Iterator[tuple[str, int]]:

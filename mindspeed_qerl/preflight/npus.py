@@ -62,7 +62,9 @@ def ranks(machine: Machine, case: Case) -> Check:
         check = part(machine, case)
         if check and check.state == FAILED and not case.accepts(name):
             lost.append(name)
-    return failed(f"{words}. Lost at {', '.join(lost)}") if lost else passed(words)
+    if lost:
+        return failed(f"{words}. Lost at {', '.join(lost)}")
+    return passed(words)
 
 
 def npu_smi(machine: Machine, case: Case) -> Check:
@@ -108,7 +110,9 @@ def _busy(busy: list[Die], words: str, case: Case) -> Check:
     cache, answer = plan.kv_cache - used, plan.kv_token * case.plan.batch.max_model_len
     words += f". The plan needs {gigabytes(plan.peak)} of the {gigabytes(left)} that are left, and "
     words += f"{gigabytes(cache)} of its {gigabytes(plan.kv_cache)} of KV cache would be left"
-    return failed(words) if plan.peak > left or cache < answer else warning(words)
+    if plan.peak > left or cache < answer:
+        return failed(words)
+    return warning(words)
 
 
 def processes(machine: Machine, case: Case) -> Check | None:

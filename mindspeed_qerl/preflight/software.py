@@ -35,7 +35,9 @@ def pinned(
     words = f"{installed} is installed, the pin is {pin}"
     if unfit and installed.startswith(unfit):
         return failed(f"{words}: {why}")
-    return failed(words) if needed else warning(words)
+    if needed:
+        return failed(words)
+    return warning(words)
 
 
 def unfit(machine: Machine, case: Case, name: str, why: str) -> Check | None:

@@ -43,7 +43,9 @@ def of_engine(machine: Machine, case: Case) -> Check:
         value = machine.environment.get(name, ours)
         if value != ours:
             others.append(f"{name} is {value!r}, the engine would set {ours!r}")
-    return warning("; ".join(others)) if others else passed("as the engine sets them")
+    if others:
+        return warning("; ".join(others))
+    return passed("as the engine sets them")
 
 
 def interface(machine: Machine, case: Case, name: str) -> Check | None:
