@@ -116,8 +116,8 @@ def model_faults(case: Case) -> list[Fault]:
 
 
 def shape(machine: Machine, case: Case) -> Iterator[Check]:
-    if not (Path(case.recipe.model.path) / "config.json").is_file():
-        return
+    if _shape(Path(case.recipe.model.path)) is None:
+        return  # said above
     faults = model_faults(case)
     for fault in faults:
         if fault.key != CONTEXT and not _is_rotary(fault):

@@ -1,5 +1,5 @@
 """Broken boxes that the real tools/preflight.py is tried on (test_checks.py), as data;
-docs/cases.md shows them.
+docs/troubleshooting.md lists them.
 """
 
 import os
@@ -75,7 +75,7 @@ def exported(name: str, value: str, state: str, found: str, **more) -> Case:
     return Case(f"{name}={value}", name, state, found, f"unset {name}", shell={name: value}, **more)
 
 
-OF_CONFIG_JSON = ("Qwen3", "config.json")  # which transformers reads
+OF_CONFIG_JSON = ("config.json",)  # which transformers reads
 
 
 def importing(done: str, module: str, error: str, fix: str, **more) -> Case:
