@@ -39,8 +39,9 @@ def correction_weights(
         their metrics.
 
     >>> old, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.1]]).log()
+    >>> mask = torch.ones(1, 2).bool()
     >>> for method in ("token_tis", "sequence_tis", "icepop", "geometric_mask"):
-    ...     correction_weights(old, sampled, torch.ones(1, 2).bool(), Correction(method, cap=2.0, floor=0.5))[0]
+    ...     correction_weights(old, sampled, mask, Correction(method, cap=2.0, floor=0.5))[0]
     tensor([[1.2500, 2.0000]])
     tensor([[2., 2.]])
     tensor([[1.2500, 0.0000]])

@@ -75,7 +75,8 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
     token-mean: its tokens (DAPO, arXiv 2503.14476). seq-mean-*: its answers that have tokens;
     seq-mean-token-sum-norm: those times loss_scale_factor (Dr. GRPO, arXiv 2503.20783).
 
-    >>> denominator(torch.tensor([[True, True], [True, False]]), Algorithm(loss_agg_mode="token-mean"))
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> denominator(mask, Algorithm(loss_agg_mode="token-mean"))
     3.0
     """
     if algorithm.loss_agg_mode == "token-mean":
@@ -190,7 +191,7 @@ def clipped_loss(
         the loss, of `ratio`'s shape, and where [1 - clip_low, 1 + clip_high] took the gradient
         away, bool.
 
-    >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), clip_low=0.2, clip_high=0.28)
+    >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.ones(2), clip_low=0.2, clip_high=0.28)
     (tensor([-1.2800, -0.5000]), tensor([ True, False]))
     """
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -1,21 +1,17 @@
-"""MC2: the operators that send rows to the ranks of their experts and bring the results back, and a
-product that is summed and shared out over ranks, on gloo.
+"""MC2: the operators that send rows to the ranks of their experts and bring the results back, and a product that is
+summed and shared out over ranks, on gloo.
 
-They are told their process group by its HCCL name; `register_group` says which group a name means.
-Abbreviations are those of operators.py. Of the documented limits those are checked that a model for
-tests can keep; left out are
+They are told their process group by its HCCL name; `register_group` says which group a name means. Abbreviations are
+those of operators.py. Of the documented limits those are checked that a model for tests can keep; left out are
 
 | limit | why |
 |---|---|
 | H: 1024 to 8192 on A3; up to 7168, a multiple of 32, on A2 | a model for tests is smaller |
 | at least 2 ranks, on A2 16 in CANN 8.3.RC1 and 8.5.0 | so is the number of processes |
 | x of bfloat16 or float16 | float32 tells an error from a rounding |
-| A2: BS <= 256, E <= 512, at most 24 experts of a rank | the operators do not know which device is
-emulated |
-| HCCL_BUFFSIZE holds the windows of all ranks | a property of the group; tests are far from its 200
-MB |
-| a token's K experts differ | VA's profile run draws them with repetition
-(ops/common_fused_moe.py:135) |
+| A2: BS <= 256, E <= 512, at most 24 experts of a rank | the operators do not know which device is emulated |
+| HCCL_BUFFSIZE holds the windows of all ranks | a property of the group; tests are far from its 200 MB |
+| a token's K experts differ | VA's profile run draws them with repetition (ops/common_fused_moe.py:135) |
 | k from 256 in a product | a model for tests is smaller |
 | group_tp is not group_ep on A3 | VA passes one name for both (ops/moe/token_dispatcher.py:144) |
 """

@@ -97,7 +97,8 @@ BATCH = (
         "global_batch_size is a multiple of training's data-parallel size.",
         lambda layout, plan: _batch_by(
             plan,
-            f"training DP {{}} = {layout.world} / (TP {layout.tp} x PP {layout.pp} x CP {layout.cp})",
+            f"training DP {{}} = {layout.world} / (TP {layout.tp} x PP {layout.pp} x CP "
+            f"{layout.cp})",
             layout.dp,
         ),
     ),

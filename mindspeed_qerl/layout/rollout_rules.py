@@ -19,8 +19,8 @@ def _infer_groups_hold_whole_training_groups(layout: Layout, plan: Plan) -> str 
     )
     if infer % training:
         return (
-            f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of training's TP "
-            f"{layout.tp} x EP {layout.ep} = {training}"
+            f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
+            f"training's TP {layout.tp} x EP {layout.ep} = {training}"
         )
     return None
 
@@ -139,7 +139,8 @@ ROLLOUT = (
             and layout.infer_tp * layout.infer_ep > 1
             and not layout.enable_expert_parallel
             and "enable_expert_parallel must be true for a mixture of experts with infer TP "
-            f"{layout.infer_tp} x EP {layout.infer_ep}: the sync deals whole experts to vLLM's ranks"
+            f"{layout.infer_tp} x EP {layout.infer_ep}: the sync deals whole experts to vLLM's "
+            "ranks"
         ),
     ),
     Rule(
@@ -173,7 +174,8 @@ ROLLOUT = (
         "seq_length is at most max_model_len.",
         lambda layout, plan: (
             plan.batch.seq_length > plan.batch.max_model_len
-            and f"seq_length {plan.batch.seq_length} is above max_model_len {plan.batch.max_model_len}"
+            and f"seq_length {plan.batch.seq_length} is above max_model_len "
+            f"{plan.batch.max_model_len}"
         ),
     ),
     Rule(
@@ -183,8 +185,8 @@ ROLLOUT = (
         "prompts into chunks.",
         lambda layout, plan: (
             plan.batch.max_num_batched_tokens < plan.batch.max_model_len
-            and f"max_num_batched_tokens {plan.batch.max_num_batched_tokens} is below max_model_len "
-            f"{plan.batch.max_model_len}"
+            and f"max_num_batched_tokens {plan.batch.max_num_batched_tokens} is below "
+            f"max_model_len {plan.batch.max_model_len}"
         ),
     ),
 )

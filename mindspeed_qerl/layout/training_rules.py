@@ -36,8 +36,8 @@ def _virtual_stages(layout: Layout, plan: Plan) -> str | None:
     layers = layout.layers_per_virtual_stage
     if layers and (layout.pp == 1 or layout.num_layer_list):
         return (
-            f"num_layers_per_virtual_pipeline_stage {layers} needs PP above 1 (it is {layout.pp}) and "
-            "no num_layer_list"
+            f"num_layers_per_virtual_pipeline_stage {layers} needs PP above 1 (it is {layout.pp}) "
+            "and no num_layer_list"
         )
     stage = plan.shape.num_hidden_layers // layout.pp
     return (
@@ -157,9 +157,9 @@ TRAINING = (
         lambda layout, plan: (
             layout.layers_per_virtual_stage
             and layout.layers_per_virtual_stage * layout.pp == plan.shape.num_hidden_layers
-            and f"num_layers_per_virtual_pipeline_stage {layout.layers_per_virtual_stage} x PP {layout.pp} "
-            f"are all {plan.shape.num_hidden_layers} layers, one virtual stage a stage: leave it "
-            "out"
+            and f"num_layers_per_virtual_pipeline_stage {layout.layers_per_virtual_stage} x PP "
+            f"{layout.pp} are all {plan.shape.num_hidden_layers} layers, one virtual stage a "
+            "stage: leave it out"
         ),
     ),
     Rule(
@@ -209,7 +209,8 @@ TRAINING = (
         lambda layout, plan: (
             layout.cp > 1
             and layout.cp_algorithm not in CP_ALGORITHMS
-            and f"CP {layout.cp} with {layout.cp_algorithm}: upstream has {' and '.join(CP_ALGORITHMS)}"
+            and f"CP {layout.cp} with {layout.cp_algorithm}: upstream has "
+            f"{' and '.join(CP_ALGORITHMS)}"
         ),
     ),
     Rule(

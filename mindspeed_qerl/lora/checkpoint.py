@@ -252,7 +252,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], 
         )
     args = _read(directory / there[0] / FILE)["args"]
     sizes = _sizes(args)
-    says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
+    numbers = ", ".join(map(str, sizes))
+    says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {numbers}"
     if args.num_experts and sizes[0] > 1 and not args.moe_tp_extend_ep:
         raise ValueError(
             f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such "

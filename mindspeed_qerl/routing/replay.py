@@ -222,7 +222,8 @@ def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str,
     otherwise, in all and by layer. RuntimeError that names a layer where other tokens were replayed
     than in the first one.
 
-    >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, Routers((0, 1), experts=8, top_k=2))
+    >>> routers = Routers((0, 1), experts=8, top_k=2)
+    >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, routers)
     {'routing/replayed_tokens': 3, 'routing/native_tokens': 1, 'routing/flipped': 0.25, \
 'routing/flipped/layer_0': 0.5, 'routing/flipped/layer_1': 0.0}
     """
