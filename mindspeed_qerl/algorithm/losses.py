@@ -50,13 +50,13 @@ class LossInputs:
 
     Attributes:
         logprobs: float [batch, length], of the policy that is trained, with its gradient.
-            old_logprobs: [batch, length], of that policy before this iteration's first update.
-            rollout_logprobs: [batch, length], of the policy that sampled. advantages: [batch], one
-            per answer. mask: bool [batch, length], True on completion tokens; an answer without any
-            is not trained. reference_logprobs: [batch, length], of the base model, or None where
-            there is no KL term. entropy: [batch, length], of the trained policy's distribution,
-            with its gradient where there is an entropy
-            bonus; or None.
+        old_logprobs: [batch, length], of that policy before this iteration's first update.
+        rollout_logprobs: [batch, length], of the policy that sampled.
+        advantages: [batch], one per answer.
+        mask: bool [batch, length], True on completion tokens; an answer without any is not trained.
+        reference_logprobs: [batch, length], of the base model, or None where there is no KL term.
+        entropy: [batch, length], of the trained policy's distribution, with its gradient where
+            there is an entropy bonus; or None.
     """
 
     logprobs: torch.Tensor
@@ -144,9 +144,9 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The policy's part of the loss by `algorithm.loss_mode`.
 
-    vanilla: `clipped_loss` of each token's ratio p_new / p_old. gspo: the same of each answer's
-    ratio, the geometric mean of its tokens' (arXiv 2507.18071); its value is the
-        answer's, its gradient each token's share (verl's GSPO-token).
+    vanilla: `clipped_loss` of each token's ratio p_new / p_old.
+    gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its
+        value is the answer's, its gradient each token's share (verl's GSPO-token).
     cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every
     token is trained.
 

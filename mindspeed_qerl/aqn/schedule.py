@@ -29,13 +29,14 @@ class NoiseSchedule:
     that is off: no noise at all.
 
     Args:
-        kind: one of `KINDS`. sigma_start, sigma_end: standard deviations, in units of the norm
-            weight. A start below the end is a rising
-            schedule.
-        num_stages: K, the stage that is off included. total_steps: T, the training steps of the
-            run. If T < K some stages are skipped, never the first. restart_every: steps after which
-            the whole schedule begins anew, the stage that is off included (an epoch,
-            say); T is then this number. None: one schedule over the run.
+        kind: one of `KINDS`.
+        sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the
+            end is a rising schedule.
+        num_stages: K, the stage that is off included.
+        total_steps: T, the training steps of the run. If T < K some stages are skipped, never the
+            first.
+        restart_every: steps after which the whole schedule begins anew, the stage that is off
+            included (an epoch, say); T is then this number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the

@@ -1,7 +1,8 @@
-"""torch.cuda and torch.npu on a CPU: what code written for an accelerator asks of torch, answered by the CPU.
+"""torch.cuda and torch.npu on a CPU: what code written for an accelerator asks of torch, answered
+by the CPU.
 
-The idea: a tensor of the emulated NPU *is* a CPU tensor. So every request for a device is turned into the CPU, moving
-a tensor is doing nothing, and work is finished when the call returns.
+The idea: a tensor of the emulated NPU *is* a CPU tensor. So every request for a device is turned
+into the CPU, moving a tensor is doing nothing, and work is finished when the call returns.
 
 | asked of torch | answer |
 |---|---|
@@ -18,8 +19,8 @@ a tensor is doing nothing, and work is finished when the call returns.
 | kernels for NPU tensors (PrivateUse1) of the libraries vllm and mindspeed | kernels for CPU tensors |
 | anything else of torch.cuda | torch's own answer, usually an error that says CUDA is missing |
 
-`Tensor.device` stays "cpu": renaming torch's spare backend would make "npu" legal, and torch would then take it for
-the machine's accelerator and ask it for hooks.
+`Tensor.device` stays "cpu": renaming torch's spare backend would make "npu" legal, and torch would
+then take it for the machine's accelerator and ask it for hooks.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
-"""MC2: the operators that send rows to the ranks of their experts and bring the results back, and a product that is
-summed and shared out over ranks, on gloo.
+"""MC2: the operators that send rows to the ranks of their experts and bring the results back, and a
+product that is summed and shared out over ranks, on gloo.
 
-They are told their process group by its HCCL name; `register_group` says which group a name means. Abbreviations are
-those of operators.py. Of the documented limits those are checked that a model for tests can keep; left out are
+They are told their process group by its HCCL name; `register_group` says which group a name means.
+Abbreviations are those of operators.py. Of the documented limits those are checked that a model for
+tests can keep; left out are
 
 | limit | why |
 |---|---|
@@ -77,18 +78,19 @@ def npu_moe_distribute_dispatch_v2(
 
     Args:
         x: (BS, H), BS in [1, 512]. expert_ids: int32 (BS, K), K <= 16, in [0, moe_expert_num) where
-            active. x_active_mask: bool (BS,), False for the last tokens only, or (BS, K): what is
-            sent. global_bs: the largest BS of a rank * ep_world_size; 0 if BS is the same on all.
-            expert_token_nums_type: 0: sums, 1: counts. group_tp, tp_rank_id: unused without tensor
-            parallelism.
+            active.
+        x_active_mask: bool (BS,), False for the last tokens only, or (BS, K): what is sent.
+        global_bs: the largest BS of a rank * ep_world_size; 0 if BS is the same on all.
+        expert_token_nums_type: 0: sums, 1: counts.
+        group_tp, tp_rank_id: unused without tensor parallelism.
 
     Returns:
         expand_x: (A, H), A = global_bs * min(L, K): the rows, by expert, then by rank, then by
             token; the rest unwritten.
-        dynamic_scales: float32 (A,), unwritten. assist_info_for_combine: int32 (max(BS * K, A *
-            128),), for the combine only; documented to differ with
-            version and device. Here: 128 numbers for each row, the first three its rank, token and
-            place in K.
+        dynamic_scales: float32 (A,), unwritten.
+        assist_info_for_combine: int32 (max(BS * K, A * 128),), for the combine only; documented to
+            differ with version and device. Here: 128 numbers for each row, the first three its
+            rank, token and place in K.
         expert_token_nums: int64 (L,), rows of each expert.
         ep_recv_counts: int32 (ep_world_size * L,), rows of each expert from each rank, summed up.
         tp_recv_counts: int32 (tp_world_size,), unwritten.
@@ -211,18 +213,21 @@ def npu_moe_distribute_combine_v2(
 
     Args:
         expand_x: (A, H), a result for each row of the dispatch's expand_x; those after its rows are
-            not read. expert_ids, x_active_mask, global_bs: as given to the dispatch.
-            assist_info_for_combine, ep_send_counts: what it returned as assist_info_for_combine and
-            ep_recv_counts. expert_scales: float32 (BS, K), the weights. tp_send_counts,
-            expand_scales: unused; what it returned as tp_recv_counts and expand_scales.
+            not read.
+        expert_ids, x_active_mask, global_bs: as given to the dispatch.
+        assist_info_for_combine, ep_send_counts: what it returned as assist_info_for_combine and
+            ep_recv_counts.
+        expert_scales: float32 (BS, K), the weights.
+        tp_send_counts, expand_scales: unused; what it returned as tp_recv_counts and expand_scales.
 
     Returns:
         (BS, H), expand_x's dtype.
 
     Raises:
         NotImplementedError: shared_expert_x, quantised communication, and what the dispatch does
-            not know. ValueError: as the dispatch, or arguments that are not of one dispatch, for
-            which a box waits for ever.
+            not know.
+        ValueError: as the dispatch, or arguments that are not of one dispatch, for which a box
+            waits for ever.
     """
     operator = "npu_moe_distribute_combine_v2"
     refuse(
@@ -314,11 +319,13 @@ def npu_mm_reduce_scatter_base(
 
     Args:
         input: (m, k), m a multiple of world_size. x2: (k, n), in FRACTAL_NZ too where comm_mode is
-            "aiv". comm_mode: None, "ai_cpu" or "aiv".
+            "aiv".
+        comm_mode: None, "ai_cpu" or "aiv".
 
     Raises:
         NotImplementedError: int8, scales, another reduction, a bias, which the page has no support
-            for, comm_turn. ValueError: shapes, dtypes or a group that CANN refuses.
+            for, comm_turn.
+        ValueError: shapes, dtypes or a group that CANN refuses.
     """
     operator = "npu_mm_reduce_scatter_base"
     refuse(

@@ -70,9 +70,10 @@ class Linear:
 
     Attributes:
         target: Megatron's name for it, which is a LoRA target; gate and up are one, and so are q, k
-            and v. inputs, outputs: of the whole layer. split: what tensor parallel ranks share:
-            "column" (outputs), "row" (inputs), or "expert": whole ones are dealt
-            to ranks.
+            and v.
+        inputs, outputs: of the whole layer.
+        split: what tensor parallel ranks share: "column" (outputs), "row" (inputs), or "expert":
+            whole ones are dealt to ranks.
         copies: how many a layer has; active: how many of them a token meets.
     """
 
@@ -113,14 +114,15 @@ class Family:
     fields say.
 
     Attributes:
-        model_type: of config.json. architecture: of transformers and vLLM. qk_norm: queries and
-            keys are normalised. qkv_bias: their projections have biases. experts: every layer
-            routes tokens to experts. shared_expert: and has one for all tokens, with a gate.
-            own_head_dim: heads may be of any width, not hidden_size / num_attention_heads. named:
-            shapes known by name, for planning without the model. conversion, adaptor: None if the
-            NPU engine cannot run the family. megatron: arguments of Megatron that the family needs
-            besides. extra_arguments: the same where MindSpeed-RL has
-            no key for them.
+        model_type: of config.json. architecture: of transformers and vLLM.
+        qk_norm: queries and keys are normalised. qkv_bias: their projections have biases.
+        experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
+            with a gate.
+        own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
+        named: shapes known by name, for planning without the model.
+        conversion, adaptor: None if the NPU engine cannot run the family.
+        megatron: arguments of Megatron that the family needs besides. extra_arguments: the same
+            where MindSpeed-RL has no key for them.
     """
 
     model_type: str

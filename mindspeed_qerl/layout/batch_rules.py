@@ -74,7 +74,10 @@ def _update_takes_a_mini_batch(layout: Layout, plan: Plan) -> str | None:
         plan.batch.mini_answers / plan.dp,
     )
     if size and size < mini:
-        return f"actor_update_dispatch_size {size} is below the {mini:g} answers of a rank's mini-batch"
+        return (
+            f"actor_update_dispatch_size {size} is below the {mini:g} answers of a rank's "
+            "mini-batch"
+        )
     return None
 
 

@@ -18,7 +18,8 @@ def _layer_list_has_a_number_for_each_stage(layout: Layout, plan: Plan) -> str |
     given, pp = layout.num_layer_list, layout.pp
     if given and (len(given) != pp or pp == 1):
         remedy = "; leave it out without pipeline" if pp == 1 else ""
-        return f"num_layer_list {','.join(map(str, given))} has {len(given)} numbers for PP {pp}{remedy}"
+        numbers = ",".join(map(str, given))
+        return f"num_layer_list {numbers} has {len(given)} numbers for PP {pp}{remedy}"
     return None
 
 
