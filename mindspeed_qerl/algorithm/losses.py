@@ -82,11 +82,9 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
     if algorithm.loss_agg_mode == "token-mean":
         return float(mask.sum())
     answers = float(mask.any(1).sum())
-    return (
-        answers * algorithm.loss_scale_factor
-        if algorithm.loss_agg_mode == "seq-mean-token-sum-norm"
-        else answers
-    )
+    if algorithm.loss_agg_mode == "seq-mean-token-sum-norm":
+        return answers * algorithm.loss_scale_factor
+    return answers
 
 
 def loss(

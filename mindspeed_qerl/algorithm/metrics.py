@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,9 +67,12 @@ class EffectiveSampleSize:
         return self.total**2 / (self.count * self.squares) if self.count else math.nan
 
 
-Metric = (
-    Mean | Max | EffectiveSampleSize
-)  # `join` gives one of two of a kind, `value` the number they give at last
+class Metric(Protocol):
+    """What a loss returns: `join` makes one of two of a kind, `value` is the number in the end."""
+
+    def join(self, other: Any) -> Metric: ...
+
+    def value(self) -> float: ...
 
 
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:

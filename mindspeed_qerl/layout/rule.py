@@ -27,7 +27,7 @@ class Rule:
     statement: (
         str  # in words; and what would happen without it, where upstream does not state it itself
     )
-    check: Callable[[Layout, Plan], str | bool | None]  # of a plan's layout and the plan
+    check: Callable[[Layout, Plan], str | int | None]  # of a plan's layout and the plan
 
 
 def indivisible(what: str, number: int, by: str, *sizes: int) -> str | None:

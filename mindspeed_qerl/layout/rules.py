@@ -29,7 +29,7 @@ def broken(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Violation]:
     violations = []
     for rule in rules:
         if message := rule.check(plan.layout, plan):
-            violations.append(Violation(rule.name, message, rule.source))
+            violations.append(Violation(rule.name, str(message), rule.source))
     return violations
 
 

@@ -142,7 +142,8 @@ def whole_adapters(
 
 def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
     """(layer, module) of a stage's adapters."""
-    return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
+    matches = map(ADAPTER.match, shards[0, 0])
+    return {(int(match[1]), match[2]) for match in matches if match}
 
 
 def _unshard(
@@ -191,12 +192,9 @@ def _experts(
     the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target, r, found, number = (
-        EXPERTS[module.removeprefix("mlp.experts.")],
-        args.lora_r,
-        {},
-        count(),
-    )
+    target, r = EXPERTS[module.removeprefix("mlp.experts.")], args.lora_r
+    found: dict[str, Pair] = {}
+    number = count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
         return {}

@@ -181,8 +181,8 @@ def save_merged(
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
         origin = _origin(adapters, base.directory)
-        for file in sorted(set(base.files.values())):
-            content = base.open(file)
+        for name_of_file in sorted(set(base.files.values())):
+            content = base.open(name_of_file)
             tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
             for name, weight in tensors.items():
                 module = name.removesuffix(".weight")
@@ -191,7 +191,7 @@ def save_merged(
                     tensors[name] = merged.to(dtype or weight.dtype)
             save_file(
                 tensors,
-                directory / file,
+                directory / name_of_file,
                 metadata={**(content.metadata() or {"format": "pt"}), **origin},
             )
             del tensors  # before the next file is read

@@ -84,10 +84,8 @@ def weight_errors(squares: Iterable[tuple[str, tuple[float, float]]]) -> dict[st
     """
     sums: dict[str, tuple[float, float]] = {}
     for name, (error, whole) in squares:
-        for key in (
-            WEIGHT_ERROR,
-            f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}",
-        ):
+        layer = re.sub(r".*\.layers\.(\d+)\..*", r"\1", name)
+        for key in (WEIGHT_ERROR, f"{WEIGHT_ERROR}/layer_{layer}"):
             errors, wholes = sums.get(key, (0.0, 0.0))
             sums[key] = errors + error, wholes + whole
     return {key: (error / whole) ** 0.5 if whole else 0.0 for key, (error, whole) in sums.items()}
