@@ -126,7 +126,12 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
         ),
         ("both", "megatron_training.split", "90,10,0", "must be '100,0,0'"),
         ("both", "megatron_training.load_checkpoint_loosely", True, "must be False"),
-        ("both", "actor_config.lr_decay_style", "WSD", "must be 'constant', 'linear' or 'cosine'"),
+        (
+            "both",
+            "actor_config.lr_decay_style",
+            "WSD",
+            "must be 'constant' or 'linear' or 'cosine'",
+        ),
         ("both", "rl_config.use_wandb", True, "must be False: set run.wandb_project instead"),
         (
             "both",
