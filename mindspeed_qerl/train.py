@@ -115,7 +115,10 @@ def _train(
         )
     if found.unused and not rehearsed:  # a rehearsal's report names them
         unused = ", ".join(found.unused)
-        warnings.append(f"the {recipe.engine} engine does not use {unused} (docs/keys.md says why)")
+        warnings.append(
+            f"the {recipe.engine} engine does not use {unused} (`python -m "
+            "mindspeed_qerl.recipe.keys` says why)"
+        )
     started = time.perf_counter()
     try:
         with metrics, Progress(recipe.run.train_iters, name) as progress:

@@ -92,7 +92,7 @@ class Quantization:
 @part
 class HardwareError:
     """Which side of a run on the local engine computes as other hardware would, and how
-    (docs/hardware_error.md).
+    (docs/quantization.md).
     """
 
     section: ClassVar[str] = "hardware_error"

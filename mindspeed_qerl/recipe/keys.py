@@ -1,7 +1,7 @@
 """What becomes of each key of upstream's sections on each engine: the table in keys.yaml, applied
 and printed.
 
-`python -m mindspeed_qerl.recipe.keys > docs/keys.md` makes the page of the docs.
+`python -m mindspeed_qerl.recipe.keys` prints the table.
 """
 
 from collections import ChainMap
@@ -166,7 +166,7 @@ _GROUPS = {
 TABLE = {section: dict(ChainMap(*groups.values())) for section, groups in _GROUPS.items()}
 
 
-# ---- the docs ----
+# ---- the table, printed ----
 
 _TITLES = {
     "megatron": "megatron_training, actor_config and the named model of model",
@@ -189,7 +189,7 @@ The code applies this table, `mindspeed_qerl/recipe/keys.yaml`; `python -m minds
 
 
 def markdown() -> str:
-    """docs/keys.md."""
+    """The table, as `python -m mindspeed_qerl.recipe.keys` prints it."""
     lines = _HEAD.splitlines()
     for section, groups in _GROUPS.items():
         lines += ["", f"## {_TITLES[section]}"]
@@ -201,7 +201,7 @@ def markdown() -> str:
 
 
 def _row(key: str, per_engine: Mapping[str, Decision]) -> str:
-    """The line of a key in the docs' table."""
+    """The line of a key in the printed table."""
     reasons = {engine: decision.why for engine, decision in per_engine.items() if decision.why}
     why = "; ".join(f"{engine}: {reason}" for engine, reason in reasons.items())
     if len(reasons) == len(ENGINES) and len(set(reasons.values())) == 1:

@@ -282,7 +282,7 @@ class Run:
     rollout_samples: int = Field(8, ge=0)
     # steps from one proof that the adapters are in the rollout engine to the next
     prove_every: Size = 50
-    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/preflight.md)
+    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/troubleshooting.md)
 
 
 @part
@@ -316,7 +316,7 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; the
+    """Try a config for NPUs here (docs/ascend.md): a narrow model made below `models`; the
     fewest `layers` are one on each stage, or two of its virtual stages.
     """
 
