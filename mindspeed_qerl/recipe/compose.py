@@ -128,7 +128,7 @@ def _folders(config_dir: str | None) -> list[Path]:
     own = Path(config_dir or "configs").resolve()
     if config_dir and not own.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
-    return list(dict.fromkeys([own, CONFIGS] if own.is_dir() else [CONFIGS]))
+    return [own, CONFIGS] if own.is_dir() and own != CONFIGS else [CONFIGS]
 
 
 def read_yaml(file: Path) -> tuple[Any, Any]:
@@ -263,7 +263,7 @@ class Session:
         self.name, self.folders = name, folders
         self.overrides = [quoted(override) for override in overrides]
         others = ",".join(f"'file://{folder}'" for folder in folders[1:])
-        self.search_path = [f"hydra.searchpath=[{others}]"] if others else []
+        self.search_path = [f"hydra.searchpath=[{others}]"]
         # the config first, for words about what Hydra cannot read
         self.parts = [Part(name, folders[0] / f"{name}.yaml", "")]
         self.groups: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import compose, config_files, config_parts, known_keys
-from mindspeed_qerl.recipe.overrides import at
+from mindspeed_qerl.recipe.keys import Values
 
 
 def list_of_configs(config_dir: str | None = None) -> str:
@@ -49,8 +49,7 @@ def list_of_keys(
         raise ConfigError(unknown("section", section, filter(None, known), listing))
     lines = []
     for key in sections:
-        values = at(key, config)
-        values = values if isinstance(values, Mapping) else {}
+        values = Values(config).section(key) if key else config
         for last, value in values.items():
             path = f"{key}.{last}".lstrip(".")
             is_section = path in known or not key and isinstance(value, Mapping)

@@ -46,7 +46,9 @@ class Noise:
             epoch: steps of one pass over the training rows; None: not known yet, the whole run
                 counts as one.
         """
-        restart = epoch or total_steps if self.restart_every == "epoch" else self.restart_every
+        restart = self.restart_every
+        if restart == "epoch":
+            restart = epoch or total_steps
         return NoiseSchedule(
             kind=self.schedule,
             sigma_start=self.sigma_start,

@@ -5,7 +5,7 @@ and printed.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,16 +110,16 @@ def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[Faul
         state += "; it"
     if any(_same(value, allowed) for allowed in decision.allowed):
         return []
-    message = f"{state} must be {_rule(decision, repr, '{}')}: {decision.why}"
+    message = f"{state} must be {_rule(decision)}: {decision.why}"
     return [Fault("unsupported", message, name)]
 
 
-def _rule(decision: Decision, written: Callable[[Any], str], key: str) -> str:
-    """The values that an "only" takes, and with what; `key` is the form of a key's name."""
-    values = ["left out" if value is None else written(value) for value in decision.allowed]
+def _rule(decision: Decision) -> str:
+    """The values that an "only" takes, and with what."""
+    values = ["left out" if value is None else repr(value) for value in decision.allowed]
     rule = " or ".join(values)
     if decision.conditions:
-        rule += " with " + " and ".join(map(key.format, decision.conditions))
+        rule += f" with {' and '.join(decision.conditions)}"
     return rule
 
 
@@ -156,78 +156,42 @@ def _by_key(group: Mapping[str, Any]) -> dict[str, dict[str, Decision]]:
 # the former takes a tenth of the time, and may not be there
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TEXT = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-# {section: {heading: {key: {engine: its decision}}}}
-_GROUPS = {
-    section: {heading: _by_key(group) for heading, group in groups.items()}
-    for section, groups in yaml.load(_TEXT, _LOADER).items()
-}
 # {section: {key: {engine: its decision}}}; "megatron" are megatron_training, actor_config and the
 # named model
-TABLE = {section: dict(ChainMap(*groups.values())) for section, groups in _GROUPS.items()}
+TABLE = {
+    section: dict(ChainMap(*map(_by_key, groups.values())))
+    for section, groups in yaml.load(_TEXT, _LOADER).items()
+}
 
 
 # ---- the table, printed ----
 
-_TITLES = {
-    "megatron": "megatron_training, actor_config and the named model of model",
-    "rl_config": "rl_config",
-    "generate_config": "generate_config",
-    "sampling_config": "generate_config.sampling_config",
-}
-_HEAD = """# What becomes of MindSpeed-RL's keys
+_HEAD = """What each engine does with every key of MindSpeed-RL's sections (mindspeed_qerl/recipe/keys.yaml):
 
-Every key that MindSpeed-RL's sections allow, and what each engine does with it:
-
-- **honoured**: the value is what happens.
-- **only**: another value is refused before anything starts. Where upstream's own default would be refused, too, the
-  key may not be left out.
-- **neutral**: any value trains the same policy.
-
-The code applies this table, `mindspeed_qerl/recipe/keys.yaml`; `python -m mindspeed_qerl.recipe.keys` prints it, and
-`tests/upstream/test_keys.py` compares its keys with MindSpeed-RL's own.
+- honoured: the value is what happens.
+- must be: another value is refused before anything starts.
+- neutral: any value trains the same policy.
 """
 
 
 def markdown() -> str:
     """The table, as `python -m mindspeed_qerl.recipe.keys` prints it."""
-    lines = _HEAD.splitlines()
-    for section, groups in _GROUPS.items():
-        lines += ["", f"## {_TITLES[section]}"]
-        for group, keys in groups.items():
-            lines += ["", f"### {group}", ""]
-            lines += [f"| key | {' | '.join(ENGINES)} | why |", "|---|---|---|---|"]
-            lines += [_row(key, per_engine) for key, per_engine in keys.items()]
-    return "\n".join(lines) + "\n"
+    lines = [_HEAD]
+    for section, keys in TABLE.items():
+        lines += [f"## {section}", "", f"| key | {' | '.join(ENGINES)} |", "|---|---|---|"]
+        for key, decisions in sorted(keys.items()):
+            cells = [_cell(decision) for decision in decisions.values()]
+            lines.append(f"| `{key}` | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
-def _row(key: str, per_engine: Mapping[str, Decision]) -> str:
-    """The line of a key in the printed table."""
-    reasons = {engine: decision.why for engine, decision in per_engine.items() if decision.why}
-    why = "; ".join(f"{engine}: {reason}" for engine, reason in reasons.items())
-    if len(reasons) == len(ENGINES) and len(set(reasons.values())) == 1:
-        why = reasons[UPSTREAM]
-    cells = [_cell(decision, engine) for engine, decision in per_engine.items()]
-    return f"| `{key}` | {' | '.join(cells)} | {why} |"
-
-
-def _cell(decision: Decision, engine: str) -> str:
-    if decision.kind != "only":
-        return decision.kind
-    cell = f"only {_rule(decision, lambda value: f'`{_yaml(value)}`', '`{}`')}"
-    if decision.default and engine == UPSTREAM:
-        cell += f"; upstream's default is `{_yaml(decision.default[0])}`"
-    return cell
-
-
-def _yaml(value: Any) -> str:
-    """A value as a config writes it.
-
-    >>> _yaml(True), _yaml(["labels"]), _yaml("100,0,0")
-    ('true', '[labels]', '100,0,0')
-    """
-    text = yaml.safe_dump(value, default_flow_style=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip("'")
+def _cell(decision: Decision) -> str:
+    if decision.kind == "honoured":
+        return "honoured"
+    rule = f"must be {_rule(decision)}" if decision.kind == "only" else "neutral"
+    return f"{rule}: {decision.why}"
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(markdown())

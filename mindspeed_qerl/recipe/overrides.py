@@ -222,7 +222,8 @@ def split_overrides(
         elif override.startswith("~"):
             groups.append(override)
         elif value in options or "," in value:  # Hydra says that several are for --multirun
-            groups.append(f"{'' if key in chosen else '+'}{key}={value}")
+            added = "" if key in chosen else "+"
+            groups.append(f"{added}{key}={value}")
         else:
             raise ConfigError(unknown(key, value, options))
     return groups, values
