@@ -1,4 +1,4 @@
-"""The command line as a new user meets it: usage, help, names of keys, any Python, an installation."""
+"""The command line: usage, help, names of keys, any Python, an installation."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def test_without_a_config_nothing_is_trained(arguments, tmp_path):
 
 
 def test_help_is_the_text_of_the_config_and_of_its_parts():
-    """Asked for before the name, with another part chosen, and for a config that stands on another."""
+    """Asked for before the name, with another part chosen; of a config based on another."""
     done = train("aqn=off", "--help", "--config-name", TINY)
     assert done.returncode == 0 and "--multirun" in done.stdout
     assert (CONFIGS / f"{TINY}.yaml").read_text() in done.stdout

@@ -166,7 +166,7 @@ TABLE = {
 
 # ---- the table, printed ----
 
-_HEAD = """What each engine does with every key of MindSpeed-RL's sections (mindspeed_qerl/recipe/keys.yaml):
+_HEAD = """What each engine does with every key of MindSpeed-RL's sections:
 
 - honoured: the value is what happens.
 - must be: another value is refused before anything starts.

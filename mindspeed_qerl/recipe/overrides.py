@@ -110,7 +110,7 @@ def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
     """The known keys that an unknown one may stand for: the nearest of all sections, then the
     nearest of its own.
 
-    >>> nearest("rl_config.learning_rate", {"actor_config": {"lr": 1e-6}}, {"rl_config": ["epochs"]})
+    >>> nearest("rl_config.learning_rate", {"actor_config": {"lr": 1}}, {"rl_config": ["epochs"]})
     ['actor_config.lr']
     """
     section, _, typed = key.rpartition(".")

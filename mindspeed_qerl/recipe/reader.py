@@ -47,9 +47,8 @@ class Found:
 
     faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    unused: list[str] = field(
-        default_factory=list
-    )  # keys that are set and change nothing (keys.yaml says why)
+    # keys that are set and change nothing (keys.yaml says why)
+    unused: list[str] = field(default_factory=list)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""

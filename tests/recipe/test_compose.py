@@ -55,7 +55,7 @@ def started(monkeypatch, capsys, *words) -> tuple[int, str, str]:
 # ---- faults ----
 
 ON = "defaults: [grpo_qwen25_7b_gsm8k_8npu, _self_]\n"
-# file of a config or of its part aqn/mine: content, the line at fault (0: Hydra does not say), words
+# name of a config: its text, the line at fault (0: Hydra does not say), and words about it
 BROKEN = {
     "twice": (ON + "seed: 1\nseed: 2\n", 3, "duplicate key seed"),
     "itself": ("defaults: [itself, _self_]\n", 0, "leads back to itself"),

@@ -132,14 +132,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             32,
             "unknown key in megatron_training: 'lora_rank', did you mean 'lora_r'",
         ),
-        ("aqn.sigma", 0.1, "unknown key in aqn: 'sigma'"),
         ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'; known: auto"),
         ("aqn.schedule", "expo", "aqn.schedule: unknown schedule 'expo'"),
-        (
-            "actor_config.learning_rate",
-            1,
-            "unknown key in actor_config: 'learning_rate', did you mean 'lr'",
-        ),
         (
             "rl_config.lora_r",
             1,
@@ -191,14 +185,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             ),
         ),
         (
-            "rl_config.overlong_buffer_enable",
-            True,
-            (
-                "rl_config.overlong_buffer = 0 with overlong_buffer_enable must be between 1 and "
-                "sampling max_tokens = 24"
-            ),
-        ),
-        (
             "rl_config.max_prompt_length",
             120,
             (
@@ -230,7 +216,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             "no/such.parquet",
             "task.train_file = 'no/such.parquet': no such file. Make it with",
         ),
-        ("eval.every", 0, "eval.every = 0 must be at least 1"),
         ("eval", [1], "section eval = [1] must be a mapping"),
         ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
         ("megatron_training.train_iters", True, "train_iters = True must be int"),
@@ -251,7 +236,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         ("aqn.exclude", "x", "unknown AQN target 'x'"),
         ("eval.temperature", 0.0, "it must be above 0, or 0 (greedy) with 1 sample"),
         ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
-        ("actor_config.adam_beta2", 1, "actor_config.adam_beta2 = 1 must be at most 0.999999"),
         ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
         (
             "generate_config.infer_tensor_parallel_size",
@@ -262,11 +246,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             "generate_config.infer_tensor_parallel_size",
             4,
             "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads",
-        ),
-        (
-            "hardware_error",
-            {"evaluation": ["gaussian", "bf16"]},
-            "hardware_error.evaluation: unknown evaluation 'bf16'",
         ),
         ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be below 1"),
         (
