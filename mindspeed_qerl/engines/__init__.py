@@ -62,12 +62,12 @@ def engine_of(recipe: Recipe) -> Engine:
     """The engine that a recipe asks for; ConfigError with the nearest one."""
     if recipe.engine not in ENGINES:
         raise ConfigError(Fault("unknown", unknown("engine", recipe.engine, ENGINES), "engine"))
-    return import_module(f"{ENGINES[recipe.engine]}.limits")
+    return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.limits")
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
     """What runs a recipe whose engine `engine_of` knows."""
-    return import_module(f"{ENGINES[recipe.engine]}.engine")
+    return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.engine")
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:

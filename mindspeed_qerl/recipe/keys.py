@@ -15,8 +15,8 @@ import yaml
 from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.recipe.overrides import at
 
-# each with its package, which has the modules `limits` and `engine` (engines/__init__.py)
-ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
+# each with its room, which has the modules `limits` and `engine` (engines/__init__.py)
+ENGINES = {"local": "local", "mindspeed_rl": "ascend"}
 UPSTREAM = "mindspeed_rl"  # where a key that is left out is upstream's to choose
 
 

@@ -120,18 +120,19 @@ def nearest(key: str, config: Mapping[str, Any], known: Known) -> list[str]:
     for path in [*set_paths, *_known_paths(known)]:
         places.setdefault(path.rpartition(".")[2], []).append(path)
 
-    def distance(path: str) -> tuple[bool, float]:
-        other = path.rpartition(".")[0]
-        return path not in set_paths, -difflib.SequenceMatcher(None, section, other).ratio()
-
     if wanted in places and section not in known:  # its section alone is misspelt
-        return [min(places[wanted], key=distance)]
+        near = difflib.get_close_matches(key, places[wanted], n=1)
+        return near or [places[wanted][0]]
     here = [name for name, paths in places.items() if f"{section}.{name}".lstrip(".") in paths]
     names = [
         *difflib.get_close_matches(wanted, places, n=1),
         *difflib.get_close_matches(wanted, here, n=1),
     ]
-    return [min(places[name], key=distance) for name in dict.fromkeys(names)]
+
+    def rank(path: str) -> tuple[bool, bool]:
+        return path not in set_paths, path.rpartition(".")[0] != section
+
+    return [min(places[name], key=rank) for name in dict.fromkeys(names)]
 
 
 def _is_known(key: str, config: Mapping[str, Any], known: Known) -> bool:
