@@ -27,7 +27,7 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.types import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
+from mindspeed_qerl.recipe.features import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 

@@ -14,6 +14,7 @@ from mindspeed_qerl.layout.rules import layout_faults
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
+from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import read_rows
@@ -77,7 +78,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
             f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
             f"{error}"
         ) from error
-    return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
+    small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
+    return replace(small, sections=to_config(small)), found
 
 
 def layers_to_rehearse(plan: Plan, asked: int | str) -> int:
