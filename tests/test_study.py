@@ -21,6 +21,7 @@ def study(monkeypatch):
     spec = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "study.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "study", module)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     spec.loader.exec_module(module)
     monkeypatch.setitem(
         module.STUDIES,

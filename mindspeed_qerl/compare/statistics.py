@@ -3,7 +3,6 @@ more.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,7 +43,7 @@ def estimate(values: np.ndarray) -> Estimate:
     V_q that between the questions' means over theirs, less the part that is noise of single
     answers, which V_s holds already. Never narrower than Student's interval of the seeds' means, so
     it keeps that one's promise; a bootstrap over a handful of seeds does not keep it (Owen, Annals
-    of Applied Statistics 1, 2007; tests/runs/test_statistics.py).
+    of Applied Statistics 1, 2007; tests/compare/test_statistics.py).
 
     With one seed the interval speaks of other questions only.
     """
@@ -113,31 +112,3 @@ def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = Non
         ),
         None,
     )
-
-
-def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
-    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv
-    2107.03374).
-
-    >>> pass_at(2, np.array([0, 1, 4]), 4)
-    array([0. , 0.5, 1. ])
-    """
-    wrong = samples - right[..., None] - np.arange(k)
-    return 1 - np.prod(np.maximum(wrong, 0) / (samples - np.arange(k)), axis=-1)
-
-
-def grouped(values: np.ndarray, groups: Sequence[int]) -> np.ndarray:
-    """[seeds, groups] of `values` [seeds, questions], with the mean of every seed: questions of one
-    group (`groups`: the number of each question's, from 0) vary together, so other groups, not
-    other questions, might have been asked.
-
-    A group of n questions has the overall mean plus what it is off, times n over the mean n (the
-    linearised mean of clusters of different sizes: Cochran, Sampling Techniques, 1977, chapter 9A).
-
-    >>> grouped(np.array([[0.0, 1.0, 1.0, 1.0]]), [0, 0, 0, 1])
-    array([[0.625, 0.875]])
-    """
-    sizes = np.bincount(groups)
-    means = np.stack([np.bincount(groups, weights=row) for row in values]) / sizes
-    overall = values.mean()
-    return overall + sizes / sizes.mean() * (means - overall)

@@ -88,9 +88,8 @@ def learning(columns: Columns, evals: Rows) -> Figure | None:
             np.array([row[f"interval_{end}"] for row in scored]) for end in ("low", "high")
         )
         bars = dict(marker="o", markersize=5, capsize=3, elinewidth=1.2)
-        axes.errorbar(
-            evaluated, accuracy, yerr=[accuracy - low, high - accuracy], color=RED, **bars
-        )
+        margins = np.array([accuracy - low, high - accuracy])
+        axes.errorbar(evaluated, accuracy, yerr=margins, color=RED, **bars)
         above = dict(xytext=(0, 5), textcoords="offset points", ha="center", color=RED, fontsize=9)
         for k in {0, len(scored) - 1}:
             place = evaluated[k], np.fmax(high[k], accuracy[k])

@@ -77,10 +77,11 @@ def test_summary_is_what_the_files_say(made_run):
 
 def test_a_killed_run_gets_its_report(run_killed):
     run = run_killed(
-        "writer = MetricsWriter(run, tensorboard=False)\nwriter.log_eval(0, {'accuracy': 0.25, "
-        "'standard_error': 0.02, 'interval_low': 0.2, 'interval_high': 0.3})\nfor step in (1, 2): writer.log(step, {'reward/mean': 0.5, "
-        "'time/step': 1.0, 'time/rollout': 0.6})\nopen(run.metrics_file, 'a').write('{\"step\": "
-        "3, \"rew')\n"
+        "writer = MetricsWriter(run, tensorboard=False)\n"
+        "writer.log_eval(0, {'accuracy': 0.25, 'interval_low': 0.2, 'interval_high': 0.3})\n"
+        "for step in (1, 2):\n"
+        "    writer.log(step, {'reward/mean': 0.5, 'time/step': 1.0, 'time/rollout': 0.6})\n"
+        "open(run.metrics_file, 'a').write('{\"step\": 3, \"rew')\n"
     )
     terminal, summary, pictures = report(run)
     for line in (

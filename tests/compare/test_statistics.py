@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mindspeed_qerl.compare.statistics import Estimate, estimate, grouped, seeds_needed
+from mindspeed_qerl.compare.statistics import Estimate, estimate, seeds_needed
 
 
 def differences(
@@ -76,25 +76,6 @@ def test_a_bootstrap_over_so_few_seeds_does_not_keep_that_promise():
         return low > 0 or high < 0
 
     assert false_verdicts(bootstrap, 3, 0.8, 0.0) > 0.15
-
-
-def test_questions_that_vary_together_are_judged_as_groups():
-    """Groups of very different sizes; a treatment that helps in some and harms in others."""
-    generator = np.random.default_rng(7)
-    groups = np.repeat(np.arange(32), generator.geometric(1 / 16, 32))
-    seen = {"questions": 0, "groups": 0}
-    for _ in range(400):
-        of_group = generator.normal(0, 0.1, 32)
-        values = (
-            of_group[groups]
-            + generator.normal(0, 0.02, (12, 1))
-            + generator.normal(0, 0.3, (12, len(groups)))
-        )
-        together = grouped(values, groups)
-        np.testing.assert_allclose(together.mean(1), values.mean(1))
-        seen["questions"] += estimate(values).p < 0.05
-        seen["groups"] += estimate(together).p < 0.05
-    assert seen["groups"] <= stats.binom.ppf(0.999, 400, 0.05) and seen["questions"] > 80, seen
 
 
 def test_with_noise_of_seeds_alone_it_is_students_interval_of_the_seeds_means():
