@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
@@ -411,15 +412,15 @@ def _runs_below(parent: Path) -> list[tuple[RunDirectory, str, dict[str, Any]]]:
             started = datetime.fromisoformat(status["started"]).timestamp()
             runs.append((started, run, status["state"], config))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(
-                f"warning: {run.path} is damaged and is skipped ({reason}); move it away to "
-                "silence this",
-                file=sys.stderr,
-                flush=True,
-            )
+            _warn_damaged(run.path, f"{type(error).__name__}: {error}")
     runs.sort(key=itemgetter(0), reverse=True)
     return [entry[1:] for entry in runs]
+
+
+@cache  # once a process: a sweep looks again for each of its runs
+def _warn_damaged(path: Path, reason: str) -> None:
+    words = f"{path} is damaged and is skipped ({' '.join(reason.split())})"
+    print(f"warning: {words}; move it away to silence this", file=sys.stderr, flush=True)
 
 
 def _make_new(parent: Path, stem: str) -> Path:

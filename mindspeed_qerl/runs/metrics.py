@@ -177,14 +177,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    *lines, _ = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             nonfinite = row.pop("nonfinite", {})
             rows.append(row | {name: float(text) for name, text in nonfinite.items()})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
+            if number == len(lines):  # what follows the last newline
+                break
             raise ValueError(
                 f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
                 "Remove the line to read the rest"
