@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -51,16 +51,30 @@ class Group:
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
-    def matrix(self, step: int, questions: Sequence[str], seeds: Iterable[int]) -> np.ndarray:
-        """Scores [seeds, questions] after `step` updates."""
-        by_seed = {run.seed: run.scores[step] for run in self.runs}
-        return np.array([[by_seed[seed][question] for question in questions] for seed in seeds])
+    def scores(
+        self, steps: Sequence[int], questions: Sequence[str], seeds: Sequence[int]
+    ) -> np.ndarray:
+        """Float64 [seeds, steps, questions], after so many updates."""
+        by_seed = {run.seed: run.scores for run in self.runs}
+        places = product(seeds, steps, questions)
+        scores = [by_seed[seed][step][question] for seed, step, question in places]
+        return np.reshape(scores, (len(seeds), len(steps), len(questions)))
 
     def reward(self) -> dict[int, Estimate]:
         """The training reward by step, of the steps that all runs have."""
-        steps = sorted(set.intersection(*(set(run.rewards) for run in self.runs)))
-        rewards = {step: np.array([[run.rewards[step]] for run in self.runs]) for step in steps}
-        return {step: estimate(values) for step, values in rewards.items()}
+        steps = shared(run.rewards for run in self.runs)
+        rewards = [run.rewards[step] for run, step in product(self.runs, steps)]
+        return by_step(steps, np.reshape(rewards, (len(self.runs), len(steps), 1)))
+
+
+def shared(values: Iterable[Iterable[int]]) -> list[int]:
+    """What all have, in order."""
+    return sorted(set.intersection(*map(set, values)))
+
+
+def by_step(steps: Sequence[int], values: np.ndarray) -> dict[int, Estimate]:
+    """The mean over seeds and questions at each step. values: [seeds, steps, questions]."""
+    return {step: estimate(values[:, number]) for number, step in enumerate(steps)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class Comparison:
     verdicts: list[Verdict]
 
     def to_json(self) -> dict[str, Any]:
-        numbers, groups, notes = asdict(self), [], {}
+        groups, notes = [], {}
         for group in self.groups:
             entry = {
                 "name": group.name,
@@ -104,13 +118,12 @@ class Comparison:
             }
             groups.append(entry)
             notes |= {str(run.path): run.notes for run in group.runs if run.notes}
-        return {
-            "groups": groups,
-            "left_out": [{"run": str(run.path), "reasons": run.faults} for run in self.left_out],
-            "notes": notes,
-            "questions": len(self.questions),
-            **{name: numbers[name] for name in ("accuracy", "reward", "difference", "verdicts")},
-        }
+        numbers = asdict(replace(self, groups=[], left_out=[], questions=[]))
+        for name in ("steps", "differing"):
+            del numbers[name]
+        left_out = [{"run": str(run.path), "reasons": run.faults} for run in self.left_out]
+        own = dict(groups=groups, left_out=left_out, notes=notes, questions=len(self.questions))
+        return numbers | own
 
 
 def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
@@ -130,34 +143,31 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     by_config: dict[str, list[ComparedRun]] = {}
     for run in kept:
         by_config.setdefault(_key(run), []).append(run)
-    steps = sorted(set.intersection(*(set(run.scores) for run in kept)))
+    steps = shared(run.scores for run in kept)
     if not steps:
         raise ConfigError("the runs share no step after which all were evaluated")
-    evaluations = [run.scores[step] for run in kept for step in steps]
-    shared = set.intersection(*map(set, evaluations))
-    questions = [question for question in kept[0].scores[steps[-1]] if question in shared]
+    evaluations = chain.from_iterable(run.scores.values() for run in kept)
+    common = set.intersection(*map(set, evaluations))
+    questions = [question for question in kept[0].scores[steps[-1]] if question in common]
     if not questions:
         raise ConfigError("the runs were not asked the same questions: none is common to all")
-    members = list(by_config.values())
-    differing = _differing([runs[0].config for runs in members])
-    groups = _named(members, differing)
+    differing = _differing([json.loads(config) for config in by_config])
+    groups = _named([*by_config.values()], differing)
     base = _find_baseline(groups, baseline)
-    others = [group for group in groups if group is not base]
-    groups = [base, *others]
-    accuracy: BySteps = {}
+    groups.remove(base)
+    accuracy, difference, verdicts = {}, {}, []
+    for group in (base, *groups):
+        scores = group.scores(steps, questions, group.seeds)
+        accuracy[group.name] = by_step(steps, scores)
     for group in groups:
-        scores = {step: group.matrix(step, questions, group.seeds) for step in steps}
-        accuracy[group.name] = {step: estimate(values) for step, values in scores.items()}
-    difference: BySteps = {}
-    verdicts = []
-    for group in others:
         seeds = [seed for seed in group.seeds if seed in base.seeds]
-        by_step = difference[group.name] = {}
-        for step in steps if seeds else ():
-            scores = group.matrix(step, questions, seeds)
-            by_step[step] = estimate(scores - base.matrix(step, questions, seeds))
-        last = by_step.get(steps[-1])
-        verdicts.append(_verdict(group.name, base.name, seeds, last, len(others)))
+        values = difference[group.name] = {}
+        if seeds:
+            scores = group.scores(steps, questions, seeds) - base.scores(steps, questions, seeds)
+            values |= by_step(steps, scores)
+        last = values.get(steps[-1])
+        verdicts.append(_verdict(group.name, base.name, seeds, last, len(groups)))
+    groups.insert(0, base)
     reward = {group.name: group.reward() for group in groups}
     return Comparison(
         groups, differing, left_out, steps, questions, accuracy, reward, difference, verdicts

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from mindspeed_qerl.common.files import json_text
-from mindspeed_qerl.compare.comparison import SIGNIFICANCE, BySteps, Comparison, Verdict
+from mindspeed_qerl.compare.comparison import SIGNIFICANCE, BySteps, Comparison, Verdict, shared
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
 from mindspeed_qerl.runs.plots import (
     BLUE,
@@ -37,7 +37,7 @@ EXPLAINED = (
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
+    files = list(map(folder.joinpath, ("comparison.md", "comparison.json", "comparison.png")))
     picture = "\n![accuracy, difference and reward by step](comparison.png)\n"
     files[0].write_text(to_markdown(comparison) + picture, encoding="utf-8")
     files[1].write_text(json_text(comparison.to_json()), encoding="utf-8")
@@ -99,8 +99,8 @@ def to_markdown(comparison: Comparison) -> str:
         columns[f"difference to {names[0]}"] = comparison.difference
     lines += ["", "## Accuracy by step", "", *_by_step(columns, comparison.steps, names)]
     if all(comparison.reward.values()):
-        shared = set.intersection(*(set(by_step) for by_step in comparison.reward.values()))
-        steps = [step for step in comparison.steps if step in shared] or [max(shared)]
+        steps = shared(comparison.reward.values())
+        steps = shared([steps, comparison.steps]) or steps[-1:]
         table = _by_step({"training reward": comparison.reward}, steps, names)
         lines += ["", "## Training reward by step", "", *table]
     # a pattern's star in a name is no emphasis
@@ -142,6 +142,11 @@ def _by_step(columns: dict[str, BySteps], steps: Sequence[int], names: list[str]
     return markdown_table(["step", "group", *columns], rows)
 
 
+def _ends(by_step: dict[int, Estimate]) -> np.ndarray:
+    """[3, steps]: means, and the lower and upper ends of their intervals."""
+    return np.array([(value.mean, value.low, value.high) for value in by_step.values()]).T
+
+
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy, its difference to the baseline, and training reward, by step, with 95 % intervals."""
     names = [group.name for group in comparison.groups]
@@ -154,9 +159,7 @@ def draw(comparison: Comparison, file: Path) -> None:
         axes.set(title=title)
         for number, (name, by_step) in enumerate(estimates.items()):
             shift = offset * (number - (len(estimates) - 1) / 2)
-            means = np.array([value.mean for value in by_step.values()])
-            low = np.array([value.low for value in by_step.values()])
-            high = np.array([value.high for value in by_step.values()])
+            means, low, high = _ends(by_step)
             style = dict(color=colors[name], marker=markers[name], markersize=4)
             bars = dict(yerr=np.array([means - low, high - means]), capsize=3, elinewidth=1.2)
             axes.errorbar(np.array([*by_step]) + shift, means, **bars, **style, label=name)
@@ -173,7 +176,7 @@ def draw(comparison: Comparison, file: Path) -> None:
     def reward(axes: Axes) -> None:
         half = 0
         for name, by_step in comparison.reward.items():
-            means = np.array([value.mean for value in by_step.values()])
+            means = _ends(by_step)[0]
             half = half_window(len(means))
             if half:
                 axes.plot([*by_step], means, color=colors[name], alpha=0.25, linewidth=0.6)
@@ -188,8 +191,9 @@ def draw(comparison: Comparison, file: Path) -> None:
         panels.append(reward)
     with mpl.rc_context(STYLE):
         figure = stack(panels, comparison.steps, panel_height=2.8)
-        legends = [group.legend.replace("$", r"\$") for group in comparison.groups]
-        legends = [textwrap.fill(legend, LEGEND_WIDTH) for legend in legends]
+        legends = []
+        for group in comparison.groups:
+            legends.append(textwrap.fill(group.legend.replace("$", r"\$"), LEGEND_WIDTH))
         handles = figure.axes[0].get_legend_handles_labels()[0]
         figure.legend(handles, legends, loc="outside lower center", fontsize=8)
         figure.savefig(file, dpi=130)

@@ -61,13 +61,12 @@ def estimate(values: np.ndarray) -> Estimate:
         _half_width, of_seeds=of_seeds, seeds=seeds, of_questions=of_questions, questions=questions
     )
     least = 1e-12
-    p = (
-        1.0
-        if mean == 0
-        else least
-        if half(least) <= abs(mean)
-        else brentq(lambda p: half(p) - abs(mean), least, 1.0)
-    )
+    if mean == 0:
+        p = 1.0
+    elif half(least) <= abs(mean):
+        p = least
+    else:
+        p = brentq(lambda p: half(p) - abs(mean), least, 1.0)
     return Estimate(
         mean, mean - half(0.05), mean + half(0.05), p, float(of_seeds), float(of_questions), seeds
     )
@@ -77,13 +76,14 @@ def _half_width(
     p: float, of_seeds: float, seeds: int, of_questions: float, questions: int
 ) -> float:
     """Half the width of the interval that 1 - p of the cases are in."""
-    parts = ((of_seeds, seeds), (of_questions, questions))
-    return math.sqrt(
-        sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance)
-    )
+    squares = 0.0
+    for variance, count in ((of_seeds, seeds), (of_questions, questions)):
+        if variance:
+            squares += variance * stdtrit(count - 1, p / 2) ** 2
+    return math.sqrt(squares)
 
 
-def effect_shown(seen: Estimate, seeds: int, limit: float = 0.05) -> float:
+def effect_shown(seen: Estimate, seeds: float, limit: float = 0.05) -> float:
     """The smallest difference that `seeds` seeds would show, p below `limit`, with a power of 80%,
     if seeds and questions vary as they were seen to.
     """
@@ -99,16 +99,9 @@ def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = Non
     `MOST_SEEDS`.
     """
     wanted = abs(seen.mean if effect is None else effect)
-    if (
-        sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
-        > wanted
-    ):
+    if effect_shown(seen, math.inf, limit) > wanted:
         return None
-    return next(
-        (
-            count
-            for count in range(LEAST_SEEDS, MOST_SEEDS + 1)
-            if effect_shown(seen, count, limit) <= wanted
-        ),
-        None,
-    )
+    for count in range(LEAST_SEEDS, MOST_SEEDS + 1):
+        if effect_shown(seen, count, limit) <= wanted:
+            return count
+    return None
