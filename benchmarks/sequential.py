@@ -38,7 +38,8 @@ def limits(counts: tuple[int, ...], alpha: float) -> tuple[float, ...]:
     McPherson and Rowe, J. R. Stat. Soc. A 132, 1969). What seeds and questions share makes looks
     more alike, and the share smaller.
 
-    >>> [round(limit, 4) for limit in limits((1, 2, 3, 4, 5), 0.05)]  # z of 4.88, 3.36, 2.68, 2.29, 2.03
+    >>> # z of 4.88, 3.36, 2.68, 2.29, 2.03
+    >>> [round(limit, 4) for limit in limits((1, 2, 3, 4, 5), 0.05)]
     [0.0, 0.0008, 0.0074, 0.022, 0.0422]
     """
     fractions = np.array(counts) / counts[-1]

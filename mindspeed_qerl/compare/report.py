@@ -148,7 +148,7 @@ def _ends(by_step: dict[int, Estimate]) -> np.ndarray:
 
 
 def draw(comparison: Comparison, file: Path) -> None:
-    """Accuracy, its difference to the baseline, and training reward, by step, with 95 % intervals."""
+    """Accuracy, its difference to the baseline, and training reward by step; 95 % intervals."""
     names = [group.name for group in comparison.groups]
     colors = dict(zip(names, COLORS * len(names)))
     markers = dict(zip(names, MARKERS * len(names)))

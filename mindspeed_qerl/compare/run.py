@@ -14,7 +14,8 @@ from yaml import YAMLError
 
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.runs.directory import RunDirectory, dotted
+from mindspeed_qerl.runs.description import dotted
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 BOOKKEEPING = (  # what changes no number of a run

@@ -82,26 +82,35 @@ def _proved(
         f"{last['reward/mean']:.3f} in the last step (random weights that say numbers; it means "
         "nothing more)."
     )
-    yield f"Evaluation ran after {' and '.join(str(row['step']) for row in evaluations)} steps, noise off."
+    evaluated = " and ".join(str(row["step"]) for row in evaluations)
+    yield f"Evaluation ran after {evaluated} steps, noise off."
 
 
 def _not_proved(
     recipe: Recipe, plan: Plan, facts: Mapping[str, Any], unused: Sequence[str]
 ) -> Iterator[str]:
-    yield "The NPU: its kernels and their numbers, HCCL, speed, and memory, which `tools/plan_layout.py` estimates."
-    if (
-        rehearsed := layers_to_rehearse(plan, recipe.rehearsal.layers)
-    ) < plan.shape.num_hidden_layers:
+    yield (
+        "The NPU: its kernels and their numbers, HCCL, speed, and memory, which "
+        "`tools/plan_layout.py` estimates."
+    )
+    rehearsed, layers = (
+        layers_to_rehearse(plan, recipe.rehearsal.layers),
+        plan.shape.num_hidden_layers,
+    )
+    if rehearsed < layers:
         yield (
-            f"Depth: {rehearsed} of {plan.shape.num_hidden_layers} layers, all of one kind, evenly "
-            "divided among the stages; rehearsal.layers=all runs them all."
+            f"Depth: {rehearsed} of {layers} layers, all of one kind, evenly divided among the "
+            "stages; rehearsal.layers=all runs them all."
         )
     yield (
         "The real model: its weights, widths, tokenizer and config.json; answers of real length; "
         "anything about accuracy."
     )
     if engine_of(recipe).UPSTREAM:
-        yield "vllm-ascend's kernels: its real code ran, on torch formulas for them (docs/emulation.md)."
+        yield (
+            "vllm-ascend's kernels: its real code ran, on torch formulas for them "
+            "(docs/emulation.md)."
+        )
         return
     yield (
         "Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true "

@@ -62,8 +62,9 @@ def mismatch_fault(
             rollout_quantization), so that only the lower bound holds. routed: the model has
             experts.
 
-    >>> mismatch_fault(2e-13, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
-    >>> mismatch_fault(7.7e-3, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)[:66]
+    >>> normal = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
+    >>> mismatch_fault(2e-13, **normal)
+    >>> mismatch_fault(7.7e-3, **normal)[:66]
     'k3 between the policy that sampled and the one that is trained is '
     """
     most = MOST_K3_ROUTED if routed else MOST_K3_BF16
@@ -244,7 +245,8 @@ def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
         movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
             the weights, and `lost`, the largest share of one tensor's move that did not arrive.
 
-    >>> sync_faults({"linear_qkv": dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)})
+    >>> entry = dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
+    >>> sync_faults({"linear_qkv": entry})
     []
     """
     return [
@@ -259,7 +261,7 @@ def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether every target moved so far that its arrival can be seen; arguments as `sync_faults`."""
+    """Whether every target moved far enough for its arrival to be seen; arguments: `sync_faults`."""
     return all(
         entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()
     )
@@ -276,7 +278,8 @@ def logprobs_fault(
             shape; the token that each speaks of. text: words for an answer's tokens.
 
     >>> tokens = np.array([[7, 8, 9]])
-    >>> logprobs_fault(np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]]), tokens, str)[:81]
+    >>> logprobs, mask = np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]])
+    >>> logprobs_fault(logprobs, mask, tokens, str)[:81]
     "the trained model gave nan as the log probability of token 2 of 2 of the answer '"
     """
     wrong = impossible(logprobs) & mask

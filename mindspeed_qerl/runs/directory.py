@@ -6,7 +6,8 @@
     versions.json   Python, machine, every installed package, the source's git commit, and what the
                     engine adds
     data.json       path, sha256, bytes and rows of each data file, and of the model's
-    status.json     state ("running", "finished" or "failed"), step, reason, started, ended, seed, id
+    status.json     state ("running", "finished" or "failed"), step, reason, started, ended, seed,
+                    id
     lock            held by the process that writes the run
     facts.json      what was measured once: start-up seconds, parameter counts, ... (`record`)
     metrics.jsonl, eval.jsonl, eval_answers.jsonl, rollouts.jsonl, tensorboard/ (metrics.py)
@@ -18,7 +19,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
@@ -31,12 +32,10 @@ from uuid import uuid4
 import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.common.files import hold, json_text, sha256, whole_checkpoints, write_whole
-from mindspeed_qerl.families.fingerprint import weights_digest
+from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
+from mindspeed_qerl.runs.description import describe_data, differences
 from mindspeed_qerl.runs.versions import own_versions
 
-SEEDS = ("seed", "megatron_training.seed")
-LABEL_LENGTH = 80  # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
 
 
@@ -158,7 +157,7 @@ class RunDirectory:
             raise ValueError(
                 f"{self.path} is finished after {status['step']} steps: there is nothing to resume"
             )
-        changed = _differences(before, config)
+        changed = differences(before, config)
         if other := changed.keys() - {*may_change, ACCEPTED}:
             lines = [line for key, line in changed.items() if key in other]
             raise ValueError(
@@ -175,7 +174,7 @@ class RunDirectory:
             write_whole(self.config_file, _to_yaml(config))
         started_with = self._json("versions.json")
         resumed_with = {**own_versions(), **versions}
-        self.other_versions = [*_differences(started_with, resumed_with).values()]
+        self.other_versions = [*differences(started_with, resumed_with).values()]
         if self.other_versions:
             write_whole(self.path / "versions.before.json", json_text(started_with))
             write_whole(self.path / "versions.json", json_text(resumed_with))
@@ -211,7 +210,7 @@ class RunDirectory:
         with `config`.
         """
         for run, state, started_with in _runs_below(parent):
-            other = _differences(started_with, config).keys() - {*may_change, ACCEPTED}
+            other = differences(started_with, config).keys() - {*may_change, ACCEPTED}
             if state != "finished" and not other and whole_checkpoints(run.checkpoints_dir):
                 return run
         return None
@@ -222,7 +221,7 @@ class RunDirectory:
         FileNotFoundError for a file that is missing.
         """
         for run, state, started_with in _runs_below(parent):
-            other = _differences(started_with, config).keys() - {ACCEPTED}
+            other = differences(started_with, config).keys() - {ACCEPTED}
             if state == "finished" and not other and not run.other_data(data_files):
                 return run
         return None
@@ -263,7 +262,7 @@ class RunDirectory:
         return {"run": self.id, "base": weights.get("sha256")}
 
     def check_owner(self, checkpoint: Path, owner: str | None) -> None:
-        """ValueError if `owner`, the id that a checkpoint has, is another run's; None: it has none."""
+        """ValueError if `owner`, the id that a checkpoint has, if any, is another run's."""
         if owner not in (None, self.id):
             raise ValueError(
                 f"{checkpoint} is of another run (id {owner}; {self.path} has {self.id}): bring "
@@ -316,88 +315,6 @@ class RunDirectory:
 
     def _note(self, **changes: Any) -> None:
         write_whole(self.status_file, json_text({**self.status(), **changes}))
-
-
-def label_of(overrides: Sequence[str]) -> str:
-    """Overrides of a command line, short, as a part of a folder's name: group=choice, last part of
-    a key=value, at most `LABEL_LENGTH` characters. Left out are the seed, which stands behind the
-    label, and `run.*`, which changes nothing but where the run is.
-
-    >>> label_of(["aqn=off", "actor_config.lr=1e-5", "seed=3", "run.root=/tmp"])
-    'aqn=off_lr=1e-5'
-    >>> label_of(["aqn.enabled=false", "model=/models/Qwen3 30B", "+aqn.targets=[input,post_attention]"])
-    'aqn.enabled=false_model=Qwen3-30B_targets=input-post_attention'
-    """
-    words = []
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key in SEEDS or key.startswith("run."):
-            continue
-        parts = key.split(".")
-        short_key = ".".join(parts[-2:] if parts[-1] in ("enabled", "seed") else parts[-1:])
-        short_value = value.rstrip("/").rpartition("/")[2] or "none"
-        pair = [
-            re.sub(r"[^A-Za-z0-9.+_]+", "-", text).strip("-") for text in (short_key, short_value)
-        ]
-        words.append("=".join(pair))
-    return "_".join(words)[:LABEL_LENGTH]
-
-
-def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, Any]]:
-    """Absolute path, sha256, size in bytes and rows (of .parquet and .jsonl; None for other kinds)
-    of each data file; of a folder with weights the digest of these (fingerprint.py), and no size.
-    FileNotFoundError for one that is missing.
-    """
-    described = {}
-    for label, path in data_files.items():
-        path = Path(path)
-        if path.is_dir():
-            digest, size, rows = weights_digest(path), None, None
-        elif path.is_file():
-            digest, size, rows = sha256(path), path.stat().st_size, _count_rows(path)
-        else:
-            raise FileNotFoundError(f"data file {path} does not exist or is not a file")
-        entry = {"path": str(path.absolute()), "sha256": digest, "bytes": size, "rows": rows}
-        described[label] = entry
-    return described
-
-
-def _count_rows(path: Path) -> int | None:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_metadata(path).num_rows
-    if path.suffix == ".jsonl":
-        with open(path, "rb") as file:
-            return sum(1 for line in file if line.strip())
-    return None
-
-
-def dotted(value: Any, name: str = "") -> dict[str, Any]:
-    """The values of a nested config by dotted key; a section that is empty is a value.
-
-    >>> dotted({"aqn": {"enabled": True, "exclude": []}, "task": {}})
-    {'aqn.enabled': True, 'aqn.exclude': [], 'task': {}}
-    """
-    if not isinstance(value, dict) or not value:
-        return {name: value}
-    leaves = {}
-    for part in value:
-        leaves |= dotted(value[part], f"{name}.{part}".lstrip("."))
-    return leaves
-
-
-def _differences(before: Any, after: Any) -> dict[str, str]:
-    """A line for each key whose value changed, `run.resume` aside; one that is not there is none."""
-    before, after = dotted(before), dotted(after)
-    lines = {}
-    for key in dict.fromkeys([*before, *after]):
-        was, now = (
-            repr(values[key]) if key in values else "not there" for values in (before, after)
-        )
-        if before.get(key) != after.get(key) and key != "run.resume":
-            lines[key] = f"{key} was {was} and is {now}"
-    return lines
 
 
 def _runs_below(parent: Path) -> list[tuple[RunDirectory, str, dict[str, Any]]]:

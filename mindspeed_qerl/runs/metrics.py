@@ -5,8 +5,8 @@ in 0..1:
 
     reward/mean, reward/std
     reward/groups_with_signal        fraction of groups whose rewards differ
-    reward/kl                        KL to the base model that is taken off a reward, nats an answer,
-                                     before its coefficient
+    reward/kl                        KL to the base model that is taken off a reward, nats per
+                                     answer, before its coefficient
     response/length_mean             tokens
     response/truncated_fraction      cut off at the length limit
     loss/policy, loss/kl, loss/entropy, loss/total

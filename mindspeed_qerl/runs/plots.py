@@ -1,4 +1,4 @@
-"""The pictures of a run, drawn from the rows that it left behind; None where there is nothing to draw.
+"""The pictures of a run, drawn from the rows that it left behind; None where nothing was logged.
 
 `columns` is what `read_columns(metrics.jsonl)` returns, `evals` the rows of eval.jsonl. Colours are
 Okabe and Ito's, which colour-blind readers can tell apart; lines that share axes also differ in
@@ -84,9 +84,8 @@ def learning(columns: Columns, evals: Rows) -> Figure | None:
     def draw_accuracy(axes: Axes) -> None:
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
         accuracy = np.array([row["accuracy"] for row in scored])
-        low, high = (
-            np.array([row[f"interval_{end}"] for row in scored]) for end in ("low", "high")
-        )
+        low = np.array([row.get("interval_low", math.nan) for row in scored])
+        high = np.array([row.get("interval_high", math.nan) for row in scored])
         bars = dict(marker="o", markersize=5, capsize=3, elinewidth=1.2)
         margins = np.array([accuracy - low, high - accuracy])
         axes.errorbar(evaluated, accuracy, yerr=margins, color=RED, **bars)

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from mindspeed_qerl.runs import directory, versions
-from mindspeed_qerl.runs.directory import RunDirectory, describe_data, label_of
+from mindspeed_qerl.runs.description import LABEL_LENGTH, describe_data, label_of
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.versions import git_state
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
@@ -109,7 +110,7 @@ def test_runs_of_one_second_get_directories_of_their_own(tmp_path, monkeypatch):
     ],
 )
 def test_labels_are_short_and_fit_a_folders_name(tmp_path, overrides, label):
-    assert label_of(overrides) == label and len(label) <= directory.LABEL_LENGTH
+    assert label_of(overrides) == label and len(label) <= LABEL_LENGTH
     assert create(tmp_path, label=label).path.parent == tmp_path / "run"
 
 

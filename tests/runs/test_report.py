@@ -199,8 +199,7 @@ def test_an_evaluation_of_one_problem_has_no_interval(new_run):
     with MetricsWriter(run, tensorboard=False) as writer:
         writer.log_eval(
             0,
-            {"accuracy": 1.0, "standard_error": math.nan}
-            | dict.fromkeys(("interval_low", "interval_high"), math.nan),
+            {"accuracy": 1.0, "standard_error": math.nan},
         )
     terminal, _, _ = report(run)
     assert "1.000 at step 0" in terminal
