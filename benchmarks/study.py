@@ -1,8 +1,7 @@
 """Studies of many runs: planned from a pilot, stopped by a stated rule, resumed where they were.
 
-    python benchmarks/study.py --study arithmetic --hours 8     # runs what is missing; killed, it
-    resumes python benchmarks/study.py --study arithmetic --tables      # only the tables and the
-    picture, from docs/studies/
+    python benchmarks/study.py --study arithmetic --hours 8   # runs what is missing
+    python benchmarks/study.py --study arithmetic --tables    # tables and picture of docs/studies/
 
 The studies (STUDIES) are tables of cells, each some overrides of a config, and of comparisons
 between two cells. Seed after seed, each cell gets a run of cli/train_grpo.py, in runs/studies,

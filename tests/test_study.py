@@ -260,13 +260,6 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
         study.run_cell("two", "other", 3, 1, tmp_path / "runs", [])
 
 
-def test_one_point_is_not_points(study):
-    assert [study.Study("", {}, (), effect=effect).points for effect in (0.01, 0.02)] == [
-        "1 point",
-        "2 points",
-    ]
-
-
 def test_the_studies_compare_cells_that_they_have(study):
     for each in study.STUDIES.values():
         for cell, baseline, measure in each.comparisons:

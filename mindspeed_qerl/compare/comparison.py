@@ -135,14 +135,17 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     or no question.
     """
     faults = _all_faults(runs)
-    left_out = [replace(run, faults=faults[run.path]) for run in runs if faults[run.path]]
-    kept = [run for run in runs if not faults[run.path]]
+    by_config: dict[str, list[ComparedRun]] = {}
+    left_out, kept = [], []
+    for run in runs:
+        if faults[run.path]:
+            left_out.append(replace(run, faults=faults[run.path]))
+        else:
+            kept.append(run)
+            by_config.setdefault(_key(run), []).append(run)
     if not kept:
         reasons = "\n".join(f"{run.path}: {'; '.join(run.faults)}" for run in left_out)
         raise ConfigError(f"none of {len(runs)} runs can be averaged in:\n{reasons}")
-    by_config: dict[str, list[ComparedRun]] = {}
-    for run in kept:
-        by_config.setdefault(_key(run), []).append(run)
     steps = shared(run.scores for run in kept)
     if not steps:
         raise ConfigError("the runs share no step after which all were evaluated")
@@ -255,8 +258,7 @@ def _named(groups: list[list[ComparedRun]], differing: list[str]) -> list[Group]
 
 def _find_baseline(groups: list[Group], asked: str | None) -> Group:
     if asked is None:
-        noiseless = [group for group in groups if group.config.get("aqn.enabled") is False]
-        return [*noiseless, *groups][0]
+        return min(groups, key=lambda group: group.config.get("aqn.enabled") is not False)
     matching = [group for group in groups if asked in (group.name, group.settings)]
     matching = matching or [group for group in groups if asked in group.settings]
     if len(matching) != 1:

@@ -4,6 +4,7 @@ import json
 import re
 import textwrap
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import matplotlib as mpl
@@ -90,10 +91,12 @@ def to_markdown(comparison: Comparison) -> str:
         runs = len(comparison.left_out) + sum(len(group.runs) for group in groups)
         lines += ["", f"## Left out: {len(comparison.left_out)} of {runs} runs", ""]
         lines += [f"- {run.path}: {'; '.join(run.faults)}" for run in comparison.left_out]
-    runs = [run for group in groups for run in group.runs if run.notes]
-    if runs:
-        lines += ["", "## Notes", ""]
-        lines += [f"- {run.path}: {'; '.join(run.notes)}" for run in runs]
+    noted = []
+    for run in chain.from_iterable(group.runs for group in groups):
+        if run.notes:
+            noted.append(f"- {run.path}: {'; '.join(run.notes)}")
+    if noted:
+        lines += ["", "## Notes", "", *noted]
     columns = {"accuracy": comparison.accuracy}
     if len(groups) > 1:
         columns[f"difference to {names[0]}"] = comparison.difference
@@ -109,23 +112,23 @@ def to_markdown(comparison: Comparison) -> str:
 
 def _groups(comparison: Comparison) -> list[str]:
     steps = sorted({comparison.steps[0], comparison.steps[-1]})
-    rows = []
+    header, rows = ["group", "seeds"], []
+    for step in steps:
+        header.append(f"accuracy after step {step}")
     for group in comparison.groups:
         accuracies = [interval(comparison.accuracy[group.name][step]) for step in steps]
         rows.append([group.name, ", ".join(map(str, group.seeds)), *accuracies])
-    return markdown_table(
-        ["group", "seeds", *(f"accuracy after step {step}" for step in steps)], rows
-    )
+    return markdown_table(header, rows)
 
 
 def _settings(comparison: Comparison) -> list[str]:
-    rows = []
-    for key in comparison.differing:
-        configs = [group.config for group in comparison.groups]
-        rows.append(
-            [key, *(json.dumps(config[key]) if key in config else "-" for config in configs)]
-        )
-    return markdown_table(["key", *(group.name for group in comparison.groups)], rows)
+    rows = [["key"]] + [[key] for key in comparison.differing]
+    for group in comparison.groups:
+        rows[0].append(group.name)
+        for row in rows[1:]:
+            key = row[0]
+            row.append(json.dumps(group.config[key]) if key in group.config else "-")
+    return markdown_table(rows[0], rows[1:])
 
 
 def _by_step(columns: dict[str, BySteps], steps: Sequence[int], names: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +79,16 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """
     runs: dict[Path, None] = {}
     for path in paths:
-        files = [file.relative_to(path) for file in Path(path).rglob("status.json")]
-        folders = [file.parent for file in files if "checkpoints" not in file.parts]
+        folders = []
+        for file in sorted(Path(path).rglob("status.json")):
+            if "checkpoints" not in file.relative_to(path).parts:
+                folders.append(file.parent.resolve())
         if not folders:
             raise ConfigError(
                 f"{path} is no run directory and holds none. A run directory is named like "
                 "<root>/<name>/2025-11-21_14-03-59_seed1"
             )
-        runs |= dict.fromkeys((path / folder).resolve() for folder in sorted(folders))
+        runs |= dict.fromkeys(folders)
     return list(runs)
 
 
@@ -116,7 +118,7 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         comparable["aqn.multipliers_file"] = profile
     git = versions["git"] or {}
     code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
-    code |= {name: versions["packages"][name] for name in PACKAGES if name in versions["packages"]}
+    code |= _part(versions["packages"], PACKAGES)
     code |= versions.get("upstream") or {}
     faults = _faults(run, rows, scores, comparable["megatron_training.train_iters"], evaluation)
     noise_faults, notes = check_noise(rows, comparable["aqn.enabled"])
@@ -125,19 +127,24 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     if accepted := dotted(config).get("run.accepted_checks"):
         names = ", ".join(map(str, np.atleast_1d(accepted)))
         notes.append(f"failed checks of its preflight were accepted: {names}")
-    adapted = [value for key, value in comparable.items() if key.endswith(".lora_target_modules")]
-    if any(adapted) and "lora_proved_after" not in facts:
-        notes.append("that its adapters reached the rollout engine was never proved")
-    rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
-    finite = {step: reward for step, reward in rewards.items() if math.isfinite(reward)}
-    if lost := len(rewards) - len(finite):
-        notes.append(f"no number as its reward: {lost} of {len(rewards)} steps")
+    for key, targets in comparable.items():
+        is_proved = not targets or "lora_proved_after" in facts
+        if key.endswith(".lora_target_modules") and not is_proved:
+            notes.append("that its adapters reached the rollout engine was never proved")
+    rewards, lost = {}, 0
+    for row in rows:
+        reward = row.get("reward/mean", 0.0)
+        if "reward/mean" in row and math.isfinite(reward):
+            rewards[row["step"]] = reward
+        lost += not math.isfinite(reward)
+    if lost:
+        notes.append(f"no number as its reward: {lost} of {lost + len(rewards)} steps")
     return ComparedRun(
         path=run.path,
         seed=status["seed"],
         config=comparable,
         scores=scores,
-        rewards=finite,
+        rewards=rewards,
         data=data,
         code=code,
         faults=(*faults, *noise_faults),
@@ -159,21 +166,27 @@ def _read_scores(
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             # of the format what an evaluation depends on
             quantization = summary.get("quantization") or {}
-            keys = [key for key in ("format", "lora", "ignore") if key in quantization]
-            summary["quantization"] = {key: quantization[key] for key in keys}
+            summary["quantization"] = _part(quantization, ("format", "lora", "ignore"))
     scores: dict[int, dict[str, float]] = {}
     for row in answers:
-        by_question, question = scores.setdefault(row["step"], {}), row["question"]
-        # one that is asked twice is numbered
-        names = chain([question], (f"{question} [{number}]" for number in count(2)))
-        name = next(name for name in names if name not in by_question)
+        by_question = scores.setdefault(row["step"], {})
+        name = row["question"]
+        for number in count(2):  # one that is asked twice is numbered
+            if name not in by_question:
+                break
+            name = f"{row['question']} [{number}]"
         by_question[name] = sum(row["scores"]) / len(row["scores"])
-    settings = {key: json.dumps(summary[key]) for key in EVALUATION_SETTINGS if key in summary}
+    settings = _part(summary, EVALUATION_SETTINGS)
+    settings = {key: json.dumps(value) for key, value in settings.items()}
     if scores:
         last = scores[max(scores)]
         digest = hashlib.sha256("\n".join(sorted(last)).encode()).hexdigest()
         settings |= {"last step": str(max(scores)), "questions": f"{len(last)} ({digest[:6]})"}
     return scores, settings
+
+
+def _part(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if key in values}
 
 
 def _faults(
@@ -196,8 +209,8 @@ def _faults(
         faults.append(f"it has no evaluation {evaluation!r}: make it with {command}")
     elif evaluation is None and train_iters not in scores:
         faults.append(f"its last step, {train_iters}, was not evaluated")
-    values = chain.from_iterable(by_question.values() for by_question in scores.values())
-    if not all(map(math.isfinite, values)):
+    total = sum(sum(by_question.values()) for by_question in scores.values())
+    if not math.isfinite(total):
         faults.append("some of its answers have a score that is no number")
     return faults
 
@@ -235,23 +248,23 @@ def check_noise(rows: list[dict[str, Any]], enabled: bool) -> tuple[list[str], l
     """Whether the noise that a run logged is what was asked for: (faults, notes). That it follows
     the schedule was checked in each of its steps (runs/checks.py).
     """
+    expected, measured = [], []
+    for row in rows:
+        if row.get("aqn/measured_std") and not enabled:
+            return [f"AQN is off in its config, but step {row['step']} had noise"], []
+        if row.get("aqn/expected_std"):
+            expected.append(row["aqn/expected_std"])
+            measured.append(row["aqn/measured_std"])
+            if not row["aqn/layers"]:
+                return [f"the noise of step {row['step']} reached no norm"], []
     if not enabled:
-        noisy = [row["step"] for row in rows if row.get("aqn/measured_std")]
-        return [f"AQN is off in its config, but step {step} had noise" for step in noisy[:1]], []
-    noisy = [row for row in rows if row.get("aqn/expected_std")]
-    if not noisy:
+        return [], []
+    if not expected:
         return ["AQN is on in its config, but no step had noise: it is a plain baseline"], []
-    for row in noisy:
-        if not row["aqn/layers"]:
-            return [f"the noise of step {row['step']} reached no norm"], []
-    expected = np.array([row["aqn/expected_std"] for row in noisy])
-    measured = np.array([row["aqn/measured_std"] for row in noisy])
-    means = [math.sqrt(np.mean(values**2)) for values in (measured, expected)]
-    if not LEAST_NOISE < means[0] / means[1] < MOST_NOISE:
-        words = (
-            f"a measured std of {means[0]:.3g} (root mean square) where {means[1]:.3g} was asked"
-        )
-        return [f"its noise was not as configured: over the run {words} for"], []
-    lost = int((measured < expected / 2).sum())
-    words = f"rounding took more than half of the noise in {lost} of {len(noisy)} noisy steps"
+    size, wanted = (math.hypot(*stds) / math.sqrt(len(stds)) for stds in (measured, expected))
+    if not LEAST_NOISE < size / wanted < MOST_NOISE:
+        words = f"a measured std of {size:.3g} (root mean square) where {wanted:.3g} was asked for"
+        return [f"its noise was not as configured: over the run {words}"], []
+    lost = sum(np.array(measured) < np.array(expected) / 2)
+    words = f"rounding took more than half of the noise in {lost} of {len(expected)} noisy steps"
     return [], [words] if lost else []
