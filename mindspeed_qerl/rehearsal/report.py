@@ -109,7 +109,7 @@ def _not_proved(
     if engine_of(recipe).UPSTREAM:
         yield (
             "vllm-ascend's kernels: its real code ran, on torch formulas for them "
-            "(docs/emulation.md)."
+            "(docs/architecture.md)."
         )
         return
     yield (
