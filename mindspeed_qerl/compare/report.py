@@ -14,16 +14,7 @@ from matplotlib.axes import Axes
 from mindspeed_qerl.common.files import json_text
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE, BySteps, Comparison, Verdict, shared
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
-from mindspeed_qerl.runs.plots import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    STYLE,
-    half_window,
-    moving_mean,
-    stack,
-)
+from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, draw_series, stack
 from mindspeed_qerl.runs.report import markdown_table
 
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
@@ -177,15 +168,9 @@ def draw(comparison: Comparison, file: Path) -> None:
         draw_bars(axes, title, comparison.difference)
 
     def reward(axes: Axes) -> None:
-        half = 0
-        for name, by_step in comparison.reward.items():
-            means = _ends(by_step)[0]
-            half = half_window(len(means))
-            if half:
-                axes.plot([*by_step], means, color=colors[name], alpha=0.25, linewidth=0.6)
-            axes.plot([*by_step], moving_mean(means, half), color=colors[name])
-        smoothed = f"; bold: mean of {2 * half + 1} steps" if half else ""
-        axes.set(title=f"Training reward (mean over seeds{smoothed})")
+        axes.set(title="Training reward (mean over seeds; of a long run also over steps)")
+        for name, values in comparison.reward.items():
+            draw_series(axes, np.array([*values]), _ends(values)[0], colors[name])
 
     panels = [accuracy]
     if any(comparison.difference.values()):

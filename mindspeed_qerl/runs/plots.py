@@ -77,7 +77,7 @@ def learning(columns: Columns, evals: Rows) -> Figure | None:
 
     def draw_reward(axes: Axes) -> None:
         axes.set(title="Training reward", ylabel="mean reward")
-        _draw_series(axes, steps, rewards, BLUE)
+        draw_series(axes, steps, rewards, BLUE)
         _legend(axes)
         _limit_fractions(axes, rewards)
 
@@ -257,13 +257,6 @@ def _positive(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     return steps[values != 0], abs(values[values != 0])
 
 
-def half_window(points: int) -> int:
-    """Neighbours on either side that a long series is averaged over, together a twentieth of it; 0
-    for a short one.
-    """
-    return points // 40 if points > SMOOTHED_POINTS else 0
-
-
 def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
     """The mean of each value and `half` neighbours on either side, fewer at both ends.
 
@@ -295,7 +288,7 @@ def _lines(
         styles = zip((BLUE, RED), ("-", "--"))
         for (label, (steps, values)), (color, style) in zip(series.items(), styles):
             if len(steps):
-                _draw_series(axes, steps, values, color, style, label)
+                draw_series(axes, steps, values, color, style, label)
         if log:
             drawn = np.concatenate([values for _, values in series.values()])
             _log_axis(axes, drawn, "exactly 0 at every step")
@@ -312,7 +305,7 @@ def _lines(
     return [draw] if any(len(finite(columns, name)[0]) for name in labels) else []
 
 
-def _draw_series(
+def draw_series(
     axes: Axes,
     steps: np.ndarray,
     values: np.ndarray,
@@ -320,8 +313,10 @@ def _draw_series(
     linestyle: str = "-",
     label: str = "",
 ) -> None:
+    """A line by step; a long one pale, with the mean over a twentieth of its points on top."""
     style = dict(color=color, linestyle=linestyle)
-    if half := half_window(len(steps)):
+    if len(steps) > SMOOTHED_POINTS:
+        half = len(steps) // 40
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
         smoothed = f"mean of {2 * half + 1} steps"
         values, label = moving_mean(values, half), f"{label}, {smoothed}" if label else smoothed

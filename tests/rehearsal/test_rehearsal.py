@@ -63,36 +63,20 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     assert [*local.validate(small)] == []
     shape = read_shape(small.model.path)
     kept = (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_experts",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-        "tie_word_embeddings",
-        "model_type",
-        "rope_theta",
+        "num_attention_heads num_key_value_heads num_experts num_experts_per_tok norm_topk_prob "
+        "tie_word_embeddings model_type rope_theta"
     )
-    assert {key: getattr(shape, key) for key in kept} == {
-        key: getattr(before.shape, key) for key in kept
-    }
-    assert shape.num_hidden_layers == 6
-    assert [getattr(small.layout, key) for key in ("world", "tp", "pp", "ep")] == [
-        getattr(before.layout, key) for key in ("world", "tp", "pp", "ep")
-    ]
-    sizes = ("global_batch_size", "mini_batch_size", "samples_per_prompt", "micro_batch_size")
-    assert [getattr(small.batch, key) for key in sizes] == [
-        getattr(before.batch, key) for key in sizes
-    ]
-    assert (small.lora.r, small.lora.alpha, small.lora.targets) == (
-        32,
-        64,
-        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-    )
-    assert (small.noise.sigma_start, small.noise.sigma_end, small.noise.targets) == (
-        0.05,
-        0.0005,
-        "auto",
-    )
+    sizes = "global_batch_size mini_batch_size samples_per_prompt micro_batch_size"
+    for after, planned, names in (
+        (shape, before.shape, kept),
+        (small.layout, before.layout, "world tp pp ep"),
+        (small.batch, before.batch, sizes),
+        (small.lora, recipe.lora, "r alpha targets"),
+        (small.noise, recipe.noise, "enabled sigma_start sigma_end targets"),
+    ):
+        for key in names.split():
+            assert getattr(after, key) == getattr(planned, key), key
+    assert shape.num_hidden_layers == 6 and small.lora.r == 32 and small.noise.enabled
     schedule = small.noise.noise_schedule(small.run.train_iters)
     assert schedule.sigma(small.run.train_iters - 1) > 0, "the last step has noise"
     sampled = replace(
