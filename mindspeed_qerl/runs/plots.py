@@ -1,6 +1,6 @@
 """The pictures of a run, drawn from the rows that it left behind; None where nothing was logged.
 
-`columns` is what `read_columns(metrics.jsonl)` returns, `evals` the rows of eval.jsonl. Colours are
+`columns` and `evals` are what `read_columns` returns of metrics.jsonl and eval.jsonl. Colours are
 Okabe and Ito's, which colour-blind readers can tell apart; lines that share axes also differ in
 style or marker.
 """
@@ -44,7 +44,7 @@ Rows = list[dict[str, Any]]
 Panel = Callable[[Axes], None]
 
 
-def write_plots(columns: Columns, evals: Rows, folder: Path, title: str) -> list[Path]:
+def write_plots(columns: Columns, evals: Columns, folder: Path, title: str) -> list[Path]:
     """Write learning.png, exploration.png, noise.png, mismatch.png, routing.png and time.png, as
     far as there is something to draw; returns the files.
     """
@@ -69,11 +69,10 @@ def write_plots(columns: Columns, evals: Rows, folder: Path, title: str) -> list
     return written
 
 
-def learning(columns: Columns, evals: Rows) -> Figure | None:
+def learning(columns: Columns, evals: Columns) -> Figure | None:
     """Training reward by step, above held-out accuracy by updates done, with 95% intervals."""
     steps, rewards = finite(columns, "reward/mean")
-    scored = [row for row in evals if "accuracy" in row]
-    evaluated = [row["step"] for row in scored]
+    evaluated, accuracy = finite(evals, "accuracy")
 
     def draw_reward(axes: Axes) -> None:
         axes.set(title="Training reward", ylabel="mean reward")
@@ -83,20 +82,19 @@ def learning(columns: Columns, evals: Rows) -> Figure | None:
 
     def draw_accuracy(axes: Axes) -> None:
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
-        accuracy = np.array([row["accuracy"] for row in scored])
-        low = np.array([row.get("interval_low", math.nan) for row in scored])
-        high = np.array([row.get("interval_high", math.nan) for row in scored])
+        low = np.array(evals.get("interval_low", accuracy))
+        high = np.array(evals.get("interval_high", accuracy))
         bars = dict(marker="o", markersize=5, capsize=3, elinewidth=1.2)
         margins = np.array([accuracy - low, high - accuracy])
         axes.errorbar(evaluated, accuracy, yerr=margins, color=RED, **bars)
         above = dict(xytext=(0, 5), textcoords="offset points", ha="center", color=RED, fontsize=9)
-        for k in {0, len(scored) - 1}:
+        for k in {0, len(accuracy) - 1}:
             place = evaluated[k], np.fmax(high[k], accuracy[k])
             axes.annotate(f"{accuracy[k]:.3f}", place, **above)
         _limit_fractions(axes, accuracy)
 
     panels = [draw_reward] if len(steps) else []
-    if scored:
+    if len(evaluated):
         panels.append(draw_accuracy)
     return stack(panels, [*steps, *evaluated])
 
@@ -166,26 +164,25 @@ def routing(columns: Columns) -> Figure | None:
     """
     prefix = "routing/flipped/layer_"
     layers = sorted(int(name.removeprefix(prefix)) for name in columns if name.startswith(prefix))
-    percent = {name: [100 * share for share in columns[name]] for name in columns if "flip" in name}
-    shares = np.ma.masked_invalid([percent[f"{prefix}{layer}"] for layer in layers])
+    shares = np.ma.masked_invalid([columns[f"{prefix}{layer}"] for layer in layers])
     steps = np.array(columns["step"])
 
     def draw_layers(axes: Axes) -> None:
         axes.set(title="The same by layer", ylabel="layer")
         colors = axes.pcolormesh(steps, range(len(layers)), shares, cmap="viridis", vmin=0)
         below = dict(orientation="horizontal", fraction=0.08, aspect=60)
-        axes.figure.colorbar(colors, ax=axes, label="percent", **below)
+        axes.figure.colorbar(colors, ax=axes, label="fraction", **below)
         every = math.ceil(len(layers) / LAYER_LABELS)
         axes.set_yticks(range(0, len(layers), every), layers[::every])
         axes.grid(visible=False)
 
     title = "Replayed choices of experts that the trainer would have made otherwise"
     labels = {"routing/flipped": "all layers"}
-    panels = _lines(columns | percent, title, "percent", labels, beside=True)
+    panels = _lines(columns, title, "fraction", labels, beside=True)
     return stack([*panels, draw_layers] if panels else [], steps, heights=(1, 2))
 
 
-def time_per_part(columns: Columns, evals: Rows) -> Figure | None:
+def time_per_part(columns: Columns, evals: Columns) -> Figure | None:
     """Seconds per step, stacked by part; see `seconds_per_part`."""
     steps, parts = np.array(columns["step"]), seconds_per_part(columns, evals)
     edges = np.repeat(steps, 2) + np.tile([-0.5, 0.5], len(steps))
@@ -205,7 +202,7 @@ def time_per_part(columns: Columns, evals: Rows) -> Figure | None:
     return stack([draw] if parts and len(steps) else [], steps, panel_height=3.6)
 
 
-def seconds_per_part(columns: Columns, evals: Rows) -> dict[str, np.ndarray]:
+def seconds_per_part(columns: Columns, evals: Columns) -> dict[str, np.ndarray]:
     """Seconds of each part by step (0 where it was not run): the named parts, "other" for the rest
     of time/step, and "eval" for the evaluation after the step. Empty when no times were logged.
     """
@@ -213,8 +210,9 @@ def seconds_per_part(columns: Columns, evals: Rows) -> dict[str, np.ndarray]:
     parts = {part: np.nan_to_num(seconds) for part, seconds in logged.items()}
     if "time/step" in columns:
         parts["other"] = np.fmax(0.0, np.subtract(columns["time/step"], sum(parts.values())))
-        seconds_at = {row["step"]: row.get("seconds", 0.0) for row in evals}
-        parts["eval"] = np.array([seconds_at.get(step, 0.0) for step in columns["step"]])
+        parts["eval"] = np.zeros(len(columns["step"]))
+        for step, seconds in zip(*finite(evals, "seconds")):
+            parts["eval"][np.equal(columns["step"], step)] = seconds
     return parts
 
 

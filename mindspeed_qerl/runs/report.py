@@ -51,11 +51,11 @@ def write_report(run: RunDirectory) -> None:
     """
     title = " / ".join(run.path.absolute().parts[-2:])
     rows, columns = read_jsonl(run.metrics_file), read_columns(run.metrics_file)
-    evals = read_jsonl(run.eval_file)
+    evals, scored = read_columns(run.eval_file), read_jsonl(run.eval_file)
     stages = _stages(rows)
     sections = {
         "Run": _run(run, rows),
-        "Learning": _learning(columns, evals),
+        "Learning": _learning(columns, scored),
         "Train/rollout mismatch": _mismatch(columns),
         "AQN noise": _noise(rows),
         "LoRA": _lora(run.facts()),
@@ -82,9 +82,9 @@ def _run(run: RunDirectory, rows: Rows) -> Lines:
     return [("state", state), ("steps", steps), ("wall time", _duration(_wall_seconds(run)))]
 
 
-def _learning(columns: Columns, evals: Rows) -> Lines:
+def _learning(columns: Columns, scored: Rows) -> Lines:
     lines = []
-    if scored := [row for row in evals if "accuracy" in row]:
+    if scored:
         best = max(scored, key=itemgetter("accuracy"))
         for which, row in (("first", scored[0]), ("last", scored[-1]), ("best", best)):
             lines.append((f"held-out accuracy, {which}", _accuracy(row)))
@@ -127,7 +127,7 @@ def _lora(facts: dict[str, Any]) -> Lines:
     return lines
 
 
-def _time(run: RunDirectory, columns: Columns, evals: Rows) -> Lines:
+def _time(run: RunDirectory, columns: Columns, evals: Columns) -> Lines:
     parts = seconds_per_part(columns, evals)
     seconds = {part: float(sum(values)) for part, values in parts.items()}
     steps, total, facts = len(columns["step"]), sum(seconds.values()), run.facts()
