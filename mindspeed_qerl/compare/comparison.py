@@ -154,7 +154,7 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     questions = [question for question in kept[0].scores[steps[-1]] if question in common]
     if not questions:
         raise ConfigError("the runs were not asked the same questions: none is common to all")
-    differing = _differing([json.loads(config) for config in by_config])
+    differing = _differing([members[0].config for members in by_config.values()])
     groups = _named([*by_config.values()], differing)
     base = _find_baseline(groups, baseline)
     groups.remove(base)
