@@ -182,9 +182,7 @@ def _key(run: ComparedRun) -> str:
 
 
 def _all_faults(runs: Sequence[ComparedRun]) -> dict[Path, tuple[str, ...]]:
-    """Path -> why a run may not be averaged in: what it says itself, and what the others make of
-    it.
-    """
+    """Why a run may not be averaged in, by path: its own faults, and what differs from most."""
     faults = {run.path: run.faults for run in runs}
     usable = [run for run in runs if not run.faults]
     for what, words in COMMON.items() if usable else ():
@@ -272,7 +270,7 @@ def _find_baseline(groups: list[Group], asked: str | None) -> Group:
 def _verdict(
     group: str, baseline: str, seeds: list[int], difference: Estimate | None, comparisons: int
 ) -> Verdict:
-    """What `difference` says; with several groups the limit of p is divided by their number
+    """The verdict on `difference`; the limit of p is divided by the number of groups
     (Bonferroni).
     """
     word, needed, limit = "not distinguishable", None, SIGNIFICANCE / comparisons

@@ -238,8 +238,8 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
 
 
 def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What a proof of the sync, the rollout engine's weights against base + (alpha / r) B A, says
-    is wrong, by target.
+    """The targets whose weights in the rollout engine are not base + (alpha / r) B A, a sentence
+    for each.
 
     Args:
         movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
@@ -270,8 +270,8 @@ def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
 def logprobs_fault(
     logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray, text: Callable[[np.ndarray], str]
 ) -> str | None:
-    """Whether the log probabilities of the tokens to train are some; names the answer that has one
-    that is none.
+    """Whether the log probabilities of the tokens to train are valid; names the first answer that
+    has an invalid one.
 
     Args:
         logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same
@@ -295,8 +295,8 @@ def logprobs_fault(
 
 
 def impossible(logprobs: np.ndarray) -> np.ndarray:
-    """Which log probabilities are none, of the same shape: NaN, -infinity, or above 0 by more than
-    rounding.
+    """Which values cannot be log probabilities, bool of the same shape: NaN, -infinity, or above 0
+    by more than rounding.
 
     >>> impossible(np.array([-0.1, 1e-6, 0.5, math.nan, -math.inf]))
     array([False, False,  True,  True,  True])
@@ -305,9 +305,7 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 
 
 class StepChecks:
-    """The checks of one run, step by step, with what they keep: the noise so far, and what was
-    warned of.
-    """
+    """The checks of one run, step by step; keeps the noise so far, and which warnings were given."""
 
     def __init__(self, recipe: Recipe, epoch: int, routed: bool):
         """epoch: steps of one pass over the training rows. routed: the model has experts."""
@@ -317,7 +315,7 @@ class StepChecks:
         self.warned: set[str] = set()
 
     def resume(self, earlier: Iterable[Mapping[str, float]]) -> None:
-        """Take up the metrics of the steps before this start."""
+        """Continue after steps with the metrics `earlier`."""
         noisy = [row for row in earlier if row.get("aqn/expected_std")]
         self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
 
@@ -358,9 +356,7 @@ class StepChecks:
         return list(new.values())
 
     def _uneven(self, values: Mapping[str, float]) -> str | None:
-        """With noise on and no correction, importance weights that nobody applies and that are
-        uneven.
-        """
+        """A warning of uneven importance weights, with noise on and no correction to apply them."""
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")
         if not sigma or correction.method != "none" or size >= correction.warn_below:
@@ -369,5 +365,5 @@ class StepChecks:
             f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the "
             f"tokens (below rollout_correction.warn_below = {correction.warn_below:g}): the policy "
             "that samples is far from the one that is trained. rollout_correction=token_tis "
-            "weighs the tokens (docs/algorithms.md)"
+            "weights the tokens (docs/algorithms.md)"
         )

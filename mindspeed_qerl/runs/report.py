@@ -75,7 +75,7 @@ def _run(run: RunDirectory, rows: Rows) -> Lines:
     status = run.status()
     state = status["state"]
     if state == "running":
-        state = "running, or killed before it could say so"
+        state = "running, or killed"
     if status["reason"]:
         state += f": {status['reason']}"
     steps = str(rows[-1]["step"] if rows else 0)
@@ -148,8 +148,8 @@ def _noisy_layers(rows: Rows) -> list[int]:
 
 
 def _stages(rows: Rows) -> list[Rows]:
-    """Stretches of steps in one stage of the schedule; one that restarts its decay each epoch comes
-    back to a stage.
+    """Consecutive steps in one stage of the schedule; a schedule that restarts its decay each epoch
+    returns to a stage.
     """
     noisy = [row for row in rows if "aqn/sigma" in row]
     return [list(stretch) for _, stretch in groupby(noisy, key=itemgetter("aqn/stage"))]
@@ -171,7 +171,7 @@ def _stage_cells(stage: Rows) -> tuple[str, ...]:
 
 
 def _wall_seconds(run: RunDirectory) -> float:
-    """From the start to the end, or to the last sign of life of a run that did not write an end."""
+    """From the start to the end, or to the last file that a killed run wrote."""
     status = run.status()
     started = datetime.fromisoformat(status["started"]).timestamp()
     if status["ended"]:
@@ -183,7 +183,7 @@ def _wall_seconds(run: RunDirectory) -> float:
 
 
 def _warnings(rows: Rows, stages: Sequence[Rows]) -> list[str]:
-    """Things that look like success from afar and are not."""
+    """What a look at the final accuracy would miss."""
     first: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():

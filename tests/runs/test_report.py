@@ -85,7 +85,7 @@ def test_a_killed_run_gets_its_report(run_killed):
     )
     terminal, summary, pictures = report(run)
     for line in (
-        "state | running, or killed before it could say so",
+        "state | running, or killed",
         "steps | 2",
         "training reward | 0.500 in the first step, 0.500 in the last",
         "rollout | 0.6 s per step (60%)",
@@ -93,7 +93,7 @@ def test_a_killed_run_gets_its_report(run_killed):
         "eval | 0 s per step (0%)",
     ):
         assert f"| {line} |" in summary
-    assert "running, or killed before it could say so" in terminal
+    assert "running, or killed" in terminal
     assert pictures == ["learning.png", "time.png"]
 
 
