@@ -261,7 +261,7 @@ def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether every target moved far enough for its arrival to be seen; arguments: `sync_faults`."""
+    """Whether every target moved far enough for its arrival to show; arguments: `sync_faults`."""
     return all(
         entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()
     )
@@ -305,7 +305,7 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 
 
 class StepChecks:
-    """The checks of one run, step by step; keeps the noise so far, and which warnings were given."""
+    """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
     def __init__(self, recipe: Recipe, epoch: int, routed: bool):
         """epoch: steps of one pass over the training rows. routed: the model has experts."""
