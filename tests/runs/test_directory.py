@@ -139,24 +139,18 @@ def test_runs_started_at_the_same_time_never_share_a_directory(tmp_path):
 
 
 def test_state_follows_the_run(tmp_path):
-    run = create(tmp_path)
+    run, other = create(tmp_path), create(tmp_path)
     run.reached(7)
-    assert (run.status()["state"], run.status()["step"], run.status()["ended"]) == (
-        "running",
-        7,
-        None,
-    )
+    status = run.status()
+    assert (status["state"], status["step"], status["ended"]) == ("running", 7, None)
     run.fail("a rank was killed")
-    assert (run.status()["state"], run.status()["step"], run.status()["reason"]) == (
-        "failed",
-        7,
-        "a rank was killed",
-    )
-    other = create(tmp_path)
     other.finish()
-    status = other.status()
-    assert (status["state"], status["reason"]) == ("finished", None)
-    assert datetime.fromisoformat(status["ended"]) >= datetime.fromisoformat(status["started"])
+    expected = (run, "failed", 7, "a rank was killed"), (other, "finished", 0, None)
+    for ended, state, step, reason in expected:
+        status = ended.status()
+        assert (status["state"], status["step"], status["reason"]) == (state, step, reason)
+        times = [datetime.fromisoformat(status[name]) for name in ("started", "ended")]
+        assert times == sorted(times)
 
 
 def test_facts_add_up(tmp_path):
@@ -231,17 +225,9 @@ def test_rows_of_parquet_and_jsonl_are_counted(tmp_path):
 
 def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
     def git(*arguments):
-        command = [
-            "git",
-            "-c",
-            "user.name=n",
-            "-c",
-            "user.email=e",
-            "-C",
-            str(tmp_path),
-            *arguments,
-        ]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
 
     git("init")
     (tmp_path / "package").mkdir()

@@ -130,79 +130,46 @@ def test_pictures_of_short_and_long_runs(made_run, steps, aqn, expected):
         assert pixels(run.plots_dir / "noise.png", plots.ORANGE) > 50
 
 
-def test_replayed_routes_have_a_picture_by_layer(new_run):
-    """Two layers, 9 and 10, of which one differs; a step that trained nothing replays nothing."""
+def test_what_some_runs_alone_measure_is_said(new_run):
+    """Routes of two layers, 9 and 10, of which one differs; a format's error; LoRA; an evaluation
+    of one problem, which has no interval. Step 3 trains nothing, so it replays nothing.
+    """
     run = new_run()
+    noise = {"quantization/noise_k3": 3e-5, "quantization/together_k3": 5e-5}
     with MetricsWriter(run, tensorboard=False) as writer:
         for step, share in ((1, 0.0), (2, 0.02), (3, None), (4, 0.06)):
-            replayed = {
-                "routing/replayed_tokens": 1000,
-                "routing/flipped": share,
-                "aqn/sigma": share,
-                "aqn/stage": 1,
-                "routing/flipped/layer_9": 0.0,
-                "routing/flipped/layer_10": 2 * (share or 0),
+            row = {
+                "quantization/weight_error": 0.09,
+                "quantization/k3": 1e-5 * step,
+                "time/step": 1.0,
             }
-            writer.log(step, {"reward/mean": 0.0} if share is None else replayed)
-    terminal, summary, pictures = report(run)
-    assert "routing.png" in pictures and pixels(run.plots_dir / "routing.png", plots.BLUE) > 10
-    assert "| routes replayed | 3,000 tokens |" in summary and "3,000 tokens" in terminal
-    assert "| experts not the trainer's own | mean 2.67%, largest 6.00% of the choices |" in summary
-
-
-def test_what_a_format_did_is_said(new_run):
-    run = new_run()
-    with MetricsWriter(run, tensorboard=False) as writer:
-        for step, noise in (
-            (1, {}),
-            (
-                2,
-                {
-                    "quantization/noise_k3": 3e-5,
-                    "quantization/together_k3": 5e-5,
-                    "quantization/equivalent_sigma": 0.04,
-                },
-            ),
-        ):
-            writer.log(
-                step, {"quantization/weight_error": 0.09, "quantization/k3": step * 1e-5, **noise}
-            )
-    terminal, summary, _ = report(run)
-    for label, said in {
-        "relative error of quantised weights": "mean 0.09",
-        "k3 of the format alone": "mean 1.50e-05 nats per token",
-        "k3 of the noise alone": "mean 3.00e-05 nats per token",
-        "k3 of both": "mean 5.00e-05 nats per token",
-        "noise of the format's k3": "sigma 0.04, mean",
-    }.items():
-        assert f"| {label} | {said} |" in summary and label in terminal
-
-
-def test_facts_measured_once_are_shown(made_run):
-    run = made_run(1)
+            row |= (noise | {"quantization/equivalent_sigma": 0.04}) if step == 2 else {}
+            if share is not None:
+                row |= {"routing/replayed_tokens": 1000, "routing/flipped": share}
+                row |= {"routing/flipped/layer_9": 0.0, "routing/flipped/layer_10": 2 * share}
+            writer.log(step, row)
+        writer.log_eval(0, {"accuracy": 1.0, "standard_error": math.nan})
     run.record(
         engine_start_seconds=125.0,
         lora={"linear_qkv": {"modules": 2, "parameters": 12288}},
         lora_movement={"linear_qkv": {"moved": 0.0123, "expected": 0.0123}},
     )
-    _, text, pictures = report(run)
-    assert (
-        "| linear_qkv | 2 modules, 12,288 parameters |\n| linear_qkv in the rollout engine | "
-        "moved 0.0123 of 0.0123 |"
-    ) in text
-    assert "| engine start | 2 min 5 s |" in text
-    assert pictures == ALL_PLOTS
-
-
-def test_an_evaluation_of_one_problem_has_no_interval(new_run):
-    run = new_run()
-    with MetricsWriter(run, tensorboard=False) as writer:
-        writer.log_eval(
-            0,
-            {"accuracy": 1.0, "standard_error": math.nan},
-        )
-    terminal, _, _ = report(run)
-    assert "1.000 at step 0" in terminal
+    terminal, summary, pictures = report(run)
+    assert "routing.png" in pictures and pixels(run.plots_dir / "routing.png", plots.BLUE) > 10
+    for label, said in {
+        "held-out accuracy, last": "1.000 at step 0",
+        "routes replayed": "3,000 tokens",
+        "experts not the trainer's own": "mean 2.67%, largest 6.00% of the choices",
+        "relative error of quantised weights": "mean 0.09",
+        "k3 of the format alone": "mean 2.50e-05 nats per token",
+        "k3 of the noise alone": "mean 3.00e-05 nats per token",
+        "k3 of both": "mean 5.00e-05 nats per token",
+        "noise of the format's k3": "sigma 0.04, mean",
+        "engine start": "2 min 5 s",
+        "linear_qkv": "2 modules, 12,288 parameters",
+        "linear_qkv in the rollout engine": "moved 0.0123 of 0.0123",
+    }.items():
+        assert f"| {label} | {said} |" in summary and label in terminal
 
 
 def test_a_run_with_nothing_logged_gets_a_summary(new_run):
