@@ -197,9 +197,9 @@ class RunDirectory:
             elif not old and label.startswith("model/"):
                 lines.append(f"{label} data {new['path']}: was not there")
         has_model = any(label.startswith("model/") for label in after)
-        for label in before.keys() - after.keys():
-            if has_model and label.startswith("model/"):
-                lines.append(f"{label} data {before[label]['path']}: is gone")
+        for label, old in before.items():
+            if has_model and label.startswith("model/") and label not in after:
+                lines.append(f"{label} data {old['path']}: is gone")
         return lines
 
     @classmethod
