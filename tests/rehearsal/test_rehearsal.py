@@ -177,7 +177,7 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
         ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
         ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
         ("task.prompt=plain", "task.prompt = 'plain' must be 'chat'"),
-        ("hardware_error.rollout=gaussian", "hardware_error.rollout = gaussian must be none"),
+        ("hardware_error.rollout=gaussian", "hardware_error.rollout = 'gaussian' must be none"),
     ],
 )
 def test_what_the_engine_of_npus_refuses(composed, override, message):
