@@ -344,8 +344,6 @@ class QeRLTrainer(RayGRPOTrainer):
             movements, unlike = zip(*self.actor_worker.execute_sync_command("prove"))
             self.observer.proved(iteration, join(movements), sorted({*chain(*unlike)}))
         self._evaluate(iteration)
-        if self.recipe.rehearsal.enabled:
-            self.observer.run.record(memory=self.actor_worker.execute_sync_command("measured"))
 
     def save_checkpoint(self, iteration: int) -> None:
         self.observer.saving(iteration, self.batches_asked)

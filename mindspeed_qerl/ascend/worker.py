@@ -19,7 +19,6 @@ from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.ascend import loss, ports, proof, routing, weights
 from mindspeed_qerl.ascend.limits import epoch_steps
-from mindspeed_qerl.ascend.measure import Meter
 from mindspeed_qerl.ascend.quantized import QuantizedModel
 from mindspeed_qerl.ascend.recorder import AscendRecorder
 from mindspeed_qerl.common.files import forget_shared_memory
@@ -184,16 +183,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def _build_sharding_manager(self) -> Any:
         weights.install()
-        manager = super()._build_sharding_manager()
-        if self.rl_config.qerl.rehearsal.enabled:
-            self.meter = Meter(self.actor_offloader, manager, self.inference_model)
-        return manager
-
-    def measured(self) -> dict[str, int]:
-        """Of a rehearsal: the bytes of each term that the planner has a formula for (measure.py),
-        and this rank's pipeline stage.
-        """
-        return {"stage": self.parallel_state.get_pipeline_model_parallel_rank(), **self.meter.found}
+        return super()._build_sharding_manager()
 
     def generate_sequences(self) -> None:
         """Upstream's rollout of one batch, with this iteration's noise; its report goes with

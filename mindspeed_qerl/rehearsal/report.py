@@ -1,24 +1,15 @@
 """What a rehearsal proved, and what it could not."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.layout.memory import estimate, settings_of, terms
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
-from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, upstream_verifiers
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
-
-# Of a term measured on a rank and the planner's formula for the same narrow model. They count the
-# same tensors; what may differ is what is rounded up (Megatron's buckets to 64 numbers and to the
-# ranks that share them, vLLM's buffer to 128 bits), which weighs most in a narrow model, and small
-# temporary tensors of the sync.
-BOUND = 1.25
 
 
 def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) -> str:
@@ -47,7 +38,6 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
         "",
         *(f"- {line}" for line in _proved(recipe, plan, facts, steps, evaluations)),
         "",
-        *_memory(recipe, directory, facts),
         "## Not proved here",
         "",
         *(f"- {line}" for line in _not_proved(recipe, plan, facts, unused)),
@@ -56,66 +46,6 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     text = "\n".join(lines)
     (directory.path / "rehearsal.md").write_text(text)
     return text
-
-
-def _memory(recipe: Recipe, directory: RunDirectory, facts: Mapping[str, Any]) -> Iterator[str]:
-    if "memory" in facts:
-        (narrow, of_narrow), (real, of_real) = (
-            (plan_of(each), settings_of(each)) for each in (read_recipe(directory.config()), recipe)
-        )
-        formulas = [terms(estimate(narrow, of_narrow, rank["stage"])) for rank in facts["memory"]]
-        yield from memory_table(facts["memory"], formulas, terms(estimate(real, of_real)))
-
-
-def memory_table(
-    ranks: Sequence[Mapping[str, int]],
-    formulas: Sequence[Mapping[str, int]],
-    real: Mapping[str, int],
-) -> Iterator[str]:
-    """What ranks measured (ascend/measure.py) beside the planner's formulas, bytes: of each term
-    the rank that is farthest from its formula, a warning if that is beyond BOUND, and for what did
-    not come back.
-
-    Args:
-        formulas: `terms` of the narrow model, for each rank. real: of the real one's fullest rank.
-    """
-    yield from (
-        "## Memory, measured and planned",
-        "",
-        (
-            "| bytes of a rank | measured here | planned for this model | measured / planned | the "
-            "real model |"
-        ),
-        "|---|---|---|---|---|",
-    )
-    warnings = []
-    for term in real:
-        found = [(rank[term], formula[term]) for rank, formula in zip(ranks, formulas)]
-        measured, formula = max(found, key=lambda pair: distance(*pair))
-        yield f"| {term} | {measured:,} | {formula:,} | {ratio(measured, formula)} | {real[term]:,} |"
-        if distance(measured, formula) > BOUND:
-            warnings.append(
-                f"{term}: a rank allocated {measured:,} bytes, and the planner's formula says "
-                f"{formula:,} for this narrow model. What it says of the real one is as wrong."
-            )
-    for term in ("adapters", "gradients"):
-        warnings += [
-            f"{term}: {rank[term]:,} bytes were offloaded, {rank[f'{term}, back']:,} came back."
-            for rank in ranks
-            if rank[term] != rank[f"{term}, back"]
-        ]
-    yield ""
-    yield from (f"**Warning**: {warning}\n" for warning in warnings)
-
-
-def distance(measured: int, formula: int) -> float:
-    """How many times the larger is the smaller one, at least 1."""
-    low, high = sorted((measured, formula))
-    return high / low if low else 1.0 if not high else math.inf
-
-
-def ratio(measured: int, formula: int) -> str:
-    return f"{measured / formula:.2f}" if formula else "–"
 
 
 def _proved(

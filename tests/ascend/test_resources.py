@@ -1,15 +1,17 @@
 """Too few NPUs or CPUs are an error in seconds with the counts, where upstream would wait for ever."""
 
 import re
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import ray
 
 from mindspeed_qerl.ascend import cluster as of_ray
-from mindspeed_qerl.ascend import engine
+from mindspeed_qerl.ascend import ray_session
 from mindspeed_qerl.ascend.cluster import check_free, check_resources
 from mindspeed_qerl.ascend.limits import needed_cpus
 from mindspeed_qerl.common.errors import EngineError
@@ -153,25 +155,8 @@ def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
         ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]}
     )
     asked = []
-    ordered = of_ray.this_node_first(lambda *args: asked.append(args) or ["a", "b", "c"])
+    ordered = ray_session.this_node_first(lambda *args: asked.append(args) or ["a", "b", "c"])
     assert ordered(6, 4, 2, 3) == ["b", "a", "c"] and asked == [(6, 4, 2, 3)]
-
-
-def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):
-    """One line, and the file that asks for it."""
-    (tmp_path / "cli").mkdir()
-    (tmp_path / "mindspeed_rl").mkdir()
-    (tmp_path / "mindspeed_rl" / "__init__.py").write_text("")
-    (tmp_path / "cli" / "train_grpo.py").write_text("import no_such_tensordict\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mindspeed_rl", raising=False)
-    with pytest.raises(
-        EngineError,
-        match=r"No module named 'no_such_tensordict' \(asked for by .*/train_grpo.py\). "
-        r"pip install no_such_tensordict # in the version",
-    ) as error:
-        engine.load_upstream(asked(16, 4), None)
-    assert "\n" not in str(error.value)
 
 
 def test_too_few_cpus_for_the_placement(cluster):
@@ -184,3 +169,29 @@ def test_too_few_cpus_for_the_placement(cluster):
     ):
         check_resources(asked(12, 10))
     check_resources(asked(12, 9))
+
+
+@pytest.mark.parametrize("fails", ["Ray does not start", "the run is interrupted", ""])
+def test_sigterm_and_ray_are_left_as_they_were(fails, monkeypatch, tmp_path):
+    """Ray's own start replaces the handler, whether it succeeds or not."""
+    ended, before = [], signal.getsignal(signal.SIGTERM)
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path / "session"))
+    (tmp_path / "session").mkdir()
+    (tmp_path / "session" / "worker-1.err").write_text("an error")
+
+    def start(recipe, environment):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if fails == "Ray does not start":
+            raise EngineError(fails)
+
+    monkeypatch.setattr(ray_session, "start_ray", start)
+    monkeypatch.setattr(ray_session, "other_nodes", dict)
+    monkeypatch.setattr(ray_session.private_ray, "stop", lambda: ended.append(True))
+    monkeypatch.setattr(ray._private.worker.global_worker, "node", node, raising=False)
+    expected = pytest.raises(EngineError, match=fails) if fails else nullcontext()
+    with expected, ray_session.ray_session(None, {}, tmp_path):
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        if fails:
+            raise EngineError(fails)
+    assert ended == [True] and signal.getsignal(signal.SIGTERM) is before
+    assert (tmp_path / "worker-1.err").exists() == (fails != "Ray does not start")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import yaml
 
-FOLDER = Path(sys.argv[2])
+FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 
 
 def probe_classes():

@@ -12,7 +12,10 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from mindspeed_qerl.runs.directory import RunDirectory
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 CHECKOUTS = ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM", "vllm-ascend")
 VOCABULARY = 128
 LAYERS = 2
@@ -364,6 +367,30 @@ def run_engine(
         text=True,
         timeout=timeout,
     )
+
+
+def run_script(
+    script: str, config: dict[str, Any], upstream: Path, folder: Path, *arguments: str
+) -> subprocess.CompletedProcess:
+    """A whole run by a script of this folder (probe.py:main), which writes into `folder`."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, HERE / script, folder / "config.yaml", folder, *arguments]
+    return subprocess.run(
+        command,
+        check=False,
+        cwd=folder,
+        env=environment(upstream, HERE),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def finished(done: subprocess.CompletedProcess, runs: Path) -> RunDirectory:
+    """The only run below `runs`, which must have ended well."""
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [run] = runs.iterdir()
+    return RunDirectory.open(run)
 
 
 def start_engine(config: dict[str, Any], upstream: Path, folder: Path) -> subprocess.Popen:
