@@ -9,8 +9,8 @@ from contextlib import redirect_stderr
 
 from mindspeed_qerl.ascend.cluster import check_resources
 from mindspeed_qerl.ascend.contract import PINS, check, installed, require
-from mindspeed_qerl.ascend.limits import epoch_steps, worker_environment
-from mindspeed_qerl.ascend.observer import RunObserver
+from mindspeed_qerl.ascend.limits import worker_environment
+from mindspeed_qerl.ascend.observer import TokenObserver
 from mindspeed_qerl.ascend.ray_session import check_shared, ray_session
 from mindspeed_qerl.ascend.resume import last_checkpoint
 from mindspeed_qerl.ascend.upstream import call_train, load_upstream
@@ -53,8 +53,6 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         environment |= emulation.enter(recipe.layout.world)
     for warning in check_upstream():
         progress.message(f"Warning: {warning}")
-    if recipe.noise.restart_every == "epoch":
-        run.record(aqn_restart_every=epoch_steps(recipe))
     progress.phase("starting Ray")
     os.environ.update(environment)
     environment |= {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -66,7 +64,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
             check_shared(run.path, other_nodes)
         progress.phase("importing upstream")
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # in this process, which only imports it
-        observer = RunObserver(recipe, run, metrics, progress)
+        observer = TokenObserver(recipe, run, metrics, progress)
         # upstream's loggers write to stderr
         with open(logs / "driver.log", "a", encoding="utf-8") as log, redirect_stderr(log):
             upstream = load_upstream(recipe, observer)

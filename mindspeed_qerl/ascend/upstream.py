@@ -11,6 +11,7 @@ import ray
 
 from mindspeed_qerl.ascend import imports
 from mindspeed_qerl.ascend.limits import upstream_sections
+from mindspeed_qerl.ascend.observer import TokenObserver
 from mindspeed_qerl.ascend.ray_session import this_node_first
 from mindspeed_qerl.ascend.resume import base_for_resuming, batches_asked
 from mindspeed_qerl.common.errors import EngineError
@@ -19,10 +20,9 @@ from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 
 
-def load_upstream(recipe: Recipe, observer: Any) -> ModuleType:
+def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     """cli/train_grpo.py of MindSpeed-RL as a module, with our classes for those that its `train`
-    has as globals. observer: what the trainer reports to (trainer.QeRLTrainer). EngineError: it
-    cannot be imported.
+    has as globals. observer: what the trainer reports to. EngineError: it cannot be imported.
     """
     package = importlib.util.find_spec("mindspeed_rl")
     script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"

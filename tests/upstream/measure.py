@@ -148,7 +148,8 @@ class Meter:
 
     def _quantized(self, quantized: Any, quantize: Callable) -> None:
         quantize()
-        self._keep("int8 copies", held(quantized.copies()))
+        copies = [layer.quant_method.copy.weight for layer in quantized.methods]
+        self._keep("int8 copies", held(copies))
 
     def _cached(self, rollout: Any, allocate: Callable) -> None:
         allocate()

@@ -18,6 +18,29 @@ import yaml
 FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 
 
+def dock_trainer():
+    """Our trainer, which writes the dock's content at the end of an iteration, before upstream
+    throws it away, into experience.pt.
+    """
+    import ray
+
+    from mindspeed_qerl.ascend.trainer import QeRLTrainer
+
+    class DockTrainer(QeRLTrainer):
+        def fit(self, data_iters):
+            strategy, clear = self.data_strategy, self.data_strategy.clear_main
+
+            def keep_and_clear(*arguments):
+                experience = ray.get(strategy.td.get_experience_data.remote())
+                torch.save({"experience": experience}, FOLDER / "experience.pt")
+                clear(*arguments)
+
+            strategy.clear_main = keep_and_clear
+            super().fit(data_iters)
+
+    return DockTrainer
+
+
 def probe_classes():
     """Our worker and trainer with a few more methods; they must be made after upstream can be
     imported.
@@ -25,8 +48,9 @@ def probe_classes():
     import ray
     from reference import Place, shard
 
-    from mindspeed_qerl.ascend.trainer import QeRLTrainer
     from mindspeed_qerl.ascend.worker import QeRLWorker
+
+    DockTrainer = dock_trainer()
 
     @ray.remote(resources={"NPU": 0.7})
     class ProbeWorker(QeRLWorker.__ray_actor_class__):
@@ -192,20 +216,15 @@ def probe_classes():
         def save_seen(self, folder):
             torch.save(self.seen, folder / f"rank{self._rank}.pt")
 
-    class ProbeTrainer(QeRLTrainer):
+    class ProbeTrainer(DockTrainer):
         def fit(self, data_iters):
-            self.observer.checks.check = (
-                lambda *_: []
-            )  # the first step has no noise by its schedule
-            self.actor_worker.execute_sync_command("look", FOLDER)
+            # the first step has no noise by its schedule
+            self.observer.checks.check = lambda *_: []
+            self.on_ranks("look", FOLDER)
             super().fit(data_iters)
 
         def log_metrics(self, metrics, iteration):
-            torch.save(
-                {"metrics": metrics, "experience": self.data_strategy.experience},
-                FOLDER / "experience.pt",
-            )
-            self.actor_worker.execute_sync_command("save_seen", FOLDER)
+            self.on_ranks("save_seen", FOLDER)
             super().log_metrics(metrics, iteration)
 
     return ProbeWorker, ProbeTrainer
