@@ -105,7 +105,7 @@ def test_the_page_on_hangs_has_our_lines_and_clocks():
         (ROOT / name).read_text()
         for name in (
             "mindspeed_qerl/ascend/engine.py",
-            "mindspeed_qerl/ascend/observer.py",
+            "mindspeed_qerl/ascend/trainer.py",
             "mindspeed_qerl/preflight/__init__.py",
             "examples/grpo/launch.sh",
             "examples/grpo/processes.sh",
