@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from mindspeed_qerl import emulation
 from mindspeed_qerl.runs.directory import RunDirectory
 
 HERE = Path(__file__).parent
@@ -331,6 +332,28 @@ def environment(upstream: Path, *folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONUNBUFFERED": "1"}
 
 
+def emulated(upstream: Path, npus: int = 1) -> dict[str, str]:
+    """The environment of a program of upstream's on emulated NPUs."""
+    variables, stand_ins = environment(upstream), emulation.environment(npus)
+    path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
+    return {**variables, **stand_ins, "PYTHONPATH": path, "IS_MULTIMODAL": "False"}
+
+
+def run_python(
+    arguments: list, variables: dict[str, str], folder: Path | None = None
+) -> subprocess.CompletedProcess:
+    """A Python command in `folder`."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        check=False,
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
 def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
     """Write the config below `folder`; the command that a user would start it with."""
     configs = folder / "configs"
@@ -355,18 +378,10 @@ def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
 
 
 def run_engine(
-    config: dict[str, Any], upstream: Path, folder: Path, *folders: Path, timeout: float = 900
+    config: dict[str, Any], upstream: Path, folder: Path, *folders: Path
 ) -> subprocess.CompletedProcess:
     """A whole run from the command line, with `folders` on PYTHONPATH."""
-    return subprocess.run(
-        engine_command(config, folder),
-        check=False,
-        cwd=folder,
-        env=environment(upstream, *folders),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    return run_python(engine_command(config, folder)[1:], environment(upstream, *folders), folder)
 
 
 def run_script(
@@ -374,16 +389,8 @@ def run_script(
 ) -> subprocess.CompletedProcess:
     """A whole run by a script of this folder (probe.py:main), which writes into `folder`."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, HERE / script, folder / "config.yaml", folder, *arguments]
-    return subprocess.run(
-        command,
-        check=False,
-        cwd=folder,
-        env=environment(upstream, HERE),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    command = [HERE / script, folder / "config.yaml", folder, *arguments]
+    return run_python(command, environment(upstream, HERE), folder)
 
 
 def finished(done: subprocess.CompletedProcess, runs: Path) -> RunDirectory:

@@ -3,20 +3,15 @@ adapters.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from checkpoints import held, rank_files, write_base_checkpoint
 from reference import ALPHA, SCALING, R, full_weights, shard
-from rehearsal import CHECKOUTS, LAYERS, make_config, run_engine
+from rehearsal import LAYERS, emulated, finished, make_config, run_engine, run_python
 
-from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.lora.checkpoint import load_adapters
 from mindspeed_qerl.lora.export import save_merged, save_peft
-from mindspeed_qerl.runs.directory import RunDirectory
 
 
 def load_rank(file):
@@ -41,7 +36,6 @@ def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstrea
     # the old name, for the converter
     (source / "config.json").write_text(json.dumps({**config, "torch_dtype": config["dtype"]}))
     command = [
-        sys.executable,
         str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"),
         "--load-dir",
         str(source),
@@ -58,18 +52,7 @@ def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstrea
     ]
     if "moe" in family:
         command += ["--moe-grouped-gemm", "--moe-tp-extend-ep"]
-    variables = environment(1)
-    variables["PYTHONPATH"] = os.pathsep.join(
-        [variables["PYTHONPATH"], *(str(upstream / name) for name in CHECKOUTS)]
-    )
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | variables,
-    )
+    done = run_python(command, emulated(upstream), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
     ours = write_base_checkpoint(model, tmp_path / "ours", tp, pp, ep)
@@ -81,12 +64,6 @@ def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstrea
         weights, theirs = load_rank(file), load_rank(tmp_path / "theirs" / file.relative_to(ours))
         assert weights.keys() == theirs.keys()
         assert all(torch.equal(weights[name], theirs[name]) for name in weights), file
-
-
-def finished_run(config, upstream, folder) -> RunDirectory:
-    result = run_engine(config, upstream, folder)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return RunDirectory.open(next((folder / "rehearsal").iterdir()))
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):
@@ -113,7 +90,7 @@ def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monke
     )
     for key in ("lora_r", "lora_alpha", "lora_ckpt_filter", "lora_target_modules"):
         del config["megatron_training"][key]
-    run = finished_run(config, upstream, tmp_path)
+    run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     for file, *_ in rank_files(base / "iter_0000001", 2, 1, 1, LAYERS):
         before, after = load_rank(file), load_rank(run.checkpoints_dir / file.relative_to(base))
         assert before.keys() == {name for name in after if not name.endswith("_extra_state")}
@@ -168,7 +145,7 @@ def test_the_exported_model_is_the_trained_one(
         train_iters=2,
         changes={"actor_config.load": str(base)},
     )
-    run = finished_run(config, upstream, tmp_path)
+    run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     adapters = load_adapters(run.checkpoints_dir)
     assert (adapters.rank, adapters.alpha, adapters.iteration) == (R, ALPHA, 2)
     save_merged(adapters, model, tmp_path / "merged", dtype=torch.float32)

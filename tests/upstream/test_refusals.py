@@ -1,15 +1,11 @@
 """What cannot work is stopped with its message, and how long that takes (printed)."""
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
-from rehearsal import CHECKOUTS, environment, make_config, run_engine
+from rehearsal import CHECKOUTS, emulated, make_config, run_engine, run_python
 
-from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.imports import PROBE
 
 REFUSED = [  # name, changes, exit code, message
@@ -46,16 +42,9 @@ def test_a_config_that_cannot_work(changes, code, message, upstream, tiny, tmp_p
     assert not (tmp_path / "rehearsal").exists()
 
 
-def test_what_the_preflight_imports_is_what_is_there(upstream, monkeypatch):
+def test_what_the_preflight_imports_is_what_is_there(upstream):
     """Each step on the real upstream; the last is compiled, and nobody compiled it here."""
-    monkeypatch.setenv("PYTHONPATH", environment(upstream)["PYTHONPATH"])
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        env={**os.environ, **emulation.environment(2)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(["-c", PROBE], emulated(upstream, 2))
     assert done.stdout.splitlines()[-1].startswith(
         "cannot import vllm_ascend_C: ModuleNotFoundError"
     ), done

@@ -15,13 +15,10 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 RUNS = [
-    ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2)),
-    ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2)),
     ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4)),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2)),
     ("qwen2_moe", dict(npus=2, ep=2, infer_ep=2)),
     ("qwen2", dict(npus=2, tp=2, infer_tp=1)),
-    ("qwen3", dict(npus=2, tp=1, infer_tp=2)),
 ]
 
 
@@ -112,7 +109,6 @@ def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
     [
         ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none"),
         ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4"),
-        ("qwen2", dict(npus=2, tp=2), "none"),
         ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8"),
     ],
     ids=str,

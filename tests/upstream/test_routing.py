@@ -5,16 +5,13 @@ References are transformers' float32 with the routes of the transfer dock forced
 bfloat16 as the yardstick of what rounding costs.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from reference import full_weights, log_probs, random_adapters, to_hf, with_adapters
-from rehearsal import environment, make_config
+from rehearsal import finished, make_config, run_script
 
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -41,9 +38,7 @@ CASES = [
 ]
 
 
-def run(
-    case: tuple, folder: Path, upstream: Path, tiny, *fault: str
-) -> subprocess.CompletedProcess:
+def run(case: tuple, folder: Path, upstream: Path, tiny, *fault: str):
     from transformers import AutoModelForCausalLM
 
     mode, layout, options = case
@@ -60,35 +55,9 @@ def run(
         "megatron_training.use_distributed_optimizer": False,
         **options,
     }
-    (folder / "config.yaml").write_text(
-        yaml.safe_dump(
-            make_config(
-                "qwen3_moe",
-                model,
-                data,
-                folder,
-                **layout,
-                train_iters=1,
-                samples=SAMPLES,
-                changes=changes,
-            )
-        )
-    )
-    here = Path(__file__).parent
-    return subprocess.run(
-        [
-            sys.executable,
-            str(here / "routing_probe.py"),
-            str(folder / "config.yaml"),
-            str(folder),
-            *fault,
-        ],
-        env=environment(upstream, here),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    sizes = dict(train_iters=1, samples=SAMPLES)
+    config = make_config("qwen3_moe", model, data, folder, **layout, **sizes, changes=changes)
+    return run_script("routing_probe.py", config, upstream, folder, *fault)
 
 
 class Replayed:
@@ -155,8 +124,7 @@ class Replayed:
 )
 def replayed(request, upstream, tiny, tmp_path_factory) -> Replayed:
     folder = tmp_path_factory.mktemp("routing")
-    result = run(request.param, folder, upstream, tiny)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    finished(run(request.param, folder, upstream, tiny), folder / "rehearsal")
     return Replayed(request.param, folder, tiny("qwen3_moe")[0])
 
 
