@@ -159,7 +159,7 @@ def recipe_of(name: str, overrides: list[str]) -> Recipe:
     try:
         engine_of(recipe)
     except ConfigError as error:
-        found.faults.append(str(error))
+        found.faults += error.faults
     found.raise_faults()
     return recipe
 

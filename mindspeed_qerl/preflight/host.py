@@ -55,7 +55,7 @@ RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples
 AGENT = range(
     52365, 52366
 )  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
-# ports that a run's workers take at most, of the first that Ray has for them (docs/preflight.md)
+# ports that a run's workers take at most, of the first that Ray has for them
 FEW = 1000
 
 
