@@ -98,7 +98,7 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
         QeRLLoss.recipe = SimpleNamespace(
             algorithm=Algorithm(**algorithm),
             correction=Correction(**correction),
-            model=SimpleNamespace(path="nowhere"),
+            model=SimpleNamespace(path="/nowhere"),
         )
         loss, leaf, total = QeRLLoss(), shard.clone().requires_grad_(), 0.0
         loss.start(batch)
