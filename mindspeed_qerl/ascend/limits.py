@@ -317,7 +317,7 @@ def data_files(recipe: Recipe) -> dict[str, str]:
 
 
 def packed_files(recipe: Recipe) -> dict[str, str]:
-    """The packed training rows, by label (tasks/gsm8k/packed.py)."""
+    """The packed training rows, by label (tasks/packed.py)."""
     prefix = f"{recipe.task.data_path}_packed"
     return {
         f"train_{column}": f"{prefix}_{column}_document.bin" for column in ("input_ids", "labels")

@@ -345,7 +345,7 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
 
 
 def terms(memory: Memory) -> dict[str, int]:
-    """Bytes of what a rehearsal measures as well, by the names of ascend/measure.py."""
+    """Bytes of what a rehearsal measures as well, by the names of tests/upstream/measure.py."""
     parts = {part.name: part.bytes for part in memory.moments["update"]}
 
     def of_kind(kind: str) -> int:
