@@ -69,7 +69,7 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One entry beside its source. change: "", "changed" or "gone"; digest, line: of what is there."""
+    """An entry beside its source. change: "", "changed" or "gone"; digest, line: of the source."""
 
     file: str
     name: str
@@ -241,7 +241,8 @@ def definitions(scope: ast.AST, name: str) -> list[ast.stmt]:
     """The functions, classes or assignments of a qualified name, [] if there are none; the body of
     `scope` for "".
 
-    >>> [node.lineno for node in definitions(ast.parse("class C:\\n    N: int = 1\\n    N = 2"), "C.N")]
+    >>> module = ast.parse("class C:\\n    N: int = 1\\n    N = 2")
+    >>> [node.lineno for node in definitions(module, "C.N")]
     [2, 3]
     """
     if not name:
@@ -264,7 +265,8 @@ def digest(statements: list[ast.stmt]) -> str:
     """12 hex digits over syntax trees, without comments, docstrings and layout; the same on every
     Python from 3.10.
 
-    >>> digest(ast.parse("def f(): return 1").body) == digest(ast.parse("def f():\\n 'Docs.'\\n return (1)").body)
+    >>> plain, other = "def f(): return 1", "def f():\\n 'Docs.'\\n return (1)"
+    >>> digest(ast.parse(plain).body) == digest(ast.parse(other).body)
     True
     """
     return hashlib.sha256("".join(map(repr, _canonical(statements))).encode()).hexdigest()[:12]

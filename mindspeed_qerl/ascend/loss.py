@@ -54,7 +54,7 @@ class QeRLLoss(BaseLossFunc):
         self.divisor, self.answers, self.parts, self.seen = 0.0, 0, [], []
 
     def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
-        """Before the micro-batches of this rank's `mini_batch`: what their losses are divided by."""
+        """What the losses of this rank's `mini_batch` are divided by; before its micro-batches."""
         mask = trained_tokens(mini_batch)
         divisor = torch.tensor(denominator(mask, self.recipe.algorithm), device=mask.device)
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())

@@ -44,7 +44,7 @@ def ray_session(
 
 
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
-    """Join the cluster of RAY_ADDRESS, or the one `ray start` left here, or start one for this run."""
+    """Join the cluster of RAY_ADDRESS, or the one of `ray start` here, or start one."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     runtime_env = {"env_vars": environment}
     if recipe.emulate_npu:

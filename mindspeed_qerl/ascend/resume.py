@@ -37,7 +37,7 @@ def write_position(run: RunDirectory, step: int, batches_asked: int) -> None:
 
 
 def write_digests(run: RunDirectory, step: int) -> None:
-    """Once checkpoint `step` is on disk: what its files hold, those of other machines' disks aside."""
+    """Once checkpoint `step` is on disk: what its files hold, other machines' disks aside."""
     folder = checkpoint_folder(run, step)
     files = describe_files(folder, folder.glob("mp_rank_*/*"))
     write_whole(folder / POSITION, json.dumps({**read_position(run, step), "files": files}))

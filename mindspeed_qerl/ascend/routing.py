@@ -1,4 +1,4 @@
-"""Routing replay (docs/routing_replay.md) in the transfer dock and in upstream's training passes."""
+"""Routing replay (docs/routing_replay.md) in the transfer dock and upstream's training passes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -103,7 +103,7 @@ class RoutedPasses:
         return total(counts)
 
     def _micro_batch(self, batch: dict[str, torch.Tensor]) -> MicroBatch:
-        """Megatron has tokens position by position; upstream pads prompt and answer on the right."""
+        """Megatron has tokens position by position; upstream pads whole answers on the right."""
         answers, width = batch["input_ids"].shape
         computed = _lengths(batch) - 1  # the last token goes through no model
         places = torch.arange(width, device=computed.device)

@@ -1,6 +1,7 @@
-"""Upstream's own `train`, with our classes where it looks its own up, on a config of its sections."""
+"""Upstream's own `train`, with our classes where it looks its own up."""
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,8 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise EngineError(imports.of_the_driver(error)) from error
+        reason = imports.explained(str(error))
+        raise EngineError(f"upstream cannot be imported by {sys.executable}: {reason}") from error
 
     from mindspeed_rl.workers.scheduler import launcher
 

@@ -107,9 +107,9 @@ def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
         upstream.load_upstream(None, None)
     seen("an import error in the driver", str(caught.value), began)
     assert str(caught.value) == (
-        f"upstream cannot be imported by {sys.executable}: No module named 'no_such_package' "
-        f"(asked for by {script}). pip install no_such_package # in the version of docs/ascend.md, "
-        "Install; tools/preflight.py tries it too"
+        f"upstream cannot be imported by {sys.executable}: No module named 'no_such_package'. "
+        "pip install no_such_package # in the version of docs/ascend.md, Install; "
+        "tools/preflight.py tries it too"
     )
 
 
