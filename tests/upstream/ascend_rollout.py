@@ -374,6 +374,7 @@ def answers(engine, case: Case, replica: int) -> tuple[list[tuple[list[int], lis
     """Token ids and their log-probs for each prompt; and how many tokens of a prompt were cached,
     at most: the first prompt is asked alone before.
     """
+    from reference import drawn
     from vllm import SamplingParams, TokensPrompt
 
     sampling = SamplingParams(
@@ -381,15 +382,7 @@ def answers(engine, case: Case, replica: int) -> tuple[list[tuple[list[int], lis
     )
     asked = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(case, replica)]
     outputs = [engine.generate(part, sampling, use_tqdm=False) for part in (asked[:1], asked)][1]
-    found = []
-    for output in outputs:
-        [answer] = output.outputs
-        found.append(
-            (
-                list(answer.token_ids),
-                [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)],
-            )
-        )
+    found = [drawn(output.outputs[0]) for output in outputs]
     return found, max(output.num_cached_tokens for output in outputs)
 
 

@@ -113,27 +113,13 @@ class Meter:
         (megatron_off_loader.py:165).
         """
         move()
-        self._keep(
-            "AdamW",
-            held(
-                chain.from_iterable(
-                    chain(
-                        (
-                            parameter.data
-                            for group in each.optimizer.param_groups
-                            for parameter in group["params"]
-                        ),
-                        (
-                            value
-                            for state in each.optimizer.state.values()
-                            for value in state.values()
-                            if isinstance(value, torch.Tensor)
-                        ),
-                    )
-                    for each in self.offloader.optimizer
-                )
-            ),
-        )
+        moved = []
+        for part in self.offloader.optimizer:
+            for group in part.optimizer.param_groups:
+                moved += [parameter.data for parameter in group["params"]]
+            for state in part.optimizer.state.values():
+                moved += filter(torch.is_tensor, state.values())
+        self._keep("AdamW", held(moved))
 
     def _onloaded(self, onload: Callable) -> None:
         with LiveBytes() as live:

@@ -46,7 +46,7 @@ def probe_classes():
     imported.
     """
     import ray
-    from reference import Place, shard
+    from reference import Place, drawn, shard
 
     from mindspeed_qerl.ascend.worker import QeRLWorker
 
@@ -116,16 +116,7 @@ def probe_classes():
                 self.sharding_manager.vllm_weight_container,
             )
             found = {
-                "answers": [
-                    (
-                        list(answer.token_ids),
-                        [
-                            of_token[token].logprob
-                            for token, of_token in zip(answer.token_ids, answer.logprobs)
-                        ],
-                    )
-                    for [answer] in groups
-                ],
+                "answers": [drawn(answer) for [answer] in groups],
                 "training_held": held,
                 "caches": len(worker.worker.model_runner.kv_caches),
                 "buffers": [buffer.memory_buffers for buffer in container.weight_buffers],
@@ -150,16 +141,9 @@ def probe_classes():
             }
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
-            self.seen["cycles"] = {
-                name: self.cycle(step)
-                for name, step in (
-                    ("clean", None),
-                    ("noisy", 1),
-                    ("clean again", None),
-                    ("other noise", 2),
-                    ("noisy again", 1),
-                )
-            }
+            steps = {"clean": None, "noisy": 1}
+            steps |= {"clean again": None, "other noise": 2, "noisy again": 1}
+            self.seen["cycles"] = {name: self.cycle(step) for name, step in steps.items()}
             self.seen["train_after"] = {
                 name: parameter.detach().clone() for name, parameter in self._parameters().items()
             }
@@ -175,25 +159,9 @@ def probe_classes():
             def keep_rollouts(prompts, **options):
                 groups = sample(prompts, **options)
                 if rollout.seed_of[0] == "rollout":
-                    self.seen["rollouts"] += zip(
-                        prompts,
-                        [
-                            [
-                                (
-                                    list(answer.token_ids),
-                                    [
-                                        of_token[token].logprob
-                                        for token, of_token in zip(
-                                            answer.token_ids, answer.logprobs
-                                        )
-                                    ],
-                                )
-                                for answer in group
-                            ]
-                            for group in groups
-                        ],
-                        [[getattr(answer, "routes", None) for answer in group] for group in groups],
-                    )
+                    for prompt, group in zip(prompts, groups):
+                        routes = [getattr(answer, "routes", None) for answer in group]
+                        self.seen["rollouts"].append((prompt, list(map(drawn, group)), routes))
                 return groups
 
             rollout.sample = keep_rollouts

@@ -2,13 +2,11 @@
 adapters.
 """
 
-import json
-
 import pytest
 import torch
 from checkpoints import held, rank_files, write_base_checkpoint
 from reference import ALPHA, SCALING, R, full_weights, shard
-from rehearsal import LAYERS, emulated, finished, make_config, run_engine, run_python
+from rehearsal import LAYERS, finished, make_config, run_engine
 
 from mindspeed_qerl.lora.checkpoint import load_adapters
 from mindspeed_qerl.lora.export import save_merged, save_peft
@@ -22,48 +20,6 @@ def load_hf(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize(("family", "tp", "pp", "ep"), [("qwen3", 2, 2, 1), ("qwen3_moe", 2, 2, 2)])
-def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstream, tiny, tmp_path):
-    model, _ = tiny(family)
-    source = tmp_path / "model"
-    source.mkdir()
-    for file in model.iterdir():
-        (source / file.name).symlink_to(file)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").unlink()
-    # the old name, for the converter
-    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": config["dtype"]}))
-    command = [
-        str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"),
-        "--load-dir",
-        str(source),
-        "--save-dir",
-        str(tmp_path / "theirs"),
-        "--model-type-hf",
-        family.replace("_", "-"),
-        "--target-tensor-parallel-size",
-        str(tp),
-        "--target-pipeline-parallel-size",
-        str(pp),
-        "--target-expert-parallel-size",
-        str(ep),
-    ]
-    if "moe" in family:
-        command += ["--moe-grouped-gemm", "--moe-tp-extend-ep"]
-    done = run_python(command, emulated(upstream), tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-    ours = write_base_checkpoint(model, tmp_path / "ours", tp, pp, ep)
-    files = rank_files(ours / "iter_0000001", tp, pp, ep, LAYERS)
-    assert {file.relative_to(ours) for file, *_ in files} == {
-        file.relative_to(tmp_path / "theirs") for file in (tmp_path / "theirs").rglob("*.pt")
-    }
-    for file, *_ in files:
-        weights, theirs = load_rank(file), load_rank(tmp_path / "theirs" / file.relative_to(ours))
-        assert weights.keys() == theirs.keys()
-        assert all(torch.equal(weights[name], theirs[name]) for name in weights), file
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):

@@ -140,13 +140,3 @@ def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny,
         and row["grad_norm"] == 0
         and row["response/truncated_fraction"] == 1
     )
-
-
-def test_what_cannot_be_resumed_is_refused(upstream, tiny, tmp_path):
-    model, data = tiny("qwen3_moe")
-    config = make_config(
-        "qwen3_moe", model, data, tmp_path, **LAYOUTS[0], changes={"actor_config.load": "base"}
-    )
-    config["run"]["resume"] = str(tmp_path)
-    refused = run_engine(config, upstream, tmp_path)
-    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
