@@ -11,8 +11,10 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.families import ModelShape, read_config, shape_of
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single, whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
-from mindspeed_qerl.layout.memory import BF16, estimate, model_parameters, settings_of
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.preflight.case import (
     FAILED,
     PASSED,

@@ -11,8 +11,9 @@ from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folder
 from mindspeed_qerl.families.fingerprint import is_pointer
-from mindspeed_qerl.layout.memory import BF16, training_weights
+from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.weights import training_weights
 from mindspeed_qerl.preflight.case import (
     FAILED,
     PASSED,

@@ -10,14 +10,9 @@ from pathlib import Path
 from mindspeed_qerl.ascend.cluster import lacking_cpus, placed
 from mindspeed_qerl.ascend.limits import needed_cpus, npu_environment
 from mindspeed_qerl.common.files import TRACKER
-from mindspeed_qerl.layout.memory import (
-    BF16,
-    adapter_weights,
-    estimate,
-    model_parameters,
-    settings_of,
-    training_weights,
-)
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.parts import BF16, adapter_weights
+from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import (
     FAILED,
     PASSED,

@@ -20,7 +20,7 @@ from mindspeed_qerl.families import (
 )
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
-from mindspeed_qerl.layout.memory import model_parameters
+from mindspeed_qerl.layout.weights import model_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES as REHEARSED
