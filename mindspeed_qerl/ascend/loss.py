@@ -7,6 +7,7 @@ have together.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,13 +106,20 @@ class QeRLLoss(BaseLossFunc):
         scale = micro_batches * get_parallel_state().get_data_parallel_world_size() / self.divisor
         trained = total * scale
         # logged is what is trained
-        metrics["loss/total"] = Mean(trained.detach() / scale, metrics["loss/total"].count)
+        logged = trained.detach().double() / scale
+        metrics["loss/total"] = Mean(logged, metrics["loss/total"].count)
         return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Of all micro-batches of this rank since the last call."""
+        """Of all micro-batches of this rank since the last call, numbers on the host."""
         parts, self.parts = self.parts, []
-        return merge(parts)
+        return {name: _on_host(metric) for name, metric in merge(parts).items()}
+
+
+def _on_host(metric: Metric) -> Metric:
+    values = vars(metric)
+    tensors = {name: value.item() for name, value in values.items() if torch.is_tensor(value)}
+    return replace(metric, **tensors)
 
 
 class QeRLActor(Actor):

@@ -157,7 +157,7 @@ class QeRLTrainer(RayGRPOTrainer):
         pairs = zip(advantages, answers["responses"])
         per_token = [advantage.repeat(len(response)) for advantage, response in pairs]
         columns = {"advantages": per_token, "returns": per_token}
-        self._put(columns | {"trained": list(torch.from_numpy(trained).int().unsqueeze(1))})
+        self._put(columns | {"trained": list(torch.from_numpy(trained).long().unsqueeze(1))})
         ended = time.time()
         self.data_strategy.update_metrics("timing/adv", value=[ended, started], cumulate=True)
         self.data_strategy.update_metrics("end_time/end_adv_time", value=[ended], cumulate=True)
