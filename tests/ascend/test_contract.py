@@ -346,12 +346,6 @@ def test_the_tool_says_what_changed_and_what_is_not_there(checkout):
     assert "\nvllm-ascend is not there, so not compared\n" in done.stdout
 
 
-def test_the_tool_refuses_a_missing_folder(checkout):
-    done = run_tool("--mindspeed-rl", checkout, "--mindspeed-llm", checkout / "nowhere")
-    assert done.returncode == 2
-    assert f"{checkout}/nowhere holds no folder mindspeed_llm" in done.stderr
-
-
 def test_a_new_pin_is_one_command(checkout, tool, tmp_path, monkeypatch, capsys):
     """The digests of what is there take the place of the old ones, everything else stays as it was
     written.
