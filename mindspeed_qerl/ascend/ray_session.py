@@ -27,7 +27,7 @@ def ray_session(
     what the workers printed is in the folder `logs`, a Ray of our own has ended, and SIGTERM does
     again what it did before. environment: the variables of every worker.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL  # None: not Python's own
     try:
         start_ray(recipe, environment)
         # a scheduler's stop is an interrupt; Ray's own handler would abort

@@ -60,8 +60,9 @@ class AscendRecorder(RouteRecorder):
         from vllm.forward_context import get_forward_context
 
         context, rows = get_forward_context(), len(hidden_states)
-        # under sequence parallelism they are shared out already
-        first = 1 + self.tp_group.rank_in_group * rows * context.sp_enabled
+        first = 1
+        if context.sp_enabled:  # they are shared out already
+            first += self.tp_group.rank_in_group * rows
         numbers = torch.arange(first, first + rows, dtype=torch.int32, device=hidden_states.device)
         numbers = torch.stack([torch.full_like(numbers, 1 + self.engine), numbers], dim=1)
         return context.moe_comm_method.prepare(
