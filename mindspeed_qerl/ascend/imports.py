@@ -114,7 +114,7 @@ def of_a_worker(error: str) -> str | None:
     else. Ray hands on the worker's traceback as text, and its constructor's without the exception.
     """
     match = re.fullmatch(
-        r"\s*(?:\w+\.)*(?:ImportError|ModuleNotFoundError|OSError): (.*(?:\.so|No module|import).*)",
+        r"\s*(?:\w+\.)*(?:Import|ModuleNotFound|OS)Error: (.*(?:\.so|No module|import).*)",
         error.rstrip().rpartition("\n")[2],
     )
     return match and explained(match[1].strip())
