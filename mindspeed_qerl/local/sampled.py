@@ -82,10 +82,9 @@ def select(
     rewards.
 
     Args:
-        kept: numbers of groups, at most as many as are trained in a step. logprobs_before:
-            `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count
-            there, also
-            of one that is cut off and not trained.
+        kept: numbers of groups, at most as many as are trained in a step.
+        logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
+            answer count there, also of one that is cut off and not trained.
     """
     n, algorithm, rows = recipe.batch.samples_per_prompt, recipe.algorithm, rows_of(kept, recipe)
     answers, missing = (
