@@ -189,7 +189,7 @@ def _kv_token(plan: Plan) -> int:
 
 
 def terms(memory: Memory) -> dict[str, int]:
-    """Bytes of what a rehearsal measures as well, by the names of ascend/measure.py."""
+    """Bytes of what a rehearsal measures as well, by the names of tests/upstream/measure.py."""
     update = {part.name: part.bytes for part in memory.moments["update"]}
     sizes = {"KV cache of a token": memory.kv_token}
     sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW")}
