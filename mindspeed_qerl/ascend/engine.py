@@ -223,11 +223,7 @@ def _call(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        died = isinstance(
-            getattr(error, "cause", error), ray.exceptions.RayActorError
-        )  # also within a task
-        stopped = [" ".join(words) for words in private_ray.stopped().values()] if died else []
-        why = stopped[-1] if stopped else imports.of_a_worker(str(error)) or error
+        why = imports.of_a_worker(str(error)) or error
         raise EngineError(
             f"a worker failed: {why}\nEach process's output is in {run.path / 'logs'}"
         ) from error

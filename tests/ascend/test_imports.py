@@ -4,7 +4,6 @@ makes of it.
 
 import importlib
 import os
-import re
 import sys
 import time
 from types import SimpleNamespace
@@ -34,8 +33,6 @@ class Module(of_upstream.Upstream):
     pass
 """
 WORKERS = f"""
-import os
-import signal
 class Constructor:
     def __init__(self): raise ImportError("{ERROR}")
     def starts(self): return 1
@@ -43,8 +40,6 @@ class Task:
     def starts(self): raise ImportError("{ERROR}")
 class Else:
     def starts(self): raise ValueError("no import")
-class Stopped:
-    def starts(self): os.kill(os.getpid(), signal.SIGSTOP)
 """
 WAYS = {
     "Constructor": "an import error in a worker's constructor",
@@ -62,11 +57,7 @@ def workers(tmp_path_factory):
     (folder / "workers_of_a_test.py").write_text(WORKERS)
     sys.path.insert(0, str(folder))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(private_ray, "STOPPED", 1)
-        private_ray.start(
-            num_cpus=5, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}}
-        )
+    private_ray.start(num_cpus=5, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}})
     found = importlib.import_module("workers_of_a_test")
     found.Module = importlib.import_module("module_of_a_test").Module
     yield found
@@ -102,13 +93,6 @@ def test_an_import_that_fails_in_a_worker(way, workers, tmp_path):
 def test_what_is_no_import_is_told_whole(workers, tmp_path):
     said = failed(workers.Else, tmp_path)
     assert "in starts" in said and "ValueError: no import" in said
-
-
-def test_a_worker_that_is_stopped_is_said_to_be(workers, tmp_path):
-    said = failed(workers.Stopped, tmp_path)
-    assert re.match(
-        r"a worker failed: Ray's ray::\S+ \(pid \d+\) was stopped 1 s ago \(SIGSTOP", said
-    )
 
 
 def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
