@@ -50,17 +50,19 @@ class ShardedAdapters:
             filled += size
         return parts
 
-    def describe(self) -> tuple[dict[str, dict[str, int]], int]:
-        """(per LoRA target its modules and parameters, each layer counted on one rank; the number
-        of parts of a sync).
-        """
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Per LoRA target its modules and parameters, each layer counted on one rank."""
         counts: dict[str, dict[str, int]] = {}
         for mapping, layer in self.layers:
             count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
             if self.place.owns(layer.lora_A) and self._is_first(layer):
                 count["modules"] += 1
                 count["parameters"] += sum(map(math.prod, _whole_shapes(layer)))
-        return counts, len(self.parts)
+        return counts
+
+    def sync_parts(self) -> int:
+        """How many parts of this rank's merged weights a sync takes."""
+        return len(self.parts)
 
     def _is_first(self, layer: LoRALinear) -> bool:
         """Whether this rank is the first of those that share the layer."""

@@ -21,8 +21,6 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HARDWARE_ERRORS = (
     "gaussian",
     "bf16_blocks",
-    "reordered",
-    "silu_table",
 )  # local/hardware_error.py has the formulas
 ROLLOUT_FORMATS = (
     "none",
