@@ -30,9 +30,9 @@ class ShardedAdapters:
     optimizer: torch.optim.Optimizer  # of the adapters
 
     def __init__(self, model: nn.Module, table: Iterable[Mapping], place: Place, buffer: int):
-        by_name = {mapping.megatron: mapping for mapping in table}
         self.model, self.place = model, place
-        self.layers = [(by_name[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
+        self.table = {mapping.megatron: mapping for mapping in table}
+        self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
         self.parts = self._divided(buffer)

@@ -82,7 +82,7 @@ def exported(trainer):
         for name, parameter in trainer.model.named_parameters()
     }
     whole = {
-        name: trainer._whole(parameters[name].detach(), mapping.shared)
+        name: trainer.place.whole(parameters[name].detach(), mapping.shared)
         for name, mapping in trainer.table.items()
     }
     return {
@@ -138,7 +138,7 @@ def train_rank(rank, configs, folder):
         shard = batch.rows(rows)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
-            "report": trainer.describe()[0],
+            "report": trainer.describe(),
             "logprobs": trainer.logprobs(shard),
             "exported": exported(trainer),
             "adapter_squares": [],
@@ -151,14 +151,16 @@ def train_rank(rank, configs, folder):
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
             layer.lora_B.data.copy_(
-                mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b
+                mapping.shared.shard(b, trainer.place.tp_rank, trainer.place.tp_size)
+                if split
+                else b
             )
         with BatchedProducts() as products:
             result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
         result["batched_products"] = products.shapes
         whole = {
-            mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
-            for mapping, layer in trainer._owned()
+            mapping.hf: trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
+            for mapping, layer in trainer.owned
         }
         result["gradients"] = {
             (*hf, part): gradient.clone()

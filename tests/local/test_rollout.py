@@ -17,7 +17,8 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.processes import free_port
-from mindspeed_qerl.local.rollout import RolloutEngine, check_built
+from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.local.serving import check_built
 from mindspeed_qerl.lora.proof import join
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
