@@ -12,6 +12,12 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama")
+# For engines of vLLM: a dense model with norms of q and k, and one with biases, experts and shared
+# experts. The others in `make test-full`: their layers are those of these, one by one.
+FEW_FAMILIES = [
+    family if family in ("qwen3", "qwen2_moe") else pytest.param(family, marks=pytest.mark.full)
+    for family in FAMILIES
+]
 
 
 def make_model(family, directory, **changes):

@@ -31,7 +31,6 @@ LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradien
 }
 DEFAULT = {
     ("one rank", "qwen3_moe"),
-    ("one rank, recompute", "qwen2_moe"),
     ("PP 2", "qwen2_moe"),
     ("TP 2, EP 2", "qwen3_moe"),
 }
