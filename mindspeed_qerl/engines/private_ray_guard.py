@@ -17,21 +17,26 @@ from pathlib import Path
 PATIENCE = 120  # seconds; the next start removes what could not be removed until then
 
 
-def ray_processes(directory: Path) -> set[int]:
-    """Pids of Ray's services, whose command lines have `directory`, and of their children, its
-    workers, also of those that a debugger has stopped.
+def is_of_ray(process: Path, directory: Path) -> bool:
+    """Whether `process`, its folder in /proc, is one of Ray's services, whose command lines have
+    `directory`, or a worker, which has logs open there, also while a debugger has it stopped.
     """
-    services, parents = set(), {}
+    command = (process / "cmdline").read_bytes()
+    if b"/ray/" not in command and not command.startswith(b"ray::"):
+        return False
+    if os.fsencode(directory) in command:
+        return True
+    return any(directory in file.readlink().parents for file in (process / "fd").iterdir())
+
+
+def ray_processes(directory: Path) -> list[int]:
+    """Pids of the processes of the Ray that has `directory`."""
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
-        pid = int(process.name)
-        with suppress(OSError):  # it ended
-            command = (process / "cmdline").read_bytes()
-            stat = (process / "stat").read_text(errors="replace")  # proc(5): pid (name) state ppid
-            parents[pid] = int(stat.rpartition(")")[2].split()[1])
-            if b"/ray/" in command and os.fsencode(directory) in command:
-                services.add(pid)
-    services.discard(os.getpid())
-    return services | {pid for pid, parent in parents.items() if parent in services}
+        with suppress(OSError):  # it ended, or is another user's
+            if int(process.name) != os.getpid() and is_of_ray(process, directory.resolve()):
+                pids.append(int(process.name))
+    return pids
 
 
 def last_words(directory: Path, pid: int) -> str:

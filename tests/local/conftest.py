@@ -112,6 +112,16 @@ def moe_dir(model_dirs):
     return model_dirs["qwen3_moe"]
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The quickstart's model and data, untrained."""
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(directory, Recipe(steps=0, train_problems=64, test_problems=16))
+    return directory
+
+
 def raw_config(model_dir, data_dir, **overrides):
     """The quickstart's config as plain dicts; overrides are dotted keys, with __ for the dot."""
     from pathlib import Path
