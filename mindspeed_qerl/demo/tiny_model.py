@@ -116,21 +116,19 @@ def _read_made(output_dir: Path, recipe: Recipe) -> dict:
             f"{way_out}"
         ) from error
     if digest != recipe.digest():
-        changed = [
-            f"{key} is {made_by.get(key)}, asked for {value}"
-            for key, value in sorted(asdict(recipe).items())
-            if made_by.get(key) != value
-        ]
+        changed = []
+        for key, value in sorted(asdict(recipe).items()):
+            if made_by.get(key) != value:
+                changed.append(f"{key} is {made_by.get(key)}, asked for {value}")
         raise FileExistsError(
             f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}"
         )
     for name, expected in files.items():
         path = output_dir / name
-        if not path.is_file() or sha256(path) != expected:
-            raise FileExistsError(
-                f"{path} is {'changed' if path.exists() else 'missing'} since the model was made. "
-                f"{way_out}"
-            )
+        if not path.is_file():
+            raise FileExistsError(f"{path} is missing since the model was made. {way_out}")
+        if sha256(path) != expected:
+            raise FileExistsError(f"{path} is changed since the model was made. {way_out}")
     return report
 
 

@@ -144,24 +144,26 @@ class TrainRank(ShardedAdapters):
         """
         started = time.perf_counter()
         with self._arithmetic("arithmetic"):
-            shards = [self._completed(shard, len(shards) * epochs) for shard in shards]
+            shards = self._completed(shards, is_only_update=len(shards) * epochs == 1)
             before = time.perf_counter() - started
             metrics = self._update(shards * epochs)
         metrics["time/logprobs"] = before
         metrics["time/update"] = time.perf_counter() - started - before
         return metrics
 
-    def _completed(self, shard: Batch, updates: int) -> Batch:
-        """With the log-probs that the loss compares with. updates: of the iteration."""
-        if self.recipe.algorithm.routing_replay == "record":
-            shard = self.with_own_routes(shard)
-        if self.recipe.algorithm.loss_kl_coefficient > 0:
-            shard = replace(shard, reference_logprobs=self.logprobs(shard, reference=True))
-        if updates == 1:  # the policy that is trained is the policy before it
-            return replace(shard, old_logprobs=None)
-        if shard.old_logprobs is None:
-            shard = replace(shard, old_logprobs=self.logprobs(shard))
-        return shard
+    def _completed(self, shards: list[Batch], is_only_update: bool) -> list[Batch]:
+        """With the log-probs that the loss compares with."""
+        algorithm = self.recipe.algorithm
+        if algorithm.routing_replay == "record":
+            shards = [self.with_own_routes(shard) for shard in shards]
+        if algorithm.loss_kl_coefficient > 0:
+            references = [self.logprobs(shard, reference=True) for shard in shards]
+            shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
+        if is_only_update:  # the policy that is trained is the policy before it
+            return [replace(shard, old_logprobs=None) for shard in shards]
+        if shards[0].old_logprobs is None:
+            shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
+        return shards
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
         """One optimizer step a shard; metrics of all."""
