@@ -57,7 +57,9 @@ def workers(tmp_path_factory):
     (folder / "workers_of_a_test.py").write_text(WORKERS)
     sys.path.insert(0, str(folder))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    private_ray.start(num_cpus=5, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}})
+    private_ray.start(
+        num_cpus=5, runtime_env={"env_vars": {"IN_A_WORKER": "1", "PYTHONPATH": path}}
+    )
     found = importlib.import_module("workers_of_a_test")
     found.Module = importlib.import_module("module_of_a_test").Module
     yield found

@@ -387,16 +387,3 @@ def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
     run = only_run(tmp_path / "runs")
     assert_metrics_are_whole(run, 1)
     assert run.status()["state"] == "failed"
-
-
-# that the injector refuses it is in tests/aqn; here the way of its words to the user
-@pytest.mark.full
-def test_noise_that_matches_nothing_stops_the_run(tiny_model, tmp_path):
-    code, output = finish(start(tiny_model, tmp_path / "runs", "aqn.targets=['*.no_such_norm']"))
-    assert code == 1
-    assert (
-        "rollout engine failed" in output and "'*.no_such_norm'" in output and "RMSNorm" in output
-    )
-    assert "Traceback" not in output
-    run = only_run(tmp_path / "runs")
-    assert run.status()["state"] == "failed" and read_jsonl(run.metrics_file) == []
