@@ -17,13 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import (
-    ObjectStoreFullError,
-    OutOfDiskError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-)
+from ray.exceptions import RayActorError, RayError
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.engines import private_ray
@@ -37,12 +31,6 @@ RAY_DIED = (
     "one of Ray's own processes (raylet, gcs_server, an agent) died, and all ranks and engines "
     "with it: killed, or out of memory"
 )
-NO_MEMORY = (
-    "this machine's memory is full. Configure fewer ranks, a smaller actor_config.micro_batch_size, "
-    "or recompute_granularity=full"
-)
-NO_ROOM = "/dev/shm or the folder of temporary files (TMPDIR) is full: make room there"
-FULL = {OutOfMemoryError: NO_MEMORY, OutOfDiskError: NO_ROOM, ObjectStoreFullError: NO_ROOM}
 Result = TypeVar("Result")
 
 
@@ -181,9 +169,7 @@ class Processes:
     ) -> Any:
         try:
             return ray.get(call)
-        except tuple(FULL) as error:
-            raise WorkerError(f"{worker.name}: {FULL[type(error)]}. Ray says: {error}") from error
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             raise self._failure(_first_failed(inputs) or worker, error) from error
 
     def _failure(self, caller: Worker, error: Exception) -> WorkerError:
@@ -197,8 +183,9 @@ class Processes:
                     f"{worker.name} (pid {pid}) died: killed, or out of memory\n"
                     f"Its log: {worker.log_file}"
                 )
-        is_raised = isinstance(error, RayTaskError)
-        reason = f"failed: {error.cause}" if is_raised else "died: killed, or out of memory"
+        reason = f"failed: {getattr(error, 'cause', error)}"  # Ray's own words of a full disk
+        if isinstance(error, RayActorError):  # while it was built: its pid is not known yet
+            reason = "died: killed, or out of memory"
         return WorkerError(f"{caller.name} {reason}\nIts log: {caller.log_file}")
 
 
@@ -208,7 +195,7 @@ def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
         if ray.wait([call], timeout=0)[0]:
             try:
                 ray.get(call)
-            except (RayActorError, RayTaskError):
+            except RayError:
                 return worker
     return None
 
