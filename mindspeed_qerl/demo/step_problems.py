@@ -1,8 +1,8 @@
 """Word problems of one to three steps in GSM8K form, with a held-out split that shares no equation
 with training.
 
-    {"question": "Tom has 3 apples. Tom buys 4 more. Tom loses 2. How many apples does Tom have now?",
-     "answer": "3+4=7\\n7-2=5\\n#### 5"}
+    {"question": "Tom has 3 apples. Tom loses 2. Tom buys 6. How many apples does Tom have now?",
+     "answer": "3-2=1\\n1+6=7\\n#### 7"}
 
 A step adds or takes away, and its result is what the next one starts from. Every number that a step
 starts from or brings is 1 to 20, so that its equation is of one of word_problems' 210 unordered

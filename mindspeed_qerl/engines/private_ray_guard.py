@@ -1,5 +1,5 @@
-"""`python -I -S private_ray_guard.py DIRECTORY PID` cleans up after the run of process PID, if it is
-killed: prints its last words, kills its Ray and removes DIRECTORY, Ray's temporary files.
+"""`python -I -S private_ray_guard.py DIRECTORY PID` cleans up after the run of process PID, if it
+is killed: prints its last words, kills its Ray and removes DIRECTORY, Ray's temporary files.
 
 The run holds DIRECTORY/lock while it lives, and ends this program before itself. It is a program of
 its own, since no thread of PID runs while Ray's C++ part starts, and small: each run has one.

@@ -172,8 +172,9 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     shape, tensors = ModelShape(**state["model"]), {}
     for name in state["files"]:
         with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
-            adapters = [key for key in file.keys() if key.endswith((".lora_A", ".lora_B"))]  # noqa: SIM118
-            tensors |= {key: file.get_tensor(key) for key in adapters}
+            for key in file.keys():  # noqa: SIM118
+                if key.endswith((".lora_A", ".lora_B")):
+                    tensors[key] = file.get_tensor(key)
     weights = {}
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")

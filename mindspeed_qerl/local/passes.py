@@ -155,7 +155,7 @@ class Passes:
     def _logprobs(
         self, tokens: torch.Tensor, first: int, output: torch.Tensor, non_loss_data: bool = True
     ) -> torch.Tensor:
-        """float32 [n, l - 1], with 0 where no answer has begun; the signature is megatron-core's."""
+        """float32 [n, l - 1], 0 where no answer has begun; the signature is megatron-core's."""
         logits = self._logits(output, tokens.shape[1])
         return pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
 

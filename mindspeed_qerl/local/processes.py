@@ -1,5 +1,5 @@
-"""The processes of a run: started together, gone together, whatever fails. Each hosts one object and
-writes to a log file of its own; a failed call names the process that died.
+"""The processes of a run: started together, gone together, whatever fails. Each hosts one object
+and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib

@@ -186,9 +186,9 @@ class TrainRank(ShardedAdapters):
         merged = self._merge_over_ranks(parts)
         metrics = {name: metric.value() for name, metric in merged.items()}
         if self.replay:
-            of_ranks = [{}] * self.recipe.layout.world
-            dist.all_gather_object(of_ranks, total(counts))
-            metrics |= routing_metrics(total(of_ranks), self.routers)
+            every_rank = [{}] * self.recipe.layout.world
+            dist.all_gather_object(every_rank, total(counts))
+            metrics |= routing_metrics(total(every_rank), self.routers)
         metrics["selection/trained_tokens"] = merged["mismatch/k1"].count
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = lr
@@ -201,9 +201,9 @@ class TrainRank(ShardedAdapters):
         """
         merged = merge(parts)
         for group in (self.place.data_group, self.place.pipeline_group):
-            of_ranks = [{}] * group.size()
-            dist.all_gather_object(of_ranks, merged, group=group)
-            merged = merge(of_ranks)
+            every_rank = [{}] * group.size()
+            dist.all_gather_object(every_rank, merged, group=group)
+            merged = merge(every_rank)
         return merged
 
     def _reduce_and_clip(self) -> float:
@@ -214,10 +214,10 @@ class TrainRank(ShardedAdapters):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         shared = [p for p in self.parameters if p.allreduce]
-        of_experts = [p for p in self.parameters if not p.allreduce]
+        experts = [p for p in self.parameters if not p.allreduce]
         _sum([p for p in self.parameters if p.sequence_parallel], self.place.tp_group)
         _sum(shared, self.place.data_group)
-        _sum(of_experts, self.place.expert_data_group)
+        _sum(experts, self.place.expert_data_group)
         norm = self._gradient_norm()
         limit = self.recipe.optimizer.clip_grad
         if 0 < limit < norm:

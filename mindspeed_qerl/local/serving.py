@@ -167,22 +167,24 @@ def complete(
     """
     # one list of numbers, not a dictionary a token
     sampling = {"logprobs": 0, "flat_logprobs": True} | sampling
-    if not recorder:
-        return [
-            [_completion(answer, None) for answer in output.outputs]
-            for output in generate(llm, prompts, use_tqdm, **sampling)
-        ]
-    with recorder.recording():
+    if recorder:
+        with recorder.recording():
+            outputs = generate(llm, prompts, use_tqdm, **sampling)
+        routes = recorder.take(outputs)
+    else:
         outputs = generate(llm, prompts, use_tqdm, **sampling)
-    return [
-        [_completion(answer, route) for answer, route in zip(output.outputs, routes)]
-        for output, routes in zip(outputs, recorder.take(outputs))
-    ]
+        routes = [[None] * len(output.outputs) for output in outputs]
+    return [_completions(output, taken) for output, taken in zip(outputs, routes)]
 
 
-def _completion(answer: Any, routes: np.ndarray | None) -> Completion:
-    logprobs = answer.logprobs.logprobs if answer.logprobs else []
-    return Completion(list(answer.token_ids), logprobs, answer.finish_reason == "length", routes)
+def _completions(output: Any, routes: Sequence[np.ndarray | None]) -> list[Completion]:
+    """The answers to one prompt."""
+    completions = []
+    for answer, route in zip(output.outputs, routes):
+        logprobs = answer.logprobs.logprobs if answer.logprobs else []
+        is_cut_off = answer.finish_reason == "length"
+        completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
+    return completions
 
 
 def generate(
