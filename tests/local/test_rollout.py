@@ -501,7 +501,7 @@ def layers_and_engines_of_a_processor(rank, models, path):
     """
     from vllm.platforms import current_platform
 
-    # vLLM's kernels use a processor's AMX tiles, and with oneDNN held back nobody asks Linux for them
+    # vLLM's kernels use AMX tiles, and with oneDNN held back nobody asks Linux for them
     torch.cpu._init_amx()
     engines = {}
     for family, model_dir in models.items():

@@ -452,7 +452,7 @@ def test_recorded_routes_are_those_of_transformers(dirs, family):
 
 
 def agree_rank(rank, config, batch, folder):
-    """Log-probs of answers along vLLM's routes, and the routes that the trainer chooses by itself."""
+    """Log-probs of answers along vLLM's routes, and the routes that the trainer chooses."""
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
