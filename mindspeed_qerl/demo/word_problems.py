@@ -28,8 +28,8 @@ TEMPLATES = {
     "+": (
         "{name} has {a}. {name} buys {b} more. How many {objects} does {name} have now?",
         (
-            "{name} finds {a} in the morning and {b} in the evening. How many {objects} does {name} "
-            "find in all?"
+            "{name} finds {a} in the morning and {b} in the evening. "
+            "How many {objects} does {name} find in all?"
         ),
         "{name} has {a} and {other} has {b}. How many {objects} do they have together?",
         "There are {a} in a box. {name} puts in {b} more. How many {objects} are in the box now?",

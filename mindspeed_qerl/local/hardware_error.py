@@ -6,8 +6,8 @@
 | `bf16_blocks` | k in blocks: acc = bf16(acc + bf16(A_j B_j)), from the first block to the last   |
 
 Every product of two matrices (aten's mm, bmm, addmm): linear layers, router, output layer,
-adapters, and in training their gradients. Attention's own products, norms, softmax and the optimizer stay as
-they are. docs/hardware_error.md has the measured effects.
+adapters, and in training their gradients. Attention's own products, norms, softmax and the
+optimizer stay as they are. docs/hardware_error.md has the measured effects.
 """
 
 from collections.abc import Callable, Iterable
