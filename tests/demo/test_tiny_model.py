@@ -51,7 +51,7 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
 @pytest.mark.parametrize(
     "text, tokens",
     [
-        ("has 13 apples.\n#### 23", "has| |1|3| apples|.|\n|####| |2|3"),
+        ("Tom has 13 apples.\n#### 23", "Tom| has| |1|3| apples|.|\n|####| |2|3"),
         # unknown words, and nothing is lost around them
         ("Natalia sold 48 apples; Tom's", "<unk>|<unk>| |4|8| apples|<unk>| Tom|<unk>|<unk>"),
     ],
