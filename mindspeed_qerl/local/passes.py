@@ -3,8 +3,8 @@ schedule (with one pipeline stage: forward, backward, forward, ...).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,8 +66,9 @@ class Passes:
         return self._assembled(shard, size, self._run(shard, size, taken=taken))
 
     def train(self, shard: Batch, divisor: float) -> list[dict[str, Metric]]:
-        """Add to the parameters' gradients; returns the metrics of each micro-batch. RuntimeError
-        where a log probability is none. divisor: of the loss, for the whole mini-batch.
+        """Add to the parameters' gradients; returns the metrics of each micro-batch, with tensors
+        of the device in them. RuntimeError where a log probability is none. divisor: of the loss,
+        for the whole mini-batch.
         """
         size = self.recipe.batch.micro_batch_size
         results = self._run(shard, size, divisor)
@@ -77,7 +78,7 @@ class Passes:
             # what is logged is what was trained
             total = result.loss.double() * divisor
             count = result.metrics["loss/total"].count
-            parts.append(result.metrics | {"loss/total": Mean(total.item(), count)})
+            parts.append(result.metrics | {"loss/total": Mean(total, count)})
         return parts
 
     def _run(
@@ -196,3 +197,21 @@ class Passes:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.place.device)
+
+
+def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """With numbers in the place of tensors, by one copy from the device.
+
+    >>> on_host({"loss/total": Mean(torch.tensor(1.5), count=3)})
+    {'loss/total': Mean(total=1.5, count=3)}
+    """
+    tensors = {}
+    for name, metric in metrics.items():
+        for field, value in vars(metric).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name, field] = value.double()
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+    copied = dict(metrics)
+    for (name, field), number in zip(tensors, numbers):
+        copied[name] = replace(copied[name], **{field: number})
+    return copied

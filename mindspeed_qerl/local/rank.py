@@ -18,7 +18,7 @@ from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
-from mindspeed_qerl.local.passes import Passes
+from mindspeed_qerl.local.passes import Passes, on_host
 from mindspeed_qerl.local.place import join
 from mindspeed_qerl.local.sharded import ShardedAdapters
 from mindspeed_qerl.lora.adapters import adapters_disabled, apply_lora
@@ -189,7 +189,7 @@ class TrainRank(ShardedAdapters):
             every_rank = [{}] * self.recipe.layout.world
             dist.all_gather_object(every_rank, total(counts))
             metrics |= routing_metrics(total(every_rank), self.routers)
-        metrics["selection/trained_tokens"] = merged["mismatch/k1"].count
+        metrics["selection/trained_tokens"] = int(merged["mismatch/k1"].count)
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = lr
         metrics["updates"] = len(norms)
@@ -199,7 +199,7 @@ class TrainRank(ShardedAdapters):
         """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage
         has any.
         """
-        merged = merge(parts)
+        merged = on_host(merge(parts))
         for group in (self.place.data_group, self.place.pipeline_group):
             every_rank = [{}] * group.size()
             dist.all_gather_object(every_rank, merged, group=group)

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from mindspeed_qerl.local.passes import Passes
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.sampled import (
     Sampled,
@@ -18,7 +16,7 @@ from mindspeed_qerl.local.sampled import (
     tokens_to_train,
 )
 from mindspeed_qerl.local.serving import Completion
-from mindspeed_qerl.recipe.types import Algorithm, Batch, Sampling, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Selection
 from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.tasks.rows import row_of
 
@@ -212,20 +210,3 @@ def test_the_tokens_to_train_are_counted_on_the_answers():
         tokens_to_train(
             given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=()
         )
-
-
-def test_a_log_probability_of_the_trained_model_that_is_none_names_the_answer(tmp_path):
-    batch, _ = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
-    settings = SimpleNamespace(model=SimpleNamespace(path=str(tmp_path)), sampling=Sampling())
-    passes = Passes(None, settings, None, None, None)
-    logprobs = torch.full(batch.mask.shape, -0.5)
-    logprobs[~torch.from_numpy(batch.mask)] = math.nan  # of prompts and padding
-    passes._assembled(batch, 2, logprobs.split(2))
-    for value in (math.nan, -math.inf, 0.5):
-        logprobs[3, 1] = value
-        with pytest.raises(
-            RuntimeError,
-            match=rf"gave {value} as the log probability of token 2 of 3 of the answer "
-            r"'\[1 1 1\]'",
-        ):
-            passes._assembled(batch, 2, logprobs.split(2))
