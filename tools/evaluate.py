@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[str, dict]] = {
     "tensor_parallel_size": ("processes that share the model", {"type": int}),
     "seed": ("of the samples", {"type": int}),
     "emulate_npu": (
-        "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the run did",
+        "serve with vllm-ascend on emulated NPUs (docs/architecture.md); default: as the run did",
         {"action": argparse.BooleanOptionalAction},
     ),
 }
@@ -72,7 +72,7 @@ def main() -> int:
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
     how = parser.add_argument_group("how")
     quantized = parser.add_argument_group("with quantised linear layers (docs/quantization.md)")
-    hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
+    hardware = parser.add_argument_group("as other hardware would answer (docs/quantization.md)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
     what.add_argument(
         "--output",

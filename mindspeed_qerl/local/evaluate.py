@@ -232,7 +232,7 @@ def _prepare_platform(what: Evaluation) -> None:
         if importlib.util.find_spec("vllm_ascend") is None:
             raise ConfigError(
                 "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
-                "PYTHONPATH (docs/emulation.md), or serve with this machine's own vLLM: "
+                "PYTHONPATH (docs/architecture.md), or serve with this machine's own vLLM: "
                 "--no-emulate-npu"
             )
         emulation.enter(what.tensor_parallel_size)

@@ -7,7 +7,7 @@
 
 Every product of two matrices (aten's mm, bmm, addmm): linear layers, router, output layer,
 adapters, and in training their gradients. Attention's own products, norms, softmax and the
-optimizer stay as they are. docs/hardware_error.md has the measured effects.
+optimizer stay as they are. docs/quantization.md has the measured effects.
 """
 
 from collections.abc import Callable, Iterable
