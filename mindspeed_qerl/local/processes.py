@@ -176,17 +176,24 @@ class Processes:
         """Why the call of `caller` failed: it may only have waited for another, which died."""
         if not private_ray.is_whole() or "its node has died" in str(error):
             return WorkerError(RAY_DIED)
-        for worker in (*self.ranks, *self.rollouts):
-            pid = self.pids.get(worker.name)
-            if pid is not None and not _is_running(pid):
-                return WorkerError(
-                    f"{worker.name} (pid {pid}) died: killed, or out of memory\n"
-                    f"Its log: {worker.log_file}"
-                )
-        reason = f"failed: {getattr(error, 'cause', error)}"  # Ray's own words of a full disk
-        if isinstance(error, RayActorError):  # while it was built: its pid is not known yet
-            reason = "died: killed, or out of memory"
-        return WorkerError(f"{caller.name} {reason}\nIts log: {caller.log_file}")
+        dead = [worker for worker in (*self.ranks, *self.rollouts) if self._is_dead(worker)]
+        if not dead and not isinstance(error, RayActorError):
+            reason = getattr(error, "cause", error)  # or Ray's own words, of a full disk
+            return WorkerError(f"{caller.name} failed: {reason}\nIts log: {caller.log_file}")
+        worker = dead[0] if dead else caller
+        # which is not known of one that died while it was built
+        pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
+        return WorkerError(
+            f"{worker.name}{pid} died: killed, or out of memory\nIts log: {worker.log_file}"
+        )
+
+    def _is_dead(self, worker: Worker) -> bool:
+        if worker.name not in self.pids:
+            return False
+        try:
+            return psutil.Process(self.pids[worker.name]).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
 
 def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
@@ -198,13 +205,6 @@ def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
             except RayError:
                 return worker
     return None
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def memory_in_use(pids: Iterable[int]) -> int:
