@@ -88,7 +88,8 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     """Of the rewards of one iteration, a prompt's answers side by side: mean and standard
     deviation, and the fraction of prompts whose answers' rewards differ.
 
-    >>> reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)["reward/groups_with_signal"].item()
+    >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)
+    >>> float(metrics["reward/groups_with_signal"])
     0.5
     """
     return {

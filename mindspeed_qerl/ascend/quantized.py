@@ -152,7 +152,8 @@ class QuantizedModel:
 
     def _is_shared(self, name: str) -> bool:
         """Whether tensor parallel ranks have parts of it: experts are whole (layout/rules.py
-        infer_experts_are_whole)."""
+        infer_experts_are_whole).
+        """
         return self.group.world_size > 1 and ".experts." not in name
 
     def _amax(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -37,15 +37,16 @@ def verifier(
     function.
 
     Args:
-        responses: decoded answers, padding and special tokens already gone. data: "labels",
-            decoded, one per response: the gold answers, or the numbers of the rows that are packed
-            beside
-            `data_path` (tasks/packed.py); more columns for upstream's own functions.
+        responses: decoded answers, padding and special tokens already gone.
+        data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that
+            are packed beside `data_path` (tasks/packed.py); more columns for upstream's own
+            functions.
         config: upstream's RLConfig. data_path: upstream's, of the training data.
 
     Raises:
         ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a
-            row. RewardError: a reward failed.
+            row. RewardError: a
+        reward failed.
     """
     labels = data.get("labels", [])
     if len(labels) != len(responses):

@@ -24,8 +24,9 @@ class HardwareErrorMode(TorchDispatchMode):
     """Inside `with` torch computes as the other hardware would, backward passes included.
 
     Args:
-        kinds: some of HARDWARE_ERRORS. gaussian_std: of the relative error, drawn with `seed`.
-            block: of k.
+        kinds: some of HARDWARE_ERRORS.
+        gaussian_std: of the relative error, drawn with `seed`.
+        block: of k.
 
     Attributes:
         products: how many were computed so: a proof that it was used.

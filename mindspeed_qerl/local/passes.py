@@ -38,8 +38,8 @@ class Passes:
     """Forward passes, with and without backward passes. Only the last pipeline stage has results.
 
     Args:
-        replay: puts a shard's routes into the routers; None: there are none. skip_prompts: of the
-            model's last layer, if it may leave out what precedes the answers.
+        replay: puts a shard's routes into the routers; None: there are none.
+        skip_prompts: of the model's last layer, if it may leave out what precedes the answers.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Passes:
         """Log probabilities of the tokens, float32 [N, L-1]; zeros but on the last pipeline stage.
 
         Args:
-            size: answers in a micro-batch. taken: is given the routes that each micro-batch took.
+            size: answers in a micro-batch.
+            taken: is given the routes that each micro-batch took.
         """
         return self._assembled(shard, size, self._run(shard, size, taken=taken))
 

@@ -30,13 +30,15 @@ class RolloutEngine(ServedWeights):
     """An in-process vLLM engine whose weights and noise we own.
 
     Args:
-        model_dir: Hugging Face directory the weights are first read from. dtype: "float32" or
-            "bfloat16". max_model_len: prompt and completion together, tokens. kv_cache_gib: memory
-            for the KV cache. aqn: for `add_noise`; None: no noise yet. routers: those of the model,
-            whose choices `generate` can record; None: it cannot. quantization: of the linear
-            layers; None: they are what was synced. tp_rank, tp_size: of tensor parallel engines in
-            as many processes, which meet at `port` of this machine; every method is called on all
-            of them at once, with the same arguments.
+        model_dir: Hugging Face directory the weights are first read from.
+        dtype: "float32" or "bfloat16".
+        max_model_len: prompt and completion together, tokens.
+        kv_cache_gib: memory for the KV cache.
+        aqn: for `add_noise`; None: no noise yet.
+        routers: those of the model, whose choices `generate` can record; None: it cannot.
+        quantization: of the linear layers; None: they are what was synced.
+        tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of
+            this machine; every method is called on all of them at once, with the same arguments.
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class RolloutEngine(ServedWeights):
         same call on the same weights gives the same completions.
 
         Args:
-            seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams. noise_step:
-                the step whose noise is on, only inside this call; None: the synced weights.
-                hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None:
-                computed as it is. quantized: by the weights that are quantised, if some are; else
-                by those that were synced.
+            seed: of the sampler.
+            sampling: keyword arguments of vLLM's SamplingParams.
+            noise_step: the step whose noise is on, only inside this call; None: the synced weights.
+            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None:
+                computed as it is.
+            quantized: by the weights that are quantised, if some are; else by those that were
+                synced.
         """
         if hardware_error:
             hardware_error = hardware_error | {"seed": seed}

@@ -83,9 +83,9 @@ def select(
     rewards.
 
     Args:
-        kept: numbers of groups, at most as many as are trained in a step. logprobs_before:
-            `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count
-            there, also of one that is cut off and not trained.
+        kept: numbers of groups, at most as many as are trained in a step.
+        logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
+            answer count there, also of one that is cut off and not trained.
     """
     algorithm, rows = recipe.algorithm, rows_of(kept, recipe)
     answers = [sampled.answers[row] for row in rows]

@@ -20,7 +20,8 @@ class ServedWeights:
     """Those of one engine, one of `tp_size` that share the model.
 
     Args:
-        model: vLLM's. quantization: of the linear layers; None: they are what was synced.
+        model: vLLM's.
+        quantization: of the linear layers; None: they are what was synced.
     """
 
     def __init__(

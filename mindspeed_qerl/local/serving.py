@@ -43,9 +43,11 @@ def start_vllm(
     """vLLM's LLM over token ids.
 
     Args:
-        kv_cache_gib: for the KV cache where there is no accelerator. share_prompts: common prefixes
-            are computed once, in blocks of 32 tokens, the smallest that vLLM's CPU attention takes;
-            by the weights of that moment: `reset_prefix_cache` when they change. more: goes to LLM.
+        kv_cache_gib: for the KV cache where there is no accelerator.
+        share_prompts: common prefixes are computed once, in blocks of 32 tokens, the smallest that
+            vLLM's CPU attention takes; by the weights of that moment: `reset_prefix_cache` when
+            they change.
+        more: goes to LLM.
     """
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib),

@@ -23,8 +23,8 @@ class ShardedAdapters:
     method is called on all ranks at once.
 
     Args:
-        table: what the model's parameters are made of. buffer: bytes of merged weights that are
-            handed over at a time.
+        table: what the model's parameters are made of.
+        buffer: bytes of merged weights that are handed over at a time.
     """
 
     optimizer: torch.optim.Optimizer  # of the adapters

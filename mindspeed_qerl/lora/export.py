@@ -49,7 +49,8 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
     Raises:
         ValueError: the adapters do not fit the base model; the message names the tensor.
-            FileExistsError: `out_dir` holds something.
+            FileExistsError: `out_dir`
+        holds something.
     """
     _check_fit(adapters, Checkpoint(base_model_dir))
     config = {

@@ -116,7 +116,8 @@ class Seen:
     @property
     def listed(self) -> int | None:
         """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set
-        (ray/_private/accelerators/npu.py)."""
+        (ray/_private/accelerators/npu.py).
+        """
         if self.visible is None:
             return None
         return len(self.visible.split(",")) if self.visible not in ("", "NoDevFiles") else 0

@@ -152,14 +152,10 @@ def dies(table: str) -> list[Die]:
     """The NPUs in the output of `npu-smi info`: two lines each, below two lines of titles that say
     what is in them.
 
-        | NPU   Name                | Health        | Power(W)    Temp(C)
-        Hugepages-Usage(page)|
-        | Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)
-        |
-        | 0     Ascend910           | OK            | 178.5       36                0    / 0
-        |
-        | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536
-        |
+        | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+        | Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
+        | 0     Ascend910           | OK            | 178.5       36                0    / 0             |
+        | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
 
     The number of a die's /dev/davinci* is its Phy-ID (910C, two chips a card) or Device (310P),
     else that of the card (910B). Memory is that of HBM, else the other; one that is not told is
@@ -197,10 +193,8 @@ def processes(table: str) -> dict[int, list[str]] | None:
     table of them. Those of other containers are there too, if all devices are, with NA for what
     cannot be seen; 26.0 has one more column (vllm-ascend issue 12980).
 
-        | NPU     Chip   | Process id    | Process name    | Process memory(MB)    | Process id in
-        container |
-        | 0       0      | 632268        | python3.1       | 197                   | NA
-        |
+        | NPU     Chip   | Process id    | Process name    | Process memory(MB)    | Process id in container |
+        | 0       0      | 632268        | python3.1       | 197                   | NA                      |
     """
     numbers = {(str(die.card), str(die.chip)): die.number for die in dies(table)}
     titles, found = None, {}

@@ -235,9 +235,10 @@ def _add_part(
     set.
 
     Args:
-        package: the section that its values are in, where its header names none. chosen: {group:
-            (option, place)} of the files above and of the command line, whose place is "". above:
-            the parts that lead to this one.
+        package: the section that its values are in, where its header names none.
+        chosen: {group: (option, place)} of the files above and of the command line, whose place is
+            "".
+        above: the parts that lead to this one.
     """
     file, above = parts.files.setdefault(part, _file_of(part, folders)), (*above, part)
     node, _ = read_yaml(file)

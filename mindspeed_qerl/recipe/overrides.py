@@ -56,9 +56,9 @@ def checked(
 
     Args:
         overrides: of values, not of groups: key=value, also with + or ++ before it, or ~key.
-            config: the config that they change. known: {section: its keys}; "" is the top level,
-            "a.b" a section within a section. What the config sets is
-            known too, and so is every name below a key without a known one, such as
+        config: the config that they change.
+        known: {section: its keys}; "" is the top level, "a.b" a section within a section. What the
+            config sets is known too, and so is every name below a key without a known one, such as
             `aqn.multipliers`.
         name: the config's, for the advice.
 

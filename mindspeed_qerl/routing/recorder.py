@@ -23,7 +23,8 @@ class RouteRecorder:
 
     Args:
         runner: vLLM's model runner, v1 (vllm/v1/worker/gpu_model_runner.py;
-            vllm_ascend/worker/model_runner_v1.py). max_len: most tokens of a request.
+            vllm_ascend/worker/model_runner_v1.py).
+        max_len: most tokens of a request.
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int):

@@ -59,10 +59,10 @@ def mismatch_fault(
 
     Args:
         k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers,
-            0 for none. sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16".
-            other_arithmetic: one of the two sides is
-            meant to compute otherwise (hardware_error, rollout_quantization), so that only the
-            lower bound holds. routed: the model has experts.
+            0 for none.
+        sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16". other_arithmetic: one
+            of the two sides is meant to compute otherwise (hardware_error, rollout_quantization),
+            so that only the lower bound holds. routed: the model has experts.
 
     >>> mismatch_fault(2e-13, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
     >>> mismatch_fault(7.7e-3, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)[:66]

@@ -1,16 +1,15 @@
 """The directory of one run: made once, never overwritten, with all it takes to repeat the run.
 
 <root>/<name>/2025-11-21_14-03-59_aqn=off_seed1/ config.yaml     the resolved config command.txt
-    the command line, quoted for a shell versions.json   Python, machine, every installed package,
-    the source's git commit, and what the engine adds data.json       path, sha256, bytes and rows
-    of each data file, and of the model's status.json     {"state": "running" | "finished" |
-    "failed", "step", "reason", "started", "ended", "seed",
-                    "id"}
-    lock            held by the process that writes the run
-    facts.json      what was measured once: start-up seconds, parameter counts, ... (`record`)
-    metrics.jsonl, eval.jsonl, rollouts.jsonl, tensorboard/     written by metrics.py
-    checkpoints/                                                written by the engine
-    summary.md, plots/                                          written by report.py
+    the command line, quoted for a shell versions.json   Python, machine, every installed
+    package, the source's git commit, and what the engine adds data.json       path, sha256,
+    bytes and rows of each data file, and of the model's status.json     {"state": "running" |
+    "finished" | "failed", "step", "reason", "started", "ended", "seed", "id"} lock
+    held by the process that writes the run facts.json      what was measured once: start-up
+    seconds, parameter counts, ... (`record`) metrics.jsonl, eval.jsonl, rollouts.jsonl,
+    tensorboard/     written by metrics.py checkpoints/
+    written by the engine summary.md, plots/                                          written by
+    report.py
 """
 
 import json

@@ -4,10 +4,10 @@
 in 0..1:
 
     reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose
-    rewards differ reward/kl                                               KL to the base model that
-    is taken off a reward, nats an
-                                                            answer, before its coefficient (absent:
-                                                            not in the reward)
+    rewards differ
+    reward/kl                                               KL to the base model that is taken off a
+                                                            reward, nats an answer, before its
+                                                            coefficient (absent: not in the reward)
     response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length
     limit loss/policy  loss/kl  loss/entropy  loss/total          as the optimizer gets them, before
     their coefficients grad_norm  lr clip_fraction  clip_fraction_low  clip_fraction_high    of
@@ -23,10 +23,10 @@ in 0..1:
     an answer rollout_correction/truncated_fraction                   of tokens or answers whose
     weight is the cap (absent: off) rollout_correction/masked_fraction                      of those
     whose weight is 0 routing/captured_tokens                                 whose routes the
-    rollout recorded, of all answers routing/replayed_tokens  routing/native_tokens          in the
-    updates: sent where it was recorded, and those that
-                                                            chose for themselves (absent: nothing is
-                                                            replayed)
+    rollout recorded, of all answers
+    routing/replayed_tokens  routing/native_tokens          in the updates: sent where it was
+                                                            recorded, and those that chose for
+                                                            themselves (absent: nothing is replayed)
     routing/flipped  routing/flipped/layer_<number>         of the replayed choices, those that the
                                                             trainer would have made otherwise
     aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers
@@ -34,8 +34,8 @@ in 0..1:
     multipliers aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
     quantization/weight_error                               ||rounded - synced|| / ||synced|| of the
     rollout's linear quantization/weight_error/layer_<number>                weights (absent:
-    nothing is quantised) quantization/k3  quantization/effective_sample_size     between the synced
-    policy and the quantised one (absent:
+    nothing is quantised)
+    quantization/k3  quantization/effective_sample_size     between the synced policy and the quantised one (absent:
                                                             rollout_quantization.probe_answers is 0)
     quantization/noise_k3  quantization/together_k3         the same of the noise alone, and of
                                                             both, and their effective sample sizes

@@ -28,17 +28,17 @@ def evaluate_answers(
 
     Returns:
         numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
-            problems (NaN for one problem), interval_low and interval_high (95%, `interval`), with n
-            > 1 also pass@n (the mean of each problem's best score), n_problems,
-            samples_per_problem, truncated_fraction; and for GSM8K's verifiers, which find a number
-            in an answer, with n > 1 maj@n, and rule/<name> for each of the verifier's RULES: the
-            fraction of answers it found; and per problem its question, answer, responses, and for
-            each response its score and whether it was truncated, and for GSM8K's verifiers what was
-            extracted and by which rule.
+        problems (NaN for one problem), interval_low and interval_high (95%, `interval`), with n > 1
+        also pass@n (the mean of each problem's best score), n_problems, samples_per_problem,
+        truncated_fraction; and for GSM8K's verifiers, which find a number in an answer, with n > 1
+        maj@n, and rule/<name> for each of the verifier's RULES: the fraction of answers it found;
+        and per problem its question, answer, responses, and for each response its score and whether
+        it was truncated, and for GSM8K's verifiers what was extracted and by which rule.
 
     Raises:
         ValueError: the numbers of rows, texts and flags do not fit. ConfigError: an unknown
-            verifier. RewardError: it failed.
+            verifier. RewardError: it
+        failed.
     """
     if not len(rows) * n == len(texts) == len(truncated) or not rows:
         raise ValueError(

@@ -7,10 +7,10 @@ DIR/gsm8k_train_packed_{field}_document.{bin,idx} for every field it finds
 every problem, in the order of the source:
 
     input_ids   the prompt: the chat template applied to the row's messages, with the header of the
-    assistant's turn labels      without special tokens; all that the reward process, which decodes
-    them, gets to know of a row.
-                GSM8K (`convert_packed`): the canonical gold answer, "72", to verify against. Any
-                other task (`pack_rows`): the number of the row, "0" for the first, in
+    assistant's turn
+    labels      without special tokens; all that the reward process, which decodes them, gets to
+                know of a row. GSM8K (`convert_packed`): the canonical gold answer, "72", to verify
+                against. Any other task (`pack_rows`): the number of the row, "0" for the first, in
                 DIR/NAME_rows.jsonl, which holds all columns, so that a reward gets any answer
                 exactly, and its whole row.
 
@@ -56,7 +56,8 @@ class PackedSplit:
 
     def dropped(self, max_prompt_length: int) -> int:
         """How many rows MindSpeed-RL leaves out: it keeps prompts shorter than `max_prompt_length`
-        (indexed_dataset.py:545)."""
+        (indexed_dataset.py:545).
+        """
         return sum(length >= max_prompt_length for length in self.prompt_lengths)
 
     def report(self, max_prompt_length: int | None) -> str:

@@ -17,11 +17,13 @@ class Prompts:
 
     Attributes:
         rows, prompts: as many of both. total: how many rows there were. dropped: how many of them
-        are left out, because their prompt has more than `max_prompt_length` tokens.
+            are left out,
+        because their prompt has more than `max_prompt_length` tokens.
 
     Raises:
         ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be
-            made, or has a token that the model does not have, or none is short enough.
+            made, or has a token
+        that the model does not have, or none is short enough.
     """
 
     def __init__(

@@ -150,7 +150,8 @@ def score(
 
     Args:
         verifiers: (name, weight) of each. responses, rows: N decoded answers, and the row that each
-            of them answers. load: what finds a reward by its name.
+            of them answers.
+        load: what finds a reward by its name.
 
     Returns:
         float64 [N] of weight times reward, summed; and by name the rewards themselves, float64 [N].

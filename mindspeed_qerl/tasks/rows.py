@@ -35,10 +35,9 @@ class Row:
     """One row of a task.
 
     Attributes:
-        messages: what a chat template is applied to, each with "role" and "content". prompt: what a
-            model without a chat template reads; None if `messages` are a conversation, which has no
-            plain
-            form.
+        messages: what a chat template is applied to, each with "role" and "content".
+        prompt: what a model without a chat template reads; None if `messages` are a conversation,
+            which has no plain form.
         question: what is asked, for records and checks: the prompt, or all turns of a conversation.
         answer: what is right.
         columns: the row as it stands in the file, for the reward.

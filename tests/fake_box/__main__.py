@@ -1,7 +1,8 @@
 """A command in a fake Ascend box, by hand: python -m tests.fake_box [options] -- COMMAND ...
 
-python -m tests.fake_box --lost 3 -- bash examples/grpo/grpo_trainer_qwen3_30b_a3b_16npu.sh python
--m tests.fake_box --prepare grpo_qwen3_30b_a3b_gsm8k_16npu --sick 13:Critical --sourced -- bash
+python -m tests.fake_box --lost 3 -- bash examples/grpo/grpo_trainer_qwen3_30b_a3b_16npu.sh
+python -m tests.fake_box --prepare grpo_qwen3_30b_a3b_gsm8k_16npu --sick 13:Critical --sourced
+-- bash
 """
 
 import argparse

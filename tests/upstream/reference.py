@@ -1,12 +1,10 @@
 """An independent view of the tiny models: unsharded training weights made from the Hugging Face
 model, their shards by rank, and the model with adapters in float32 by transformers.
 
-"Full" tensors are those of Megatron with all parallel sizes at 1, by the training name with the
-global layer number:
-    decoder.layers.1.self_attention.linear_qkv.weight   rows grouped by key/value head: its queries,
-    its key, its value decoder.layers.1.mlp.linear_fc1.weight              gate rows above up rows
-    decoder.layers.1.mlp.experts.weight1                [E, h, 2f], gate left of up; weight2 [E, f,
-    h]
+"Full" tensors are those of Megatron with all parallel sizes at 1, by the training name with the global layer number:
+    decoder.layers.1.self_attention.linear_qkv.weight   rows grouped by key/value head: its queries, its key, its value
+    decoder.layers.1.mlp.linear_fc1.weight              gate rows above up rows
+    decoder.layers.1.mlp.experts.weight1                [E, h, 2f], gate left of up; weight2 [E, f, h]
 Adapters: full name of the adapted weight -> (A, B) with delta = scaling B A for linears (A [r, in],
 B [out, r]) and, for experts, delta = scaling A B per expert (A [E, in, r], B [E, r, out]).
 """
