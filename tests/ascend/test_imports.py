@@ -58,7 +58,7 @@ def workers(tmp_path_factory):
     sys.path.insert(0, str(folder))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"IN_A_WORKER": "1", "PYTHONPATH": path}
-    private_ray.start(num_cpus=4, runtime_env={"env_vars": variables})
+    private_ray.start(num_cpus=5, runtime_env={"env_vars": variables})
     found = importlib.import_module("workers_of_a_test")
     found.Module = importlib.import_module("module_of_a_test").Module
     yield found
