@@ -25,101 +25,19 @@ a response meets a pattern: markers are looked for first, and what stands before
 """
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from operator import methodcaller
 
+from mindspeed_qerl.tasks.gsm8k.characters import ODD, UNKNOWN, normalise
+
 # A number, exactly. A Fraction only where the others cannot hold it: it is much slower.
 Value = int | Decimal | Fraction
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
-
-# ---- characters: many ways to write the same become one, in ASCII ----
-
-# A superscript, a fraction sign, a digit in a circle: unreadable, as is what it touches.
-_ODD = "\0"
-# A sign without a meaning here: what it touches is unreadable.
-_UNKNOWN = "\1"
-_SAME = {
-    "'": "\u2018\u2019\u02b9\u02bb\u02bc\u2032\u00b4",
-    ",": "\uff0c\ufe50\u066c\u201a",
-    ".": "\uff0e\ufe52\u066b",
-    "/": "\uff0f\u2044\u2215",
-    "-": "\u2212\uff0d\ufe63\u2010\u2011\u2012\u2013",
-    "*": "\u00d7\u00f7\u2217\uff0a",
-    "=": "\uff1d\u2248\u2264\u2265\u2190\u2192\u21d2",
-    "(": "\uff08",
-    ")": "\uff09",
-    "+": "\uff0b",
-    "%": "\uff05\u00b0\u2103\u2109",
-    " ": "\x85",
-    _UNKNOWN: "\u00b7\u2027\u30fb\u2030\u2031",  # middle dots, per mille
-}
-_SAME_AS = {character: plain for plain, characters in _SAME.items() for character in characters}
-_OF_CATEGORY = {"No": _ODD, "Nl": _ODD, "Z": " ", "Cf": "'", "Sc": "$", "P": ";"}
-
-
-class _Characters(dict):
-    """For `str.translate`: what a character beyond ASCII is read as; it fills as they come."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        category = unicodedata.category(character)
-        if category == "Nd":
-            read = str(unicodedata.decimal(character))
-        elif category[0] == "L":
-            read = character
-        else:
-            of_category = _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], _UNKNOWN))
-            read = _SAME_AS.get(character, of_category)
-        self[code] = read
-        return read
-
-
-# these apostrophes are letters in Unicode
-_CHARACTERS = _Characters({ord(letter): "'" for letter in "\u02b9\u02bb\u02bc"})
-_FOREIGN = re.compile(r"[^\x00-\x7f]+")
-_SPACES = re.compile("  +")
-_SPACE_COMMAND = r"(?:(?:thin|med|thick|neg|en|hair|nobreak)?space|q?quad)(?![a-zA-Z]) ?"
-# Each alternative begins with a character of its own, so the search goes by these.
-_TEX = re.compile(
-    rf"\\(?:[\\$%,:;>! ]|(?=[ehmnqst])(?:{_SPACE_COMMAND}|(?:text|mbox|mathrm)\{{(?:[ ~]*|,)\}}))"
-    r"|,\\[!,]|\^\{ ?|\{(?:,|\\[,:;>! ]| )\}|~"
-)
-_TEX_SIGNS = {r"\\": r"\\", r"\$": "$", r"\%": "%", "^{": "^", "^{ ": "^"}
-_TEX_SIGNS |= dict.fromkeys(
-    (r",\!", r",\,", "{,}", r"\text{,}", r"\mbox{,}", r"\mathrm{,}"),
-    ",",
-)
-
-
-def _tex_sign(match: re.Match[str]) -> str:
-    return _TEX_SIGNS.get(match[0], " ")
-
-
-# The power of a unit or a footnote behind a word: m^2, $m$^2, m². It is no number.
-_POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{_ODD}++)")
-
-
-def _normalise(text: str) -> str:
-    """Digits, signs and spaces of other scripts and of TeX in ASCII, single spaces, and no powers of
-    units.
-    """
-    if not text.isascii():
-        text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
-    text = text.replace("\t", " ")
-    if "\\" in text or "{" in text or "~" in text:
-        text = _TEX.sub(_tex_sign, text)
-    if "  " in text:
-        text = _SPACES.sub(" ", text)
-    if "^" in text or _ODD in text:
-        text = _POWER.sub(r"\1;", text)
-    return text
-
 
 # ---- numbers ----
 
@@ -146,7 +64,7 @@ _JOINT = (
     rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}|[{_HAN_SCALES}] ?|{_SCALE_JOINT}"
     rf"| (?:[{_HAN_SCALES}] ?|{_SCALE_JOINT}|and (?=[0-9]++/[0-9]))?)"
 )
-_PIECE = rf"(?:[0-9{_ODD}]++|{_FRACTION})"
+_PIECE = rf"(?:[0-9{ODD}]++|{_FRACTION})"
 _PIECES = rf"{_PIECE}(?:{_JOINT}?{_PIECE})*+"
 # A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
 _NUMBER = (
@@ -161,12 +79,12 @@ _ANY_NUMBER = re.compile(_PIECES)
 # part of something else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
 _FRONT = re.compile(
     r"(?P<point>\.(?![\w.]))?(?P<currency>\$)?(?P<sign>[-+](?![\w)\]}%]))?"
-    rf"(?P<cut>[{_UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
+    rf"(?P<cut>[{UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
 )
 _LONGEST_FRONT = 24
-_DIGIT = re.compile(rf"[0-9{_ODD}\x80-\U0010ffff]")  # or what may be one in another script
+_DIGIT = re.compile(rf"[0-9{ODD}\x80-\U0010ffff]")  # or what may be one in another script
 _LAST_DIGIT = re.compile(rf"(?s:.*){_DIGIT.pattern}")
-_DIGIT_IN_LINE = re.compile(rf"[0-9{_ODD}]|\n|####")
+_DIGIT_IN_LINE = re.compile(rf"[0-9{ODD}]|\n|####")
 
 _GAP = r"[ *_`$)}\\'\"(-]{0,6}+(?:\\?(?:text|textbf|mathrm)\{ ?)?+"
 # How scale words of other languages begin: Millionen, millones, milhões, milioni, miliardi,
@@ -212,7 +130,7 @@ _AFTER = re.compile(
     r"|[ *_$%)}\\(,]{0,8}(?:[-+*/^=:;&|<>]|\\(?:times|div|cdot)|times|div|cdot|x|or|and|to)"
     r" ?[-*_$({\\]{0,8}[0-9])"
     rf"|(?:(?!{_OTHER_VALUE})|{_GAP}(?P<scale>{_SCALE})(?!{_OTHER_VALUE}))"
-    rf"(?! ?\\(?!{_COMMANDS})[a-zA-Z])(?![)}}\]*$]{{0,4}}(?:\^(?!\\circ)|{_ODD}))"
+    rf"(?! ?\\(?!{_COMMANDS})[a-zA-Z])(?![)}}\]*$]{{0,4}}(?:\^(?!\\circ)|{ODD}))"
     rf"(?=$|[^\W_]|_(?![\w{{])|[\s)\]}}*`\"'$%.,;:!?<>=|&/#@-]|\((?!\$?[0-9.-])|\^\\circ"
     rf"|\\(?:[\\()\[\]]|{_COMMANDS}))"
 )
@@ -317,7 +235,7 @@ def _read_number(text: str) -> Value:
     # nearly always
     if written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS:
         return int(written)
-    match = _GOLD.match(_normalise(written).strip())
+    match = _GOLD.match(normalise(written).strip())
     value, end = _value(match) if match else (None, None)
     if value is None or not _REST_OF_GOLD.fullmatch(match.string, end):
         raise ValueError(
@@ -355,7 +273,7 @@ def _extract(text: str, method: str) -> tuple[Value | None, str]:
 
 def _normalised_from(start: int, text: str) -> str:
     """What stands at `start` and behind, with the character before it, at which a form looks."""
-    return _normalise(text[max(start - 1, 0) :])
+    return normalise(text[max(start - 1, 0) :])
 
 
 def _last_number(text: str) -> Value | None:
@@ -370,7 +288,7 @@ def _last_number(text: str) -> Value | None:
             return _decimal("", plain["run"])
         start = text.rfind("\n", 0, digit.end()) + 1
         line_end = text.find("\n", digit.end(), end)
-        line = _normalise(text[start : end if line_end < 0 else line_end])
+        line = normalise(text[start : end if line_end < 0 else line_end])
         equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
         last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
         if last is not None:
