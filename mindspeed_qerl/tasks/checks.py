@@ -43,8 +43,10 @@ def unknown_rewards(
     """
     faults = []
     for name, _ in verifiers:
+        if name in others:
+            continue
         try:
-            name in others or load_reward(name, others)
+            load_reward(name, others)
         except ConfigError as error:
             faults.append(str(error))
     return faults
@@ -172,7 +174,7 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
     gives back of it: a tokenizer that lower-cases is no fault.
     """
     lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
-    asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
+    asked = [row.last_turn if chat else row.prompt for row in task.rows]
     unreadable = [tokenizer.unk_token_id in ids for ids in task.prompts]
     first_with: dict[tuple[int, ...], str] = {}
     for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
@@ -193,7 +195,3 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
         return [], []
     count = f"{sum(unreadable):,} of {len(asked):,} prompts"
     return [], [f"{count} hold words that the tokenizer does not know: is it the right one?"]
-
-
-def _last_asked(row: Row) -> str:
-    return next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user")

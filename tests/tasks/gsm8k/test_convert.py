@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k import convert as convert_module
 from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.rows import read_rows
@@ -194,11 +193,11 @@ def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure, e
         convert(write_raw(tmp_path / "first"), out)
     before = snapshot(out) if earlier else None
 
-    def fails_half_way(path, rows):
+    def fails_half_way(path, content):
         path.write_text("half a li")
         raise failure
 
-    monkeypatch.setitem(convert_module._WRITERS, ".jsonl", fails_half_way)
+    monkeypatch.setattr(Path, "write_bytes", fails_half_way)
     with pytest.raises(type(failure)):
         convert(write_raw(tmp_path / "raw", train=[ROW, ROW]), out)
     assert snapshot(out) == before if earlier else not (tmp_path / "deep").exists()
