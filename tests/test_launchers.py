@@ -24,7 +24,7 @@ from tests.fake_box.page import seen
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "grpo"
 LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
-PAGE = ROOT / "docs" / "launch.md"
+DRY_RUNS = Path(__file__).parent / "dry_runs.md"
 BIN = Path(sys.executable).parent
 
 # In place of python: the launcher's own helpers run, everything else is written down. With TRAINING
@@ -219,16 +219,17 @@ def test_dry_run_shows_everything_and_runs_nothing(script, dry_run):
     assert load in next(command for command in shown if command[0] == "env")
 
 
-def test_the_page_shows_what_the_launchers_show(dry_run):
-    """Every block of docs/launch.md that begins with a dry run; all launchers are among them."""
-    blocks = re.findall(
-        r"^```\n\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
-        PAGE.read_text(),
-        re.MULTILINE,
-    )
-    assert {script for _, _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
-    for variables, command, _, output in blocks:
+def test_dry_runs_are_those_that_are_kept(dry_run):
+    """Every block of tests/dry_runs.md; all launchers are among them, and docs/ascend.md shows
+    one.
+    """
+    block = r"^```\n(\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?))```$"
+    kept = re.findall(block, DRY_RUNS.read_text(), re.MULTILINE)
+    assert {script for *_, script, _ in kept} == {launcher.name for launcher in LAUNCHERS}
+    for _, variables, command, _, output in kept:
         assert dry_run(*variables.split(), *shlex.split(command)).stdout == output, command
+    shown = re.findall(block, (ROOT / "docs" / "ascend.md").read_text(), re.MULTILINE)
+    assert len(shown) == 1 and set(shown) <= set(kept)
 
 
 def test_variants_and_overrides(machine):

@@ -8,7 +8,7 @@ the Hugging Face Hub (openai/gsm8k). Writes to --output, for each split:
   messages (one user turn), question, answer (canonical gold number), solution {train,test}.jsonl
   {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
 
---format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, see docs/data.md)
+--format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, see docs/own_task.md)
   gsm8k_{train,test}_packed_input_ids_document.{bin,idx}  the prompt in the chat template of
   --tokenizer gsm8k_{train,test}_packed_labels_document.{bin,idx}     the canonical gold number
 

@@ -8,7 +8,6 @@ split has. Running it again finds the directory made and does nothing.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,12 +62,12 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{output}: {report['parameters']:,} parameters, {report['seconds']['total']:.0f} s to make"
-    )
-    print("split:", json.dumps(report["split"]))
-    for name, parts in report["accuracy"].items():
-        print(f"{name}:", ", ".join(f"{part} {share:.2f}" for part, share in parts.items()))
+    seconds = report["seconds"]["total"]
+    print(f"{output}: {report['parameters']:,} parameters, made in {seconds:.0f} s")
+    if report["accuracy"]:
+        greedy = report["accuracy"]["test_greedy"]["correct"]
+        sampled = report["accuracy"]["test_sampled"]["correct"]
+        print(f"before GRPO it solves {greedy:.0%} of the held-out problems, {sampled:.0%} sampled")
     return 0
 
 

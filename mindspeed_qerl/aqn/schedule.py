@@ -125,9 +125,8 @@ at most sigma 0.0281. Train more steps, or take fewer stages (aqn.num_stages)
     strongest, reached = max(one_step_a_stage.sigmas()), max(schedule.sigmas())
     if reached == strongest:
         return None
-    stages = ", ".join(
-        map(str, sorted({schedule.stage(step) for step in range(schedule.total_steps)}))
-    )
+    reached_stages = sorted({schedule.stage(step) for step in range(schedule.total_steps)})
+    stages = ", ".join(map(str, reached_stages))
     steps = f"{schedule.total_steps} step{'s' * (schedule.total_steps != 1)}"
     return (
         f"the strongest noise of the schedule, sigma {strongest:.3g}, is in no step: the run's "

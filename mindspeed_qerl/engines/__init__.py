@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found, read
@@ -26,7 +26,7 @@ class Engine(Protocol):
     # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
     UPSTREAM: bool
 
-    def validate(self, recipe: Recipe) -> Iterable[str]:
+    def validate(self, recipe: Recipe) -> Iterable[Fault]:
         """What this engine cannot do with `recipe`; reads config.json and looks for files, starts
         nothing.
         """
@@ -62,7 +62,7 @@ class Trainer(Protocol):
 def engine_of(recipe: Recipe) -> Engine:
     """The engine that a recipe asks for; ConfigError with the nearest one."""
     if recipe.engine not in ENGINES:
-        raise ConfigError(unknown("engine", recipe.engine, ENGINES))
+        raise ConfigError(Fault("unknown", unknown("engine", recipe.engine, ENGINES), "engine"))
     return import_module(f"{ENGINES[recipe.engine]}.limits")
 
 
@@ -79,7 +79,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     try:
         engine = engine_of(recipe)
     except ConfigError as error:
-        found.faults.append(str(error))
+        found.faults += error.faults
         return recipe, found
     refused, found.unused = keys.check(recipe.sections, recipe.engine)
     found.faults += [*refused, *engine.validate(recipe)]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
+from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.recipe.types import Layout
 
@@ -709,4 +710,12 @@ def broken(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Violation]:
         Violation(rule.name, message, rule.source)
         for rule in rules
         if (message := rule.check(plan.layout, plan))
+    ]
+
+
+def layout_faults(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Fault]:
+    """`broken` as faults of a config."""
+    return [
+        Fault("layout", f"{violation.message} ({violation.rule}: {violation.source})")
+        for violation in broken(plan, rules)
     ]

@@ -78,7 +78,7 @@ class Evaluation:
     seed: int = option(1, "of the samples")
     emulate_npu: bool = option(
         False,
-        "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the run did",
+        "serve with vllm-ascend on emulated NPUs (docs/architecture.md); default: as the run did",
         action=BooleanOptionalAction,
     )
     hardware_error: dict[str, Any] | None = (
@@ -203,7 +203,7 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
         if importlib.util.find_spec("vllm_ascend") is None:
             raise ConfigError(
                 "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
-                "PYTHONPATH (docs/emulation.md), or serve with this machine's own vLLM: "
+                "PYTHONPATH (docs/architecture.md), or serve with this machine's own vLLM: "
                 "--no-emulate-npu"
             )
         emulation.enter(what.tensor_parallel_size)

@@ -15,7 +15,7 @@ own operators.
 
 Every product of two matrices (aten's mm, bmm, addmm) is meant: linear layers, router, output layer,
 adapters, and in training their gradients. Attention's own products, norms, softmax and the
-optimizer are left alone. docs/hardware_error.md has the measured effects.
+optimizer are left alone. docs/quantization.md has the measured effects.
 """
 
 from collections.abc import Callable, Iterable

@@ -295,7 +295,7 @@ class TrainRank:
 
     @contextlib.contextmanager
     def _arithmetic(self, purpose: str) -> Iterator[None]:
-        """With the errors of other hardware that training has (docs/hardware_error.md), drawn for
+        """With the errors of other hardware that training has (docs/quantization.md), drawn for
         this iteration and purpose.
         """
         if self.hardware_error:

@@ -1,5 +1,5 @@
 """Checks that may fail: `run.accepted_checks`, for a check that is wrong about a machine
-(docs/preflight.md).
+(docs/troubleshooting.md).
 """
 
 from collections.abc import Iterable

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, read
+from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
 
 PASSED, WARNING, FAILED, SKIPPED, ACCEPTED = "passed", "warning", "failed", "skipped", "accepted"
@@ -139,8 +139,8 @@ class Case:
     """
 
     recipe: Recipe
-    faults: tuple[str, ...]
-    unread: tuple[str, ...]
+    faults: tuple[Fault, ...]
+    unread: tuple[Fault, ...]
     plan: Plan | None
     name: str
     nodes: int
@@ -183,12 +183,20 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
     recipe, found = examine(raw)
     engine_of(recipe)
     faults, plan = list(found.faults), None
-    unread = tuple(fault for fault in read(raw)[1].faults if fault.startswith(UPSTREAM_SECTIONS))
+    unread = tuple(
+        fault
+        for fault in faults
+        if fault.rule in ("value", "unknown", "missing")
+        and fault.key.partition(".")[0] in ("model", *UPSTREAM_SECTIONS)
+    )
     if not unread:
         try:
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
         except ConfigError as error:
-            faults += [line for line in str(error).splitlines() if line not in faults]
+            known = {fault.message for fault in faults}
+            faults += [
+                Fault("model", str(fault)) for fault in error.faults if str(fault) not in known
+            ]
     return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray)
 
 

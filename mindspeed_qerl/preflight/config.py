@@ -1,7 +1,6 @@
 """The config: its keys, its layout and memory; and the model that it names."""
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,10 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.families import ModelShape, read_config, shape_of
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single, whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
-from mindspeed_qerl.layout.memory import BF16, estimate, model_parameters, settings_of
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.preflight.case import (
     FAILED,
     PASSED,
@@ -27,11 +28,6 @@ from mindspeed_qerl.preflight.case import (
 from mindspeed_qerl.preflight.files import NEARLY
 from mindspeed_qerl.preflight.machine import Machine
 
-ABOUT_DATA = ("megatron_training.data_path", "task.test_file", "task.train_file")
-ABOUT_MODEL = re.compile(
-    r"megatron_training\.tokenizer_name_or_path|\S*rotary_base\b|.*/config\.json"
-)
-
 
 def config(machine: Machine, case: Case) -> Iterator[Check]:
     """What the engine's own check says, but for the layout, the model and the data, which have
@@ -44,20 +40,13 @@ def config(machine: Machine, case: Case) -> Iterator[Check]:
             "a rehearsal checks its config itself, before it makes anything",
         )
         return
-    rules = [rule.message for rule in broken(case.plan)] if case.upstream and case.plan else []
-    faults = [
-        fault
-        for fault in case.faults
-        if not fault.startswith(ABOUT_DATA)
-        and not ABOUT_MODEL.match(fault)
-        and not any(message in fault for message in rules)
-    ]
+    elsewhere = {"model", "file", *(["layout"] if case.upstream and case.plan else [])}
+    faults = [fault for fault in case.faults if fault.rule not in elsewhere]
     for fault in faults:
-        key = re.match(r"(?:unknown key in )?[\w.\[\]]*", fault)[0]
         yield Check(
-            key or "fault",
+            fault.key or fault.rule,
             FAILED,
-            fault,
+            str(fault),
             "Change the config, or override the key on the command line",
         )
     if not faults:
@@ -151,11 +140,11 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
             f"export MODELS=DIR    # the folder that {folder.name} is in",
         )
         return
-    wrong = [fault for fault in case.faults if "/config.json" in fault]
-    long = [fault for fault in wrong if fault.startswith("generate_config.max_model_len")]
+    wrong = [fault for fault in case.faults if fault.rule == "model"]
+    long = [fault for fault in wrong if fault.key == "generate_config.max_model_len"]
     wrong = [fault for fault in wrong if fault not in long]
     # rope_theta is another one in the Instruct-2507 models; a wrong one trains, badly
-    rotary = [fault for fault in wrong if fault.startswith("rotary_base")]
+    rotary = [fault for fault in wrong if fault.key.endswith(".rotary_base")]
     if wrong == rotary:
         experts = f", {shape.num_experts} experts" if shape.moe else ""
         agree = ": YAML and config.json agree" if case.upstream else ""
@@ -170,7 +159,7 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
             yield Check(
                 "shape",
                 FAILED,
-                fault,
+                str(fault),
                 "The model directory decides: correct the model's YAML, or give the "
                 "directory that it describes",
             )
@@ -179,7 +168,7 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check(
             "rotary base",
             FAILED,
-            fault,
+            str(fault),
             f"++model.{name}.rotary_base={shape.rope_theta:.0f}    # an override of the config",
         )
     if case.upstream and not rotary:
@@ -188,7 +177,7 @@ def model(machine: Machine, case: Case) -> Iterator[Check]:
         yield Check(
             "context",
             FAILED,
-            fault.partition(" Set ")[0],
+            fault.message,
             f"generate_config.max_model_len={shape.max_position_embeddings}    # an override; "
             "prompt and answer must fit",
         )

@@ -11,8 +11,9 @@ from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folder
 from mindspeed_qerl.families.fingerprint import is_pointer
-from mindspeed_qerl.layout.memory import BF16, training_weights
+from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.weights import training_weights
 from mindspeed_qerl.preflight.case import (
     FAILED,
     PASSED,
@@ -121,10 +122,10 @@ def overlap(machine: Machine, case: Case) -> Iterator[Check]:
     if not test or not train and not len(packed):
         yield Check("train and test", SKIPPED, "one of them is missing above")
         return
-    fix = "Convert the data again (docs/data.md), or if it is meant: task.allow_overlap=true    # an override"
+    fix = "Convert the data again (docs/own_task.md), or if it is meant: task.allow_overlap=true    # an override"
     state = WARNING if task.allow_overlap else FAILED
     if shared := check_rows(train or [], test, ())[0]:
-        yield Check("train and test", state, shared[0].partition(": the test")[0], fix)
+        yield Check("train and test", state, shared[0].message, fix)
         return
     name = re.sub(r":( row)? ?\d+$", "", Path(train[0].where).name) if train else ""
     found = [f"no question of {len(test):,} is among those of {name}"] if train else []
@@ -225,7 +226,7 @@ def conversion(case: Case) -> list[str]:
             such command.
     """
     if case.plan is None:
-        raise ConfigError("\n".join(case.unread or case.faults))
+        raise ConfigError(*(case.unread or case.faults))
     if not case.recipe.model.load:
         return conversion_command(case.recipe)  # says so
     rules = [rule.message for rule in broken(case.plan)]

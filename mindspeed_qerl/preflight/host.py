@@ -10,14 +10,9 @@ from pathlib import Path
 from mindspeed_qerl.ascend.cluster import lacking_cpus, placed
 from mindspeed_qerl.ascend.limits import needed_cpus, npu_environment
 from mindspeed_qerl.common.files import TRACKER
-from mindspeed_qerl.layout.memory import (
-    BF16,
-    adapter_weights,
-    estimate,
-    model_parameters,
-    settings_of,
-    training_weights,
-)
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.parts import BF16, adapter_weights
+from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import (
     FAILED,
     PASSED,
@@ -55,7 +50,7 @@ RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples
 AGENT = range(
     52365, 52366
 )  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
-# ports that a run's workers take at most, of the first that Ray has for them (docs/preflight.md)
+# ports that a run's workers take at most, of the first that Ray has for them
 FEW = 1000
 
 

@@ -1,7 +1,7 @@
 """What becomes of each key of upstream's sections on each engine: the table in keys.yaml, applied
 and printed.
 
-`python -m mindspeed_qerl.recipe.keys > docs/keys.md` makes the page of the docs.
+`python -m mindspeed_qerl.recipe.keys` prints the table.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from mindspeed_qerl.common.errors import Fault
 
 ENGINES = ("local", "mindspeed_rl")
 UPSTREAM = "mindspeed_rl"  # where a key that is left out is upstream's to choose
@@ -71,11 +73,11 @@ class Values:
         return key, value
 
 
-def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str]]:
+def check(sections: Mapping[str, Any], engine: str) -> tuple[list[Fault], list[str]]:
     """What `engine` makes of upstream's keys in a config, `sections` as `Values` takes them.
 
     Returns:
-        (a sentence for each value that is refused, "section.key" of each key that is set and
+        (a fault for each value that is refused, "section.key" of each key that is set and
         neutral); `TABLE[section][key][engine].why` is the reason.
     """
     values = Values(sections)
@@ -90,8 +92,8 @@ def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str
     return faults, neutral
 
 
-def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]:
-    """The sentence for a value that is refused, or nothing."""
+def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[Fault]:
+    """The fault of a value that is refused, or nothing."""
     state = f"{name} = {value!r}"
     if value is None:
         if not decision.default or engine != UPSTREAM:
@@ -105,7 +107,7 @@ def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]
     ]
     wanted = f"{', '.join(words)} or {last}" if words else last
     condition = f" with {' and '.join(decision.conditions)}" if decision.conditions else ""
-    return [f"{state} must be {wanted}{condition}: {decision.why}"]
+    return [Fault("unsupported", f"{state} must be {wanted}{condition}: {decision.why}", name)]
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -163,7 +165,7 @@ TABLE = {
 }
 
 
-# ---- the docs ----
+# ---- the table, printed ----
 
 _TITLES = {
     "megatron": "megatron_training, actor_config and the named model of model",
@@ -186,7 +188,7 @@ The code applies this table, `mindspeed_qerl/recipe/keys.yaml`; `python -m minds
 
 
 def markdown() -> str:
-    """docs/keys.md."""
+    """The table, as `python -m mindspeed_qerl.recipe.keys` prints it."""
     lines = _HEAD.splitlines()
     for section, groups in _GROUPS.items():
         lines += ["", f"## {_TITLES[section]}"]
@@ -203,7 +205,7 @@ def markdown() -> str:
 
 
 def _row(key: str, per_engine: Mapping[str, Decision]) -> str:
-    """The line of a key in the docs' table."""
+    """The line of a key in the printed table."""
     reasons = {engine: decision.why for engine, decision in per_engine.items() if decision.why}
     same = len(set(reasons.values())) == 1 and len(reasons) == len(ENGINES)
     why = (

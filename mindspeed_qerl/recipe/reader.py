@@ -1,6 +1,7 @@
 """The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
-from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.compose import read_yaml
 from mindspeed_qerl.recipe.keys import TABLE, Values
 from mindspeed_qerl.recipe.overrides import at, nearest
@@ -19,7 +20,7 @@ from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-TYPES = {
+RULES = {  # pydantic's types of errors
     "int_type": "int",
     "float_type": "float",
     "bool_type": "bool",
@@ -27,18 +28,23 @@ TYPES = {
     "tuple_type": "list",
     "dict_type": "dict",
     "mapping_type": "dict",
+    "finite_number": "finite",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
 }
-BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Below it bfloat16 keeps less than half of the noise on weights of 1
 # (tests/aqn/test_aqn_injector.py).
 BF16_LEAST_SIGMA = 9e-4
+YES_AND_NO = "YAML reads yes, no, on and off as true or false: put the word in quotes"
 
 
 @dataclass
 class Found:
-    """What a check found: sentences that name the key, the value, the rule and the way out."""
+    """What a check found; warnings are sentences."""
 
-    faults: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unused: list[str] = field(
         default_factory=list
@@ -47,7 +53,7 @@ class Found:
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
         if self.faults:
-            raise ConfigError("\n".join(dict.fromkeys(self.faults)))
+            raise ConfigError(*self.faults)
 
 
 def read_recipe(raw: Mapping[str, Any]) -> Recipe:
@@ -62,11 +68,11 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     at fault has its default.
     """
     found = Found()
-    sections = _sections(raw, found)
+    sections = _sections(raw, found.faults)
     values = Values(sections)
-    parts = {name: _part(kind, values, found) for name, kind in PARTS.items()}
+    parts = {name: _part(kind, values, found.faults) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
-    _check_models(sections, found)
+    found.faults += _model_faults(sections)
     parts["selection"] = _derived_selection(parts, values)
     parts["batch"] = _derived_batch(parts, values, found)
     if parts["algorithm"].loss_scale_factor is None:
@@ -78,11 +84,11 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     parts["noise"] = _checked_noise(
         parts["noise"], parts["run"].train_iters, parts["model"].dtype, found
     )
-    _check_across(parts, found)
-    found.faults += _wrong_algorithm(parts, values)
+    found.faults += _conflicts(parts, values)
     emulate = sections.get("emulate_npu", False)
     if not isinstance(emulate, bool):
-        found.faults.append(f"emulate_npu = {emulate!r} must be true or false")
+        message = f"emulate_npu = {emulate!r} must be true or false"
+        found.faults.append(Fault("value", message, "emulate_npu"))
     engine = str(sections.get("engine"))
     return Recipe(engine=engine, emulate_npu=emulate is True, **parts, sections=sections), found
 
@@ -124,120 +130,102 @@ def key_of(part: type, name: str) -> str | None:
     return f"{part.section}.{name}" if hasattr(part, "section") else None
 
 
-def _unknown_key(key: Any, section: str) -> str:
-    """The sentence for an unknown key, with the nearest known ones of its section and of all."""
+def _unknown_key(name: Any, section: str) -> Fault:
+    """The fault of an unknown key, with the nearest known ones of its section and of all."""
     near = [
-        name.removeprefix(f"{section}.")
-        for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})
+        key.removeprefix(f"{section}.")
+        for key in nearest(f"{section}.{name}", {}, {"": TOP_LEVEL, **known_keys()})
     ]
-    return f"unknown key in {section}: {key!r}" + (
-        f", did you mean {' or '.join(map(repr, near))}?" if near else ""
-    )
+    guess = f", did you mean {' or '.join(map(repr, near))}?" if near else ""
+    message = f"unknown key in {section}: {name!r}{guess}"
+    return Fault("unknown", message, f"{section}.{name}")
 
 
-def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
+def _sections(raw: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
     """`raw` with an empty mapping for every section that is missing or none; faults for unknown
     sections and keys.
     """
     sections = {str(name): value for name, value in raw.items()}
     for name in sorted(sections.keys() - set(TOP_LEVEL)):
-        found.faults.append(
-            "section 'gsm8k' is called 'task' now"
-            if name == "gsm8k"
-            else unknown("section", name, TOP_LEVEL)
-        )
-    sections.setdefault(
-        "task", sections.pop("gsm8k", None)
-    )  # the config of an earlier run can still be read
+        faults.append(Fault("unknown", unknown("section", name, TOP_LEVEL), name))
     for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
         value = sections.get(name)
         if value is not None and not isinstance(value, Mapping):
-            found.faults.append(f"section {name} must be a mapping, not {value!r}")
+            faults.append(Fault("value", f"section {name} must be a mapping, not {value!r}", name))
         sections[name] = dict(value) if isinstance(value, Mapping) else {}
     for name, known in known_keys().items():
         given = at(name, sections)
         if isinstance(given, Mapping):
-            found.faults += [_unknown_key(key, name) for key in given if key not in known]
+            faults += [_unknown_key(key, name) for key in given if key not in known]
         elif given is not None:
-            found.faults.append(f"{name} = {given!r} must be dict")
+            faults.append(Fault("value", f"{name} = {given!r} must be a mapping", name))
     return sections
 
 
-def _check_models(sections: Mapping[str, Any], found: Found) -> None:
+def _model_faults(sections: Mapping[str, Any]) -> Iterator[Fault]:
     """Faults of a section model that is none, and of a named model that is not in it."""
     models = sections["model"]
-    if not all(isinstance(sizes, Mapping) for sizes in models.values()):
-        found.faults.append(f"section model = {models!r} must be a mapping of names to sizes")
+    for name, sizes in models.items():
+        if not isinstance(sizes, Mapping):
+            message = f"model.{name} = {sizes!r} must be a mapping of sizes"
+            yield Fault("value", message, f"model.{name}")
     for section in ("megatron_training", "actor_config"):
-        name = sections[section].get("model")
+        name, key = sections[section].get("model"), f"{section}.model"
         if name is not None and name not in map(str, models):
-            found.faults.append(f"{section}.model: {unknown('model', name, map(str, models))}")
+            yield Fault("unknown", f"{key}: {unknown('model', name, map(str, models))}", key)
 
 
 # ---- values ----
 
 
-def _part(kind: type, values: Values, found: Found) -> Any:
+def _part(kind: type, values: Values, faults: list[Fault]) -> Any:
     """The part `kind`; a fault for each value that is of the wrong type or out of range, and its
     default instead.
     """
     given, places = {}, {}
-    for field_name, info in kind.__pydantic_fields__.items():
-        if (key := key_of(kind, field_name)) is None:
+    for name, info in kind.__pydantic_fields__.items():
+        if (key := key_of(kind, name)) is None:
             continue
-        places[field_name], value = values.get(key)
+        places[name], value = values.get(key)
         extra = info.json_schema_extra
-        null = (
-            not extra and field_name in values.sections[kind.section]
-        )  # in a section of ours it is a value
-        if value is not None or null and info.default is not None:
-            given[field_name] = value
+        # in a section of ours null is a value
+        is_null = not extra and name in values.sections[kind.section] and info.default is not None
+        if value is not None or is_null:
+            given[name] = value
         elif extra and extra["required"]:
-            found.faults.append(f"{places[field_name]} is missing")
+            faults.append(Fault("missing", f"{places[name]} is missing", places[name]))
     try:
         return kind(**given)
     except ValidationError as error:
-        wrong = {
-            each["loc"][0]: each for each in reversed(error.errors())
-        }  # of each field the first
-        for field_name, each in wrong.items():
-            words = [
-                f", or {other['ctx']['expected']}"
-                for other in error.errors()
-                if other["loc"][0] == field_name
-                and other["type"] == "literal_error" != each["type"]
-            ]
-            found.faults.append(
-                _sentence(places[field_name], field_name, given[field_name], each) + "".join(words)
-            )
-        return kind(
-            **{field_name: value for field_name, value in given.items() if field_name not in wrong}
-        )
+        errors: dict[str, list[Any]] = {}
+        for each in error.errors():
+            errors.setdefault(each["loc"][0], []).append(each)
+        for name, of_field in errors.items():
+            faults.append(_value_fault(places[name], name, of_field))
+        return kind(**{name: value for name, value in given.items() if name not in errors})
 
 
-def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> str:
-    """One of pydantic's errors in our words."""
-    kind, limits, item = error["type"], error.get("ctx") or {}, error["input"]
-    if value is None:
-        return f"{place} may not be null"
-    if isinstance(item, bool) and kind in ("string_type", "literal_error"):
-        return f"{place} = {item} must be a word: YAML reads yes, no, on and off as true or false, but not in quotes"
-    if kind == "literal_error":
-        choices = [
-            choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")
-        ]
-        return f"{place}: {unknown(name, item, choices)}"
-    for index in error["loc"][1:]:
-        if isinstance(index, int):  # else of a number or a word, the number
-            place, value = f"{place}[{index}]", item
-    if kind == "finite_number":
-        return f"{place} = {value} must be finite"
-    if bound := next((word for word in BOUNDS if word in limits), None):
-        return f"{place} = {value} must be {BOUNDS[bound]} {limits[bound]:g}"
-    if kind == "value_error":
-        return f"{place} = {value!r} {limits['error']}"
-    wanted = TYPES.get(kind, error["msg"][0].lower() + error["msg"][1:])
-    return f"{place} = {value!r} must be {wanted}"
+def _value_fault(place: str, name: str, errors: Sequence[Mapping[str, Any]]) -> Fault:
+    """The fault of the value at `place`, by pydantic's errors: one, or one for each type of a
+    union.
+    """
+    first, value = errors[0], errors[0]["input"]
+    indices = [f"[{index}]" for index in first["loc"][1:] if isinstance(index, int)]
+    item = place + "".join(indices)
+    is_word = first["type"] in ("literal_error", "string_type")
+    fix = YES_AND_NO if is_word and isinstance(value, bool) else ""
+    if first["type"] == "literal_error":
+        choices = re.findall("'([^']+)'", first["ctx"]["expected"])
+        return Fault("unknown", f"{place}: {unknown(name, value, choices)}", place, fix)
+    rules = [_rule(each) for each in errors if each["input"] is value]
+    return Fault("value", f"{item} = {value!r} must be {', or '.join(rules)}", place, fix)
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    """The rule that a value breaks, as `must be` goes on."""
+    if words := RULES.get(error["type"]):
+        return words.format(**error.get("ctx", {}))
+    return re.sub("^(Value error, must|Input should) be ", "", error["msg"])
 
 
 def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> Any:
@@ -256,9 +244,8 @@ def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> An
     for name in DISPATCH:
         place, dispatch[name] = values.get(f"rl_config.{name}")
         if dispatch[name] is not None and (type(dispatch[name]) is not int or dispatch[name] < 1):
-            found.faults.append(
-                f"{place} = {dispatch[name]!r} must be a whole number of at least 1"
-            )
+            message = f"{place} = {dispatch[name]!r} must be a whole number of at least 1"
+            found.faults.append(Fault("value", message, place))
             dispatch[name] = None
     return replace(batch, **derived, dispatch=dispatch)
 
@@ -282,100 +269,124 @@ def _derived_selection(parts: Mapping[str, Any], values: Values) -> Any:
 # ---- across fields ----
 
 
-def _check_across(parts: Mapping[str, Any], found: Found) -> None:
-    """Faults of values that do not go together."""
-    batch, sampling, evaluation, optimizer = (
-        parts["batch"],
-        parts["sampling"],
-        parts["evaluation"],
-        parts["optimizer"],
-    )
-    names, weights = len(parts["task"].verifier_function), len(parts["task"].verifier_weight)
+def _conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
+    """Faults of values that exclude each other."""
+    batch, sampling, evaluation = parts["batch"], parts["sampling"], parts["evaluation"]
+    optimizer, task = parts["optimizer"], parts["task"]
+    names, weights = len(task.verifier_function), len(task.verifier_weight)
     if names != weights or not names:
-        found.faults.append(
+        yield _conflict(
+            "rl_config.verifier_weight",
             f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
-            "long as each other, of at least one"
+            "long as each other, of at least one",
         )
     if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
-        found.faults.append(
+        yield _conflict(
+            "generate_config.max_model_len",
             f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
-            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = {batch.max_model_len}"
+            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
+            f"{batch.max_model_len}",
         )
     if batch.samples_per_prompt < 2:
-        found.faults.append(
+        yield _conflict(
+            "rl_config.n_samples_per_prompt",
             f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
-            "compares the answers to one prompt"
+            "compares the answers to one prompt",
         )
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
-        found.faults.append(
-            "eval.temperature = 0 with eval.samples_per_problem = "
-            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample"
+        yield _conflict(
+            "eval.temperature",
+            f"eval.temperature = 0 with eval.samples_per_problem = "
+            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample",
         )
     if optimizer.min_lr > optimizer.lr:
-        found.faults.append(
+        yield _conflict(
+            "actor_config.min_lr",
             f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
-            f"{optimizer.min_lr}"
+            f"{optimizer.min_lr}",
         )
+    yield from _algorithm_conflicts(parts, values)
+    if parts["selection"].overlong_buffer_enable:
+        yield from _overlong_conflicts(parts)
+    if parts["selection"].filter_groups_enable:
+        yield from _filter_conflicts(parts)
 
 
-def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
-    """Faults of options of the algorithm that exclude each other."""
-    algorithm, correction, selection = parts["algorithm"], parts["correction"], parts["selection"]
-    batch, max_tokens = parts["batch"], parts["sampling"].max_tokens
-    if correction.method == "sequence_tis" and algorithm.loss_mode == "cispo":
-        yield (
+def _conflict(key: str, message: str, fix: str = "") -> Fault:
+    return Fault("conflict", message, key, fix)
+
+
+def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
+    algorithm = parts["algorithm"]
+    if parts["correction"].method == "sequence_tis" and algorithm.loss_mode == "cispo":
+        yield _conflict(
+            "rollout_correction.method",
             "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO "
-            "weighs each token by a ratio of its own, and an answer's would undo its bound. Take "
-            "token_tis, or loss_mode=vanilla"
+            "weighs each token by a ratio of its own, and an answer's would undo its bound",
+            "Take token_tis, or loss_mode=vanilla",
         )
     if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
-        yield (
+        yield _conflict(
+            "rl_config.use_kl_in_reward",
             "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
-            "the rewards, and pays for the reference: set init_kl_coef above 0, or "
-            "use_kl_in_reward=false"
+            "the rewards, and pays for the reference",
+            "Set init_kl_coef above 0, or use_kl_in_reward=false",
         )
     if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
-        yield (
+        yield _conflict(
+            "algorithm.loss_agg_mode",
             "rl_config.token_level_loss = true with algorithm.loss_agg_mode = "
-            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean"
+            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean",
         )
-    if selection.overlong_buffer_enable and not 1 <= selection.overlong_buffer <= max_tokens:
-        yield (
+
+
+def _overlong_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
+    selection, max_tokens = parts["selection"], parts["sampling"].max_tokens
+    if not 1 <= selection.overlong_buffer <= max_tokens:
+        yield _conflict(
+            "rl_config.overlong_buffer",
             f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
             f"must be between 1 and sampling max_tokens = {max_tokens}: it is the tokens before "
-            "the limit that cost reward. rl_config.overlong_buffer_enable=false switches it off"
+            "the limit that cost reward",
+            "rl_config.overlong_buffer_enable=false switches it off",
         )
-    if selection.overlong_buffer_enable and selection.rollout_max_tokens != max_tokens:
-        yield (
+    if selection.rollout_max_tokens != max_tokens:
+        yield _conflict(
+            "rl_config.rollout_max_tokens",
             f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
-            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out"
+            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
         )
-    if not selection.filter_groups_enable:
-        return
-    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
-        yield (
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
-            "step asks is not known before, so neither is how many steps are a pass over the "
-            "data. Give a number of steps"
-        )
+
+
+def _filter_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
+    """Of dynamic sampling."""
+    selection, batch, task = parts["selection"], parts["batch"], parts["task"]
     wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
+    key = "rl_config.filter_groups_train_batch_size"
+    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
+        yield _conflict(
+            "aqn.restart_every",
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
+            "step asks is not known before, so neither is how many steps are a pass over the data",
+            "Give a number of steps",
+        )
     if 0 < batches * batch.global_batch_size < wanted:
-        yield (
-            f"rl_config.filter_groups_train_batch_size = {wanted} prompts cannot come from "
-            f"filter_groups_max_batches = {batches} batches of megatron_training.global_batch_size "
-            f"= {batch.global_batch_size}"
+        yield _conflict(
+            key,
+            f"{key} = {wanted} prompts cannot come from filter_groups_max_batches = {batches} "
+            f"batches of megatron_training.global_batch_size = {batch.global_batch_size}",
         )
     if wanted % batch.mini_batch_size:
-        yield (
-            f"rl_config.filter_groups_train_batch_size = {wanted} prompts must be a multiple of "
-            f"rl_config.mini_batch_size = {batch.mini_batch_size}"
+        yield _conflict(
+            key,
+            f"{key} = {wanted} prompts must be a multiple of rl_config.mini_batch_size = "
+            f"{batch.mini_batch_size}",
         )
     metric = selection.filter_groups_metric
-    if metric is not None and metric not in parts["task"].verifier_function:
-        yield (
-            "rl_config.filter_groups_metric: "
-            + unknown("verifier of verifier_function", metric, parts["task"].verifier_function)
-        )
+    if metric is not None and metric not in task.verifier_function:
+        key = "rl_config.filter_groups_metric"
+        sentence = unknown("verifier of verifier_function", metric, task.verifier_function)
+        yield _conflict(key, f"{key}: {sentence}")
 
 
 def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:
@@ -391,7 +402,7 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError, OSError) as error:
-        found.faults.append(f"aqn: {error}")
+        found.faults.append(Fault("value", f"aqn: {error}", "aqn"))
         return noise
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")

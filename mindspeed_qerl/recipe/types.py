@@ -314,7 +314,7 @@ class Quantization:
 @part
 class HardwareError:
     """Which side of a run on the local engine computes as other hardware would, and how
-    (docs/hardware_error.md).
+    (docs/quantization.md).
     """
 
     section: ClassVar[str] = "hardware_error"
@@ -396,7 +396,7 @@ class Run:
     prove_every: Size = (
         50  # steps from one proof that the adapters are in the rollout engine to the next
     )
-    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/preflight.md)
+    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/troubleshooting.md)
 
 
 @part
@@ -430,7 +430,7 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; the
+    """Try a config for NPUs here (docs/ascend.md): a narrow model made below `models`; the
     fewest `layers` are one on each stage, or two of its virtual stages.
     """
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.ascend.limits import faults_of_values, unfilled_blocks
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
-from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.rules import layout_faults
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import read_rows
@@ -41,21 +41,22 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += faults_of_values(recipe)
     found.faults += unfilled_blocks(recipe, plan.shape) if plan else []
     if not recipe.lora.targets:
-        found.faults.append(
-            "megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
-            "linear_fc1, linear_fc2"
-        )
+        key = "megatron_training.lora_target_modules"
+        message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
+        found.faults.append(Fault("unsupported", message, key))
     layers = plan and layers_to_rehearse(plan, settings.layers)
     if plan and settings.layers != "all" and layers % plan.layout.pp:
-        found.faults.append(
+        message = (
             f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
             f"{plan.layout.pp}"
         )
+        found.faults.append(Fault("conflict", message, "rehearsal.layers"))
     if engine.UPSTREAM and not recipe.emulate_npu:
-        found.faults.append(
+        message = (
             "rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
             "engine=local, which needs no upstream"
         )
+        found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
     shape = narrow(plan.shape, plan.layout, layers)
     if (
@@ -94,11 +95,9 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
     try:
         plan = plan_of(recipe)
     except ConfigError as error:
-        found.faults += str(error).splitlines()
+        found.faults += [Fault("model", str(fault)) for fault in error.faults]
         return None
-    found.faults += [
-        f"layout: {rule.message} ({rule.rule}; {rule.source})" for rule in broken(plan)
-    ]
+    found.faults += layout_faults(plan)
     return plan
 
 

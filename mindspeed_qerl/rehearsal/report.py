@@ -194,7 +194,7 @@ def _not_proved(
         "anything about accuracy."
     )
     if engine_of(recipe).UPSTREAM:
-        yield "vllm-ascend's kernels: its real code ran, on torch formulas for them (docs/emulation.md)."
+        yield "vllm-ascend's kernels: its code ran, on torch formulas for them (docs/architecture.md)."
         return
     yield (
         "Upstream's code: this was the local engine. With engine=mindspeed_rl emulate_npu=true "

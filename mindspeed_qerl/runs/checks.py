@@ -1,6 +1,6 @@
 """Whether the numbers of a run can be true, for both engines: each function takes what a run knows
 of itself and returns the sentence for what it cannot be, or None; `StepChecks` asks them of every
-step. docs/faults.md has the faults that they were tried on.
+step. docs/results.md has the faults that they were tried on.
 """
 
 import math
@@ -13,22 +13,20 @@ from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 
-# k3 between two correct implementations, noise off, nats per token (docs/faults.md says how they
-# were measured).
+# k3 between two correct implementations, noise off, nats per token (measured:
+# docs/troubleshooting.md, Wrong numbers).
 MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
-# bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model (docs/faults.md)
+# bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model
 MOST_K3_ROUTED = 0.5
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
-# k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3 (docs/faults.md)
+# k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3
 LEAST_K3 = 3e-4
 NOISY_STEPS = (
     4  # after so many chance is small: one norm of 128 weights gives 1 +- 0.06 in a single step
 )
-MOST_NOISE_OF_A_STEP = (
-    1.5  # rounding gives up to 1.15 of any sigma (docs/faults.md), the rest is for chance
-)
+MOST_NOISE_OF_A_STEP = 1.5  # rounding gives up to 1.15 of any sigma, the rest is for chance
 # resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
 ROUNDINGS = 2
 # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1

@@ -1,7 +1,7 @@
 """What is looked at in a task's files before a run: faults of the kind that leaves every curve
 plausible.
 
-Each check returns sentences: faults, which refuse the run, and warnings, which it says and goes on.
+Each check returns faults, which refuse the run, and warnings, which are sentences.
 """
 
 import unicodedata
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 from mindspeed_qerl.tasks.packed import rows_of_labels
@@ -19,25 +19,28 @@ from mindspeed_qerl.tasks.rewards import first_reward, is_reward, load_reward, t
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 
-def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[str]:
+def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[Fault]:
     """A fault for each of the `keys` of section task whose file is not there."""
     example = (
         ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
         if quickstart
         else ""
     )
-    return [
-        f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python "
-        f"tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`{example}; of your own: "
-        "docs/own_task.md"
-        for key in keys
-        if not Path(getattr(task, key)).is_file()
-    ]
+    fix = (
+        "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`"
+        f"{example}; of your own: docs/own_task.md"
+    )
+    faults = []
+    for key in keys:
+        file = getattr(task, key)
+        if not Path(file).is_file():
+            faults.append(Fault("file", f"task.{key} = {file!r}: no such file", f"task.{key}", fix))
+    return faults
 
 
 def unknown_rewards(
     verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()
-) -> list[str]:
+) -> list[Fault]:
     """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names
     `others`, nor to be imported.
     """
@@ -48,11 +51,11 @@ def unknown_rewards(
         try:
             load_reward(name, others)
         except ConfigError as error:
-            faults.append(str(error))
+            faults.append(Fault("data", str(error), "rl_config.verifier_function"))
     return faults
 
 
-def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str], list[str]]:
+def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[Fault], list[str]]:
     """(faults, warnings) of a task whose files are there, before anything heavy starts.
 
     Args:
@@ -69,7 +72,7 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str
 
 def check_rows(
     train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str], allow_overlap: bool = False
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[Fault], list[str]]:
     """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names
     `verifiers`.
     """
@@ -85,10 +88,9 @@ def check_rows(
         if allow_overlap:
             warnings.append(f"{found}; task.allow_overlap = true")
         else:
-            faults.append(
-                f"{found}: the test would measure memory. Take them out of one file, or set "
-                "task.allow_overlap=true"
-            )
+            message = f"{found}: the test would measure memory"
+            fix = "Take them out of one file, or set task.allow_overlap=true"
+            faults.append(Fault("data", message, "task.test_file", fix))
     elif train and len(test) > len(train):
         warnings.append(
             f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): "
@@ -125,7 +127,7 @@ def _duplicates(rows: Sequence[Row]) -> list[str]:
     return [f"{found}: {', '.join(shown)}, the first {_cut(next(iter(repeated)))}"]
 
 
-def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def _golds(name: str, rows: Sequence[Row]) -> tuple[list[Fault], list[str]]:
     """(faults, warnings): gold answers that GSM8K's verifiers cannot read, and those that are no
     integers.
     """
@@ -142,11 +144,10 @@ def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     way_out = (
         "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
     )
-    faults = (
-        [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"]
-        if unreadable
-        else []
-    )
+    faults = []
+    if unreadable:
+        message = f"{len(unreadable):,} {count} no number: {_listed(unreadable)}"
+        faults.append(Fault("data", message, "rl_config.verifier_function", way_out))
     question = "Is the point a decimal point?"
     warnings = (
         [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. {question}"]
@@ -166,7 +167,7 @@ def _cut(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str], list[str]]:
+def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[Fault], list[str]]:
     """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt
     that does not hold its question, and, as a warning, words that the tokenizer does not know.
 
@@ -180,17 +181,20 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
     for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
         other = first_with.setdefault(tuple(ids), text)
         if not unknown and other != text and normalised(other) != normalised(text):
-            same = (
-                f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids"
+            message = (
+                f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token "
+                f"ids: {lost}"
             )
-            return [f"{same}: {lost}. Use the tokenizer that the model was trained with"], []
+            fix = "Use the tokenizer that the model was trained with"
+            return [Fault("data", message, fix=fix)], []
     for row, text, prompt in zip(task.rows, asked, tokenizer.batch_decode(task.prompts)):
         if text not in prompt:
             given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
             if normalised(given_back) not in normalised(prompt):
-                return [
+                message = (
                     f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"
-                ], []
+                )
+                return [Fault("data", message)], []
     if not any(unreadable):
         return [], []
     count = f"{sum(unreadable):,} of {len(asked):,} prompts"

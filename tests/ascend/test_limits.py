@@ -214,7 +214,11 @@ def test_each_family_is_accepted(raw, family):
         ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
         ("run.resume", "somewhere", "run.resume needs actor_config.load"),
         ("eval.every", 0, "eval.every = 0 must be at least 1"),
-        ("hardware_error.training", "gaussian", "hardware_error.training = gaussian must be none"),
+        (
+            "hardware_error.training",
+            "gaussian",
+            "hardware_error.training = 'gaussian' must be none",
+        ),
         (
             "rollout_quantization",
             {"format": "fp8"},

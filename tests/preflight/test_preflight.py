@@ -25,7 +25,7 @@ import pytest
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.contract import PINS, Finding, Report
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.preflight import (
     FAILED,
     GROUPS,
@@ -1242,9 +1242,11 @@ def test_a_broken_rule_is_one_line(ready, monkeypatch):
 
     ready["generate_config"]["infer_expert_parallel_size"] = 8
     message = "infer TP 1 x EP 8 = 8 is no multiple of training's TP 1 x EP 16 = 16"
-    monkeypatch.setattr(
-        limits, "validate", lambda recipe: [f"layout: {message} (a source)", "run.name is wrong"]
-    )
+    faults = [
+        Fault("layout", f"{message} (a source)"),
+        Fault("unsupported", "run.name is wrong", "run.name"),
+    ]
+    monkeypatch.setattr(limits, "validate", lambda recipe: faults)
     failed = [check.found for check in look(ready, Box()).values() if check.state == FAILED]
     assert sum(message in found for found in failed) == 1 and "run.name is wrong" in failed
 

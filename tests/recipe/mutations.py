@@ -102,7 +102,7 @@ def run(name: str, engine: str, count: int, seed: int = 0) -> int:
         raw = mutated(config, rng)
         recipe, found = examine(raw)
         assert isinstance(recipe, Recipe) and all(
-            isinstance(fault, str) and fault for fault in found.faults
+            fault.rule and str(fault) for fault in found.faults
         ), raw
         accepted += not found.faults
     return accepted

@@ -360,9 +360,12 @@ def test_a_word_that_yaml_takes_for_another_is_refused_with_the_reason(own_confi
         f"defaults: [{TINY}, _self_]\nrun: {{name: off, tensorboard: no}}\ntask: {{prompt: yes}}\n"
     )
     recipe, found = read(compose("mine"))
-    assert [fault.partition(":")[0] for fault in found.faults] == [
-        "task.prompt = True must be a word",
-        "run.name = False must be a word",
+    assert [
+        (fault.key, fault.message.partition(",")[0], "quotes" in fault.fix)
+        for fault in found.faults
+    ] == [
+        ("task.prompt", "task.prompt: unknown prompt True. Known: chat", True),
+        ("run.name", "run.name = False must be str", True),
     ] and not recipe.run.tensorboard
 
 

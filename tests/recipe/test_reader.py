@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.engines import checked
+from mindspeed_qerl.engines import checked, examine
 from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.types import Optimizer
 from mindspeed_qerl.train import run
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +140,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             1,
             "unknown key in rl_config: 'lora_r', did you mean 'megatron_training.lora_r'",
         ),
-        ("gsm8k", {"prompt": "plain"}, "section 'gsm8k' is called 'task' now"),
         ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
         ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
         (
@@ -168,8 +168,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             "rl_config.actor_resource.num_npus",
             3,
             (
-                "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups, "
-                "docs/layouts.md)"
+                "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups: "
+                "Megatron-LM megatron/core/parallel_state.py"
             ),
         ),
         ("rl_config.adv_estimator", "gae", "unknown adv_estimator 'gae'. Known: group_norm, rloo"),
@@ -262,7 +262,11 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             "rl_config.verifier_function[0] = ['gsm8k'] must be str",
         ),
         ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight[0] = 'x' must be float"),
-        ("generate_config.sampling_config", 3, "generate_config.sampling_config = 3 must be dict"),
+        (
+            "generate_config.sampling_config",
+            3,
+            "generate_config.sampling_config = 3 must be a mapping",
+        ),
         (
             "generate_config.sampling_config.top_p",
             0.9,
@@ -338,6 +342,39 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     with pytest.raises(ConfigError) as error:
         checked(raw)
     assert message in str(error.value)
+
+
+def test_a_fault_says_which_rule_and_which_key(raw):
+    """The preflight sorts by both; of a value that could not be read the recipe has the default."""
+    for key, value in {
+        "actor_config.lr": "fast",
+        "rl_config.kl_penalty": "full",
+        "aqn.sigma": 0.1,
+        "generate_config.sampling_config.max_tokens": None,
+        "model.tiny_qwen3_moe": 5,
+        "rl_config.use_kl_in_reward": True,
+        "rl_config.gamma": 0.9,
+        "rl_config.actor_resource.num_npus": 3,
+        "generate_config.max_model_len": 10**6,
+        "task.test_file": "nowhere",
+        "rl_config.verifier_function": ["gsm8c"],
+    }.items():
+        put(raw, key, value)
+    recipe, found = examine(raw)
+    assert recipe.optimizer.lr == Optimizer().lr
+    assert {(fault.rule, fault.key) for fault in found.faults} == {
+        ("value", "actor_config.lr"),
+        ("unknown", "rl_config.kl_penalty"),
+        ("unknown", "aqn.sigma"),
+        ("missing", "generate_config.sampling_config.max_tokens"),
+        ("value", "model.tiny_qwen3_moe"),
+        ("conflict", "rl_config.use_kl_in_reward"),
+        ("unsupported", "rl_config.gamma"),
+        ("layout", ""),
+        ("model", "generate_config.max_model_len"),
+        ("file", "task.test_file"),
+        ("data", "rl_config.verifier_function"),
+    }
 
 
 @pytest.mark.parametrize(

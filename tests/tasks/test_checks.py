@@ -14,12 +14,29 @@ import pytest
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
-from mindspeed_qerl.tasks.checks import check_prompts, check_rows, check_task
+from mindspeed_qerl.tasks import checks
+from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
+
+
+def sentences(check, *arguments, **settings):
+    """(those of the faults, warnings)"""
+    faults, warnings = check(*arguments, **settings)
+    assert all(fault.rule == "data" for fault in faults)
+    return list(map(str, faults)), warnings
+
+
+def check_rows(*arguments, **settings):
+    return sentences(checks.check_rows, *arguments, **settings)
+
+
+def check_prompts(*arguments):
+    return sentences(checks.check_prompts, *arguments)
+
 
 REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"

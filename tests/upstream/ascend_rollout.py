@@ -1,8 +1,8 @@
 """One engine of the real vllm-ascend on emulated NPUs beside transformers, as a process of its own
 for each rank.
 
-`UPSTREAM=DIR python tests/upstream/ascend_rollout.py` runs all cases and prints the tables of
-docs/emulation.md.
+`UPSTREAM=DIR python tests/upstream/ascend_rollout.py` runs all cases and prints the tables that
+docs/architecture.md sums up.
 """
 
 import ast

@@ -67,7 +67,7 @@ def run_upstream(*arguments):
 
 
 def preprocess(problems, prefix, tokenizer, *overrides):
-    """What upstream's cli/preprocess_data.py makes of a jsonl: the command of docs/data.md."""
+    """What upstream's cli/preprocess_data.py makes of a jsonl: the command of docs/own_task.md."""
     run_upstream(
         f"{UPSTREAM}/MindSpeed-RL/cli/preprocess_data.py",
         "math_17k",

@@ -1,5 +1,5 @@
-"""What the checks of a run's own numbers say, and what they let pass; docs/faults.md has the faults
-behind them.
+"""What the checks of a run's own numbers say, and what they let pass; docs/results.md has the
+faults behind them.
 """
 
 import math

@@ -1,0 +1,208 @@
+"""One observer for both engines: an engine reports what happens, this writes it and checks it."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.checks import StepChecks, is_sync_shown, sync_faults
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
+from mindspeed_qerl.runs.progress import Progress
+
+ASKED_BATCHES = 10  # of one step, between two warnings of dynamic sampling
+
+
+class Rollout(NamedTuple):
+    """One sampled answer, as a row of rollouts.jsonl."""
+
+    question: str
+    response: str
+    answer: str
+    reward: float
+
+
+class RunObserver:
+    """Writes and checks what an engine reports. Everything is written before it is checked, so a
+    step that cannot be right leaves its metrics and answers behind.
+
+        observer = RunObserver(recipe, run, metrics, progress, epoch=epoch)
+        observer.begin([rank.describe() for rank in ranks])
+        observer.evaluated(0, result, answers, seconds)
+        for step in range(1, recipe.run.train_iters + 1):
+            observer.sampled(step, rollouts)           # as soon as answers have rewards
+            observer.stepped(step, values, tokens)     # after the update and the sync
+            if observer.wants_proof(step):
+                observer.proved(step, movement)
+            if observer.wants_evaluation(step):
+                observer.evaluated(step, result, answers, seconds)
+        observer.end()
+
+    Every method that raises, raises EngineError.
+
+    Attributes:
+        step: the last one that was reported. is_proved: whether every LoRA target was seen to move
+            the rollout engine's weights as it should. checks: of the metrics, over the whole run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunDirectory,
+        metrics: MetricsWriter,
+        progress: Progress,
+        epoch: int,
+    ):
+        """epoch: steps of one pass over the training rows."""
+        self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
+        self.epoch, self.step, self.is_proved = epoch, 0, False
+        self.checks = StepChecks(recipe, epoch, read_shape(recipe.model.path).moe)
+        if recipe.run.resume:
+            self.checks.resume(read_jsonl(run.metrics_file))
+        self._sampled = Counter()  # rollouts written, by step
+
+    def warn(self, text: str) -> None:
+        """A warning for the reader."""
+        self.progress.message(f"Warning: {text}")
+
+    def begin(self, ranks: Iterable[Mapping[str, Mapping[str, int]]]) -> None:
+        """Report what LoRA trains. ranks: of each one, "modules" and "parameters" by target."""
+        if self.recipe.noise.restart_every == "epoch":
+            self.run.record(aqn_restart_every=self.epoch)
+        totals = {target: Counter() for target in self.recipe.lora.targets}
+        for rank in ranks:
+            for target, counts in rank.items():
+                totals[target].update(counts)
+        self.run.record(lora=totals)
+        words = [
+            f"{target}: {total['modules']} modules, {total['parameters']:,} parameters"
+            for target, total in totals.items()
+        ]
+        if words:
+            self.progress.message(f"LoRA trains {', '.join(words)}")
+        if missing := [target for target, total in totals.items() if not total["modules"]]:
+            raise EngineError(
+                f"LoRA target {', '.join(missing)} has no module in this model. "
+                "Take it out of megatron_training.lora_target_modules"
+            )
+
+    def noise_targets(self, names: Sequence[str]) -> None:
+        """Report the norms that get noise, by module name."""
+        self.run.record(aqn_layers=names)
+        self.progress.message(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
+
+    def asked(self, step: int, batches: int, groups: int, wanted: int) -> None:
+        """Dynamic sampling has `groups` of the `wanted` groups with different rewards after so
+        many batches of prompts; a step that never gets them all must not look like a hang.
+        """
+        if batches % ASKED_BATCHES == 0:
+            self.warn(
+                f"step {step} asked {batches} batches, and has {groups} of {wanted} groups with "
+                "different rewards; rl_config.filter_groups_max_batches would limit that"
+            )
+
+    def sampled(self, step: int, rollouts: Iterable[Rollout]) -> None:
+        """Write the first `run.rollout_samples` answers of a step. With dynamic sampling each
+        batch is reported by itself.
+        """
+        room = self.recipe.run.rollout_samples - self._sampled[step]
+        rows = [rollout._asdict() for rollout in islice(rollouts, room)]
+        self.metrics.log_rollouts(step, rows)
+        self._sampled = Counter({step: self._sampled[step] + len(rows)})
+
+    def trains_nothing(self, step: int, groups: int, all_cut_off: bool) -> None:
+        """Warn of a step that none of its `groups` is trained in, and why."""
+        why = "every answer was cut off"
+        if not all_cut_off:
+            why = "no group had answers of different rewards"
+        self.warn(f"step {step} trains nothing: {why}, of {groups} groups")
+
+    def stepped(self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0) -> None:
+        """Write the metrics of a step (1-based), then check them.
+
+        Args:
+            values: by the names of metrics.py. tokens: that each epoch was to train, 0 if nothing
+                is trained. routes: tokens whose routes each epoch was to replay.
+        """
+        self.step = step
+        self.metrics.log(step, values)
+        self.progress.step(step, values)
+        for warning in self.checks.check(step, values, tokens, routes):
+            self.warn(warning)
+
+    def wants_proof(self, step: int) -> bool:
+        """Whether to prove after `step` (0: before the first) that LoRA reaches the rollout engine:
+        until every target was seen to move, every `run.prove_every` steps, and after the last.
+        """
+        run = self.recipe.run
+        is_due = not self.is_proved or step % run.prove_every == 0 or step == run.train_iters
+        return is_due and bool(self.recipe.lora.targets)
+
+    def proved(
+        self, step: int, movement: Mapping[str, Mapping[str, Any]], unlike: Collection[str] = ()
+    ) -> None:
+        """Write what the adapters did to the rollout engine's weights, then check that it is
+        (alpha / r) B A.
+
+        Args:
+            movement: by LoRA target (lora/proof.py). unlike: names of weights that are not the
+                rounding of what was synced, where rollouts are quantised.
+        """
+        faults, is_shown = sync_faults(movement), is_sync_shown(movement)
+        if unlike:
+            first = ", ".join(sorted(unlike)[:3])
+            faults.append(
+                f"{len(unlike)} weights are not {self.recipe.quantization.format} of what was "
+                f"synced, the first of them: {first}"
+            )
+        if faults or is_shown:
+            self.run.record(lora_movement=movement)
+        if faults:
+            raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
+        if is_shown:
+            self.run.record(lora_proved_after=step)
+        if is_shown and not self.is_proved:
+            self.is_proved = True
+            words = [
+                f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
+                f"{entry['max_error']:.1g}"
+                for target, entry in movement.items()
+            ]
+            self.progress.message(f"LoRA reached the rollout engine: {', '.join(words)}")
+
+    def wants_evaluation(self, step: int) -> bool:
+        """Whether to evaluate after `step`: every `eval.every` steps, also before the first, and
+        after the last.
+        """
+        return step % self.recipe.evaluation.every == 0 or step == self.recipe.run.train_iters
+
+    def evaluated(
+        self,
+        step: int,
+        result: Mapping[str, float],
+        answers: Sequence[dict[str, Any]],
+        seconds: float,
+        sigma: float = 0.0,
+    ) -> None:
+        """Write an evaluation after `step` updates, then check that it had no noise.
+
+        Args:
+            result, answers: of tasks.evaluation.evaluate_answers. sigma: of the noise that was on.
+        """
+        temperature = self.recipe.evaluation.temperature
+        row = {**result, "temperature": temperature, "seconds": seconds}
+        self.metrics.log_eval(step, row, answers)
+        self.progress.evaluated(step, row)
+        if sigma:
+            raise EngineError(f"the evaluation after step {step} had noise of sigma {sigma:.3g} on")
+
+    def end(self) -> None:
+        """After the last step."""
+        if self.recipe.lora.targets and not self.is_proved:
+            self.warn(
+                "not every LoRA target moved in this run (no reward differed?), so its way into "
+                "the rollout engine was never proved"
+            )

@@ -1,0 +1,149 @@
+"""What the observer of both engines writes, says and refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.recipe.types import (
+    Evaluation,
+    LoRA,
+    Noise,
+    Quantization,
+    Run,
+)
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
+from mindspeed_qerl.runs.observer import Rollout, RunObserver
+
+ROLLOUTS = [Rollout(f"{i} + 1?", str(i + 1), str(i + 1), 1.0) for i in range(4)]
+RANK = {"linear_qkv": {"modules": 2, "parameters": 1200}}
+ARRIVED = dict(tensors=2, moved=1.0, expected=1.0, max_error=1e-8, resolution=1e-7, lost=1e-4)
+
+
+@pytest.fixture
+def observer(new_run):
+    """A function that makes the observer of a new run of 5 steps; what it says is in `said`."""
+
+    def make(noise=Noise(enabled=False)):  # noqa: B008
+        recipe = SimpleNamespace(
+            model=SimpleNamespace(path="qwen3_8b", dtype="float32"),
+            run=Run(train_iters=5, rollout_samples=3, prove_every=3),
+            lora=LoRA(targets=("linear_qkv",)),
+            noise=noise,
+            evaluation=Evaluation(every=2, temperature=0.3),
+            quantization=Quantization("nvfp4"),
+        )
+        run, said = new_run(), []
+        ignored = lambda *_: None
+        progress = SimpleNamespace(message=said.append, step=ignored, evaluated=ignored)
+        made = RunObserver(recipe, run, MetricsWriter(run, tensorboard=False), progress, epoch=7)
+        made.said = said
+        return made
+
+    return make
+
+
+def test_what_a_failing_step_saw_is_written_before_it_fails(observer):
+    """Its metrics, its answers, an evaluation with noise, and a sync that did not arrive."""
+    observer = observer()
+    run = observer.run
+
+    def refuse(*_):
+        raise EngineError("step 1 cannot be right")
+
+    observer.checks.check = refuse
+    observer.sampled(1, ROLLOUTS)
+    with pytest.raises(EngineError, match="cannot be right"):
+        observer.stepped(1, {"loss/total": 7.0}, tokens=3)
+    assert [row["response"] for row in read_jsonl(run.rollouts_file)] == ["1", "2", "3"]
+    assert read_jsonl(run.metrics_file) == [{"step": 1, "loss/total": 7.0}]
+    with pytest.raises(EngineError, match=r"after step 2 had noise of sigma 0\.05 on"):
+        observer.evaluated(2, {"accuracy": 0.5}, [{"question": "?"}], seconds=1.5, sigma=0.05)
+    (row,) = read_jsonl(run.eval_file)
+    assert row == {"step": 2, "accuracy": 0.5, "temperature": 0.3, "seconds": 1.5}
+    assert read_jsonl(run.eval_answers_file) == [{"step": 2, "question": "?"}]
+    lost = {"linear_qkv": ARRIVED | {"lost": 1.0}}
+    with pytest.raises(EngineError, match=r"^the sync after step 2: linear_qkv: "):
+        observer.proved(2, lost)
+    assert run.facts() == {"lora_movement": lost} and not observer.is_proved
+
+
+def test_batches_of_one_step_share_its_samples(observer):
+    observer = observer()
+    for step in (1, 2):
+        observer.sampled(step, ROLLOUTS[:2])
+        observer.sampled(step, iter(ROLLOUTS[2:]))
+    rows = read_jsonl(observer.run.rollouts_file)
+    assert [(row["step"], row["answer"]) for row in rows] == [
+        (step, answer) for step in (1, 2) for answer in "123"
+    ]
+    assert rows[0].keys() == {"step", "question", "response", "answer", "reward"}
+
+
+def test_lora_is_counted_over_ranks_and_proved(observer):
+    observer = observer(noise=Noise(restart_every="epoch"))
+    observer.begin([RANK, {}, RANK])
+    observer.noise_targets(("norm",))
+    observer.end()
+    assert observer.run.facts() == {
+        "aqn_restart_every": 7,
+        "lora": {"linear_qkv": {"modules": 4, "parameters": 2400}},
+        "aqn_layers": ["norm"],
+    }
+    assert observer.said[:2] == [
+        "LoRA trains linear_qkv: 4 modules, 2,400 parameters",
+        "AQN targets 1 RMSNorm layers: norm",
+    ]
+    assert "was never proved" in observer.said.pop()
+    still = {"linear_qkv": ARRIVED | {"moved": 0.0, "expected": 0.0}}
+    observer.proved(1, still)
+    assert not observer.is_proved and "lora_movement" not in observer.run.facts()
+    for step in (2, 3):
+        observer.proved(step, {"linear_qkv": ARRIVED})
+    facts = observer.run.facts()
+    assert (facts["lora_movement"], facts["lora_proved_after"]) == ({"linear_qkv": ARRIVED}, 3)
+    observer.end()
+    assert observer.said[2:] == [
+        "LoRA reached the rollout engine: linear_qkv moved 1 of 1, max error 1e-08"
+    ]
+    with pytest.raises(EngineError, match="2 weights are not nvfp4 of what was synced"):
+        observer.proved(4, {"linear_qkv": ARRIVED}, unlike=["b", "a"])
+
+
+def test_a_target_without_modules_is_refused(observer):
+    with pytest.raises(EngineError, match="LoRA target linear_qkv has no module"):
+        observer().begin([{}])
+
+
+def test_what_is_due(observer):
+    observer = observer()
+    assert [step for step in range(6) if observer.wants_evaluation(step)] == [0, 2, 4, 5]
+    assert all(observer.wants_proof(step) for step in range(6))
+    observer.is_proved = True
+    assert [step for step in range(1, 6) if observer.wants_proof(step)] == [3, 5]
+
+
+def test_warnings(observer):
+    observer = observer()
+    observer.checks.check = lambda *_: ["uneven"]
+    observer.stepped(1, {"reward/mean": 0.5}, tokens=0)
+    observer.trains_nothing(1, groups=4, all_cut_off=False)
+    observer.trains_nothing(2, groups=4, all_cut_off=True)
+    for batches in range(1, 22):
+        observer.asked(2, batches, groups=1, wanted=4)
+    assert observer.step == 1 and observer.said[:3] == [
+        "Warning: uneven",
+        "Warning: step 1 trains nothing: no group had answers of different rewards, of 4 groups",
+        "Warning: step 2 trains nothing: every answer was cut off, of 4 groups",
+    ]
+    asked = [said.split(",")[0] for said in observer.said[3:]]
+    assert asked == [f"Warning: step 2 asked {batches} batches" for batches in (10, 20)]
+
+
+def test_a_resumed_run_knows_the_noise_of_its_steps(observer, tmp_path):
+    recipe = observer().recipe
+    recipe.run = Run(resume="it")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"step": 1, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
+    resumed = RunObserver(recipe, SimpleNamespace(metrics_file=rows), None, None, epoch=7)
+    assert resumed.checks.noise == [(0.05, 0.04)]
