@@ -216,7 +216,7 @@ def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], _ = check_prompts(task, tokenizer, True)
     assert fault.startswith(
-        f"{task.rows[0].where}: the chat template loses the question. Asked is "
+        f"{task.rows[0].where}: the chat template loses the question. The question is "
     )
     assert repr(tokenizer.decode(task.prompts[0]))[:60] in fault
 
