@@ -11,6 +11,7 @@ import asyncio
 import copy
 import importlib
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -79,8 +80,8 @@ def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
     reward = getattr(module, function, None)
     file = getattr(module, "__file__", None) or path
     if reward is None:
-        functions = [key for key, value in vars(module).items() if callable(value)]
-        nearest = unknown(f"function in {file}:", function, functions)
+        functions = inspect.getmembers(module, callable)
+        nearest = unknown(f"function in {file}:", function, dict(functions))
         raise ConfigError(f"verifier {name!r}: {nearest}")
     if not callable(reward):
         kind = type(reward).__name__
@@ -152,9 +153,9 @@ def score(
     >>> score([("gsm8k", 1.0), ("gsm8k_strict", 0.5)], ["it is 4", "#### 4"], [row, row])[0]
     array([1. , 1.5])
     """
-    scores = {
-        name: call_reward(name, load(name), responses, rows, may_skip=True) for name, _ in verifiers
-    }
+    scores = {}
+    for name, _ in verifiers:
+        scores[name] = call_reward(name, load(name), responses, rows, may_skip=True)
     skipped = np.isnan([*scores.values()]).all(axis=0)
     if skipped.any():
         raise RewardError(
@@ -269,13 +270,16 @@ def _form_of(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[
 def _offered(form: str, plural: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """What a foreign form is given of the responses and rows, and which columns, by name."""
     if form == "trl":
-        given = ["completions", "prompts"] if all(row.messages for row in rows) else ["completions"]
-        columns = dict.fromkeys(column for row in rows for column in row.columns)
-        others = ("prompt", "completion", "completion_ids", *given)
-        return given, [column for column in columns if column not in others]
+        columns = dict.fromkeys(itertools.chain.from_iterable(row.columns for row in rows))
+        given = ["completions"]
+        if all(row.messages for row in rows):
+            given.append("prompts")
+        hidden = {"prompt", "completion", "completion_ids", *given}
+        return given, [column for column in columns if column not in hidden]
     given = [f"{name}{plural}" for name in ("solution_str", "ground_truth", "extra_info")]
-    has_source = all("data_source" in row.columns for row in rows)
-    return given, [f"data_source{plural}"] if has_source else []
+    if all("data_source" in row.columns for row in rows):
+        return given, [f"data_source{plural}"]
+    return given, []
 
 
 def _takes_three(signature: inspect.Signature) -> bool:
@@ -300,25 +304,35 @@ def _call(
     """What `reward` returns for copies of what there is, by the parameters of `_form_of`."""
     columns = [copy.deepcopy(row.columns) for row in rows]
     if form == "ours":
-        values = (list(responses), [row.answer for row in rows], columns)
-        return _awaited(
-            [reward(**dict(zip(parameters, values))) if parameters else reward(*values)]
-        )[0]
-    if form == "trl":
+        values = [list(responses), [row.answer for row in rows], columns]
+        if not parameters:
+            return _awaited([reward(*values)])[0]
+        known = dict(zip(OURS, values))
+    elif form == "trl":
         known = {name: [row.get(name) for row in columns] for name in parameters}
         known |= _conversations(responses, rows, texts=inspect.ismethod(reward))
-        return _awaited([reward(**{name: known[name] for name in parameters})])[0]
-    known = {
-        "solution_str": list(responses),
-        "data_source": [row.get("data_source") for row in columns],
-        "extra_info": [row.get("extra_info") or {} for row in columns],
-        "ground_truth": [_verl_gold(of_file, row) for of_file, row in zip(columns, rows)],
-    }
+    else:
+        known = _verl_values(responses, rows, columns)
     if form == "verl, batched":
-        return _awaited([reward(**{name: known[name.removesuffix("s")] for name in parameters})])[0]
-    return _awaited(
-        [reward(**{name: known[name][i] for name in parameters}) for i in range(len(rows))]
-    )
+        known = {f"{name}s": values for name, values in known.items()}
+    known = {name: known[name] for name in parameters}
+    if form != "verl":
+        return _awaited([reward(**known)])[0]
+    return _awaited([reward(**dict(zip(known, values))) for values in zip(*known.values())])
+
+
+def _verl_values(
+    responses: Sequence[str], rows: Sequence[Row], columns: Sequence[dict[str, Any]]
+) -> dict[str, list]:
+    values = {"solution_str": list(responses), "data_source": [], "extra_info": []}
+    values["ground_truth"] = []
+    for row, copied in zip(rows, columns):
+        values["data_source"].append(copied.get("data_source"))
+        values["extra_info"].append(copied.get("extra_info") or {})
+        reward_model = copied.get("reward_model")
+        gold = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+        values["ground_truth"].append(row.answer if gold is None else gold)
+    return values
 
 
 def _conversations(responses: Sequence[str], rows: Sequence[Row], texts: bool) -> dict[str, list]:
@@ -333,12 +347,6 @@ def _conversations(responses: Sequence[str], rows: Sequence[Row], texts: bool) -
         spoken = [{"role": "assistant", "content": response}]
         completions.append(response if is_text or texts else spoken)
     return {"prompts": prompts, "completions": completions}
-
-
-def _verl_gold(columns: dict[str, Any], row: Row) -> Any:
-    reward_model = columns.get("reward_model")
-    gold = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    return row.answer if gold is None else gold
 
 
 def _awaited(values: list[Any]) -> list[Any]:
