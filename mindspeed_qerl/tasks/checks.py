@@ -23,7 +23,8 @@ def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = Fal
     """A fault for each of the `keys` of section task whose file is not there."""
     fix = "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`"
     if quickstart:
-        fix += ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
+        tiny = "python tools/make_tiny_model.py --output models/tiny_qwen3_moe"
+        fix += f", or for the quickstart `{tiny}`"
     fix += "; of your own: docs/own_task.md"
     faults = []
     for key in keys:
@@ -189,7 +190,10 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[Fault
         if text not in prompt:
             given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
             if normalised(given_back) not in normalised(prompt):
-                message = f"{row.where}: {lost}. The question is {_cut(text)}, the prompt reads {prompt[:200]!r}"
+                message = (
+                    f"{row.where}: {lost}. The question is {_cut(text)}, the prompt reads "
+                    f"{prompt[:200]!r}"
+                )
                 return [Fault("data", message)], []
     if not any(unreadable):
         return [], []

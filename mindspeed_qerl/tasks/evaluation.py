@@ -29,10 +29,10 @@ def evaluate_answers(
 
     Returns:
         Numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
-        problems (NaN for one problem), interval_low and interval_high (95%, `interval`), n_problems,
-        samples_per_problem, truncated_fraction; with n > 1 pass@n (the mean of each problem's best
-        score); for GSM8K's verifiers, which find a number in an answer, rule/<name> (the fraction
-        of answers that this one of `RULES` found) and with n > 1 maj@n.
+        problems (NaN for one problem), interval_low and interval_high (95%, `interval`),
+        n_problems, samples_per_problem, truncated_fraction; with n > 1 pass@n (the mean of each
+        problem's best score); for GSM8K's verifiers, which find a number in an answer, rule/<name>
+        (the fraction of answers that this one of `RULES` found) and with n > 1 maj@n.
         And per problem its question, answer, responses, for each response its score and whether it
         was truncated, and for GSM8K's verifiers what was extracted and by which rule.
 

@@ -153,7 +153,7 @@ def _pack(
 
 
 def read_packed_rows(data_path: str | Path) -> list[Row] | None:
-    """The rows that the labels of `data_path` count; None if its labels are the answers themselves."""
+    """The rows that the labels of `data_path` count; None if its labels are the answers."""
     path = Path(f"{data_path}_rows.jsonl")
     return read_rows(path) if path.exists() else None
 

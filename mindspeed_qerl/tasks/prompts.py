@@ -138,7 +138,7 @@ def chat_ids(tokenizer: Any, row: Row, at: datetime | None = None) -> list[int]:
 
 
 def plain_ids(tokenizer: Any, row: Row) -> list[int]:
-    """Token ids of the row's plain prompt, without special tokens. ConfigError if the row has none."""
+    """Token ids of the row's plain prompt, without special tokens; ConfigError without one."""
     if row.prompt is None:
         raise ConfigError(
             f"{row.where}: its messages are a conversation, which has no plain form. Give a column "

@@ -375,7 +375,8 @@ def _blame(call: Callable[..., Any], responses: Sequence[str], rows: Sequence[Ro
             raise
         except BaseException:  # noqa: BLE001  it is the row that is looked for
             return f"on {_shown(i, responses, rows)}"
-    return f"on {len(rows)} responses together, and on none of them alone; the first is {_shown(0, responses, rows)}"
+    first = _shown(0, responses, rows)
+    return f"on {len(rows)} responses together, and on none of them alone; the first is {first}"
 
 
 def _shown(index: int, responses: Sequence[str], rows: Sequence[Row]) -> str:

@@ -85,7 +85,8 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
 
     >>> row_of({"prompt": "2+2?", "answer": 4, "level": 1}).messages
     [{'role': 'user', 'content': '2+2?'}]
-    >>> row_of({"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}).answer
+    >>> turn = {"role": "user", "content": "2+2?"}
+    >>> row_of({"prompt": [turn], "reward_model": {"ground_truth": "4"}}).answer
     '4'
     """
     answer = _gold(columns)

@@ -262,7 +262,8 @@ def test_a_reward_is_called_by_its_parameters(reward, columns):
 OWN_TEXTS = [r"\\boxed{4}", "#### 4", "<think>2+2</think>4", "4"]
 
 
-@pytest.mark.full  # TRL takes ten seconds to import; its form: test_a_reward_is_called_by_its_parameters
+# TRL takes ten seconds to import; its form: test_a_reward_is_called_by_its_parameters
+@pytest.mark.full
 def test_rewards_of_trl_itself():
     """Against their own results for what they are given in TRL's trainer."""
     from trl.rewards import accuracy_reward, think_format_reward

@@ -1,5 +1,5 @@
-"""Many ways to write the same become one, in ASCII: digits, signs and spaces of other scripts and of
-TeX.
+"""Many ways to write the same become one, in ASCII: digits, signs and spaces of other scripts and
+of TeX.
 
     >>> normalise(r"10\\,000 \u2248 \uff17\u0662 m\u00b2")
     '10 000 = 72 m;'
@@ -74,9 +74,7 @@ _POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{O
 
 
 def normalise(text: str) -> str:
-    """Digits, signs and spaces of other scripts and of TeX in ASCII, single spaces, and no powers of
-    units.
-    """
+    """Digits, signs and spaces in ASCII, single spaces, no powers of units."""
     if not text.isascii():
         text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
     text = text.replace("\t", " ")

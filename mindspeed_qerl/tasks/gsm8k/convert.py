@@ -90,7 +90,7 @@ def steps(solution: str) -> int:
     r"""How many a published solution takes: its lines before `####`, "between 2 and 8" (Cobbe et
     al., 2021).
 
-    >>> steps("In May she sold 48/2 = <<48/2=24>>24 clips.\nTogether that is 48+24 = <<48+24=72>>72.\n#### 72")
+    >>> steps("In May she sold 48/2 = 24 clips.\nTogether that is 48+24 = 72.\n#### 72")
     2
     """
     if "####" not in solution:
@@ -225,7 +225,8 @@ def write_together(output: Path, contents: Mapping[str, bytes]) -> None:
 def described(path: Path, rows: int) -> str:
     """A line on a file that holds `rows` rows: its path, number of rows, size and SHA-256."""
     content = path.read_bytes()
-    return f"{path}  {rows:,} rows  {len(content):,} bytes  sha256 {hashlib.sha256(content).hexdigest()}"
+    digest = hashlib.sha256(content).hexdigest()
+    return f"{path}  {rows:,} rows  {len(content):,} bytes  sha256 {digest}"
 
 
 def _refuse_to_replace(source: str | Path, splits: Iterable[str], targets: set[Path]) -> None:

@@ -20,8 +20,8 @@ If its value is not known for sure, or an unknown sign touches it, it is not rea
 read in its place. docs/verifier.md has the rules, and verdicts beside those of other verifiers.
 
 The whole response is read, in time linear in its length: every repetition in the patterns below is
-possessive or bounded, and no number is parsed before its length is known. As a rule only the end of
-a response meets a pattern: markers are looked for first, and what stands before them is not matched.
+possessive or bounded, and no number is parsed before its length is known. As a rule only the end
+of a response meets a pattern: markers are searched first, and what stands before is not matched.
 """
 
 import re
@@ -79,7 +79,8 @@ _ANY_NUMBER = re.compile(_PIECES)
 # part of something else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
 _FRONT = re.compile(
     r"(?P<point>\.(?![\w.]))?(?P<currency>\$)?(?P<sign>[-+](?![\w)\]}%]))?"
-    rf"(?P<cut>[{UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
+    rf"(?P<cut>[{UNKNOWN}^]| ?trqs\\"
+    rf"| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
 )
 _LONGEST_FRONT = 24
 _DIGIT = re.compile(rf"[0-9{ODD}\x80-\U0010ffff]")  # or what may be one in another script
@@ -95,7 +96,8 @@ _FOREIGN_SCALE = (
 )
 # words that change a value, or may: a scale that can be a unit, a scale of another language, a part
 _NOT_READ = (
-    r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd|grand|squared|cubed)(?!\w)"
+    r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd"
+    r"|grand|squared|cubed)(?!\w)"
     r"|(?:[tT](?i:en|housand)|[hH](?i:undred)|[mM](?i:illion)|[bB](?i:illion))(?i:ths?)(?!\w)"
     r"|and [a-z]+ (?:half|halves|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)(?!\w)"
     rf"|{_FOREIGN_SCALE}"
@@ -277,9 +279,7 @@ def _normalised_from(start: int, text: str) -> str:
 
 
 def _last_number(text: str) -> Value | None:
-    """The value of the last number, from the last line that has one: digits that are powers of units
-    are none.
-    """
+    """The value of the last number, from the last line that has one; powers of units are none."""
     end = len(text) if _DIGIT.search(text) else 0
     while digit := _LAST_DIGIT.match(text, 0, end):
         before = max(text.rfind(" ", 0, digit.end()), text.rfind("=", 0, digit.end()))
@@ -355,7 +355,7 @@ def _number(sign: str, run: str) -> Value | None:
 
 
 def _decimal(sign: str, digits: str) -> int | Decimal | None:
-    """The value of digits, the signs that group them and a point; None if they are not one number."""
+    """The value of digits, signs that group them and a point; None if this is not one number."""
     if not digits or len(digits) > MAX_NUMBER_CHARS:
         return None
     if digits.isdecimal():

@@ -453,7 +453,7 @@ def test_equal_means_equal_as_decimals(number, other, style, same, frame):
 
 
 def read_word(word: str) -> Decimal | None:
-    """One word of the generated texts as a number, by string methods: the oracle of the next test."""
+    """A word of the generated texts as a number, by string methods: the next test's oracle."""
     core = word.rstrip(".,%")
     sign = -1 if core.startswith("-") else 1
     whole, point, rest = core.lstrip("-$").partition(".")
