@@ -94,7 +94,7 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     config = to_config(
         kept
     )  # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
-    return {name: config[name] for name in ("model", *UPSTREAM_SECTIONS)}
+    return {name: config.get(name, {}) for name in ("model", *UPSTREAM_SECTIONS)}
 
 
 def validate(recipe: Recipe) -> Iterator[Fault]:
@@ -160,6 +160,12 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             selection.filter_groups_train_batch_size,
             f"must be megatron_training.global_batch_size = {prompts}, or left out: the transfer "
             "dock has room for the answers of one batch",
+        )
+    if selection.filter_groups_enable and selection.filter_groups_max_batches < 1:
+        yield _unsupported(
+            "rl_config.filter_groups_max_batches",
+            selection.filter_groups_max_batches,
+            "must be at least 1: without a limit a step whose groups are all alike never ends",
         )
     if selection.filter_groups_metric and len(recipe.task.verifiers) > 1:
         yield _unsupported(
@@ -317,7 +323,7 @@ def data_files(recipe: Recipe) -> dict[str, str]:
 
 
 def packed_files(recipe: Recipe) -> dict[str, str]:
-    """The packed training rows, by label (tasks/gsm8k/packed.py)."""
+    """The packed training rows, by label (tasks/packed.py)."""
     prefix = f"{recipe.task.data_path}_packed"
     return {
         f"train_{column}": f"{prefix}_{column}_document.bin" for column in ("input_ids", "labels")
@@ -338,12 +344,10 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
         "padded_vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
     }
-    actor = recipe.sections["actor_config"]
+    values = Values(recipe.sections)
+    actor, training = values.section("actor_config"), values.section("megatron_training")
     told = {key: value for key, value in told.items() if value is not None and key not in actor}
-    sections = {
-        **recipe.sections,
-        "megatron_training": {**recipe.sections["megatron_training"], **told},
-    }
+    sections = {**recipe.sections, "megatron_training": {**training, **told}}
     optimizer = recipe.optimizer
     layers = optimizer.recompute_num_layers and min(
         optimizer.recompute_num_layers, shape.num_hidden_layers

@@ -8,13 +8,12 @@ from typing import Any, Protocol
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe import keys
+from mindspeed_qerl.recipe.keys import ENGINES
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
-
-ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
 class Engine(Protocol):
@@ -63,12 +62,12 @@ def engine_of(recipe: Recipe) -> Engine:
     """The engine that a recipe asks for; ConfigError with the nearest one."""
     if recipe.engine not in ENGINES:
         raise ConfigError(Fault("unknown", unknown("engine", recipe.engine, ENGINES), "engine"))
-    return import_module(f"{ENGINES[recipe.engine]}.limits")
+    return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.limits")
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
     """What runs a recipe whose engine `engine_of` knows."""
-    return import_module(f"{ENGINES[recipe.engine]}.engine")
+    return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.engine")
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
@@ -77,13 +76,19 @@ def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     """
     recipe, found = read(raw)
     try:
-        engine = engine_of(recipe)
+        examine_for_engine(recipe, found)
     except ConfigError as error:
         found.faults += error.faults
-        return recipe, found
+    return recipe, found
+
+
+def examine_for_engine(recipe: Recipe, found: Found) -> None:
+    """Add to `found` what the engine makes of a recipe that was read; ConfigError if there is no
+    such engine.
+    """
+    engine = engine_of(recipe)
     refused, found.unused = keys.check(recipe.sections, recipe.engine)
     found.faults += [*refused, *engine.validate(recipe)]
-    return recipe, found
 
 
 def checked(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:

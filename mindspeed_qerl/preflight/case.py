@@ -131,7 +131,8 @@ class Seen:
     @property
     def listed(self) -> int | None:
         """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set
-        (ray/_private/accelerators/npu.py)."""
+        (ray/_private/accelerators/npu.py).
+        """
         if self.visible is None:
             return None
         if self.visible not in ("", "NoDevFiles"):

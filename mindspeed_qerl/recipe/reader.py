@@ -13,8 +13,9 @@ from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.compose import read_yaml
+from mindspeed_qerl.recipe.conflicts import conflicts
 from mindspeed_qerl.recipe.keys import TABLE, Values
-from mindspeed_qerl.recipe.overrides import at, nearest
+from mindspeed_qerl.recipe.overrides import at, guess, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
@@ -46,9 +47,8 @@ class Found:
 
     faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    unused: list[str] = field(
-        default_factory=list
-    )  # keys that are set and change nothing (keys.yaml says why)
+    # keys that are set and change nothing (keys.yaml says why)
+    unused: list[str] = field(default_factory=list)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
@@ -68,29 +68,22 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     at fault has its default.
     """
     found = Found()
-    sections = _sections(raw, found.faults)
-    values = Values(sections)
+    found.faults += _unknown_names(raw)
+    values = Values(raw)
     parts = {name: _part(kind, values, found.faults) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
-    found.faults += _model_faults(sections)
-    parts["selection"] = _derived_selection(parts, values)
-    parts["batch"] = _derived_batch(parts, values, found)
-    if parts["algorithm"].loss_scale_factor is None:
-        longest = float(parts["sampling"].max_tokens)
-        parts["algorithm"] = replace(parts["algorithm"], loss_scale_factor=longest)
-    if values.get("rl_config.verifier_weight")[1] is None:
-        names = parts["task"].verifier_function
-        parts["task"] = replace(parts["task"], verifier_weight=(1.0,) * len(names))
+    _fill_in(parts, values)
+    parts["batch"] = replace(parts["batch"], dispatch=_dispatch(values, found.faults))
     parts["noise"] = _checked_noise(
         parts["noise"], parts["run"].train_iters, parts["model"].dtype, found
     )
-    found.faults += _conflicts(parts, values)
-    emulate = sections.get("emulate_npu", False)
-    if not isinstance(emulate, bool):
-        message = f"emulate_npu = {emulate!r} must be true or false"
+    found.faults += conflicts(parts, values)
+    emulate_npu = raw.get("emulate_npu", False)
+    if not isinstance(emulate_npu, bool):
+        message = f"emulate_npu = {emulate_npu!r} must be true or false"
         found.faults.append(Fault("value", message, "emulate_npu"))
-    engine = str(sections.get("engine"))
-    return Recipe(engine=engine, emulate_npu=emulate is True, **parts, sections=sections), found
+    recipe = Recipe(str(raw.get("engine")), emulate_npu is True, **parts, sections=raw)
+    return recipe, found
 
 
 # ---- names ----
@@ -132,45 +125,32 @@ def key_of(part: type, name: str) -> str | None:
 
 def _unknown_key(name: Any, section: str) -> Fault:
     """The fault of an unknown key, with the nearest known ones of its section and of all."""
-    near = [
-        key.removeprefix(f"{section}.")
-        for key in nearest(f"{section}.{name}", {}, {"": TOP_LEVEL, **known_keys()})
-    ]
-    guess = f", did you mean {' or '.join(map(repr, near))}?" if near else ""
-    message = f"unknown key in {section}: {name!r}{guess}"
+    near = nearest(f"{section}.{name}", {}, {"": TOP_LEVEL, **known_keys()})
+    names = [key.removeprefix(f"{section}.") for key in near]
+    message = f"unknown key in {section}: {name!r}{guess(names)}"
     return Fault("unknown", message, f"{section}.{name}")
 
 
-def _sections(raw: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
-    """`raw` with an empty mapping for every section that is missing or none; faults for unknown
-    sections and keys.
-    """
-    sections = {str(name): value for name, value in raw.items()}
-    for name in sorted(sections.keys() - set(TOP_LEVEL)):
-        faults.append(Fault("unknown", unknown("section", name, TOP_LEVEL), name))
-    for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
-        value = sections.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            faults.append(Fault("value", f"section {name} must be a mapping, not {value!r}", name))
-        sections[name] = dict(value) if isinstance(value, Mapping) else {}
-    for name, known in known_keys().items():
-        given = at(name, sections)
-        if isinstance(given, Mapping):
-            faults += [_unknown_key(key, name) for key in given if key not in known]
-        elif given is not None:
-            faults.append(Fault("value", f"{name} = {given!r} must be a mapping", name))
-    return sections
-
-
-def _model_faults(sections: Mapping[str, Any]) -> Iterator[Fault]:
-    """Faults of a section model that is none, and of a named model that is not in it."""
-    models = sections["model"]
+def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Fault]:
+    """Faults of sections, keys and models that nobody knows, and of sections that are none."""
+    for name in raw:
+        if name not in TOP_LEVEL:
+            yield Fault("unknown", unknown("section", name, TOP_LEVEL), str(name))
+    for name in ("model", *known_keys()):
+        section = at(name, raw)
+        if section is None:
+            continue
+        if not isinstance(section, Mapping):
+            yield Fault("value", f"section {name} = {section!r} must be a mapping", name)
+        elif name != "model":
+            yield from (_unknown_key(key, name) for key in section if key not in known_keys()[name])
+    models = Values(raw).section("model")
     for name, sizes in models.items():
         if not isinstance(sizes, Mapping):
             message = f"model.{name} = {sizes!r} must be a mapping of sizes"
             yield Fault("value", message, f"model.{name}")
-    for section in ("megatron_training", "actor_config"):
-        name, key = sections[section].get("model"), f"{section}.model"
+    for key in ("megatron_training.model", "actor_config.model"):
+        name = at(key, raw)
         if name is not None and name not in map(str, models):
             yield Fault("unknown", f"{key}: {unknown('model', name, map(str, models))}", key)
 
@@ -189,7 +169,7 @@ def _part(kind: type, values: Values, faults: list[Fault]) -> Any:
         places[name], value = values.get(key)
         extra = info.json_schema_extra
         # in a section of ours null is a value
-        is_null = not extra and name in values.sections[kind.section] and info.default is not None
+        is_null = not extra and name in values.section(kind.section) and info.default is not None
         if value is not None or is_null:
             given[name] = value
         elif extra and extra["required"]:
@@ -199,7 +179,8 @@ def _part(kind: type, values: Values, faults: list[Fault]) -> Any:
     except ValidationError as error:
         errors: dict[str, list[Any]] = {}
         for each in error.errors():
-            errors.setdefault(each["loc"][0], []).append(each)
+            if each["loc"][0] in given:  # else a default that follows from a value at fault
+                errors.setdefault(each["loc"][0], []).append(each)
         for name, of_field in errors.items():
             faults.append(_value_fault(places[name], name, of_field))
         return kind(**{name: value for name, value in given.items() if name not in errors})
@@ -228,165 +209,51 @@ def _rule(error: Mapping[str, Any]) -> str:
     return re.sub("^(Value error, must|Input should) be ", "", error["msg"])
 
 
-def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> Any:
-    """The batch with what follows where a key is left out."""
-    batch, sampling = parts["batch"], parts["sampling"]
-    longest = sampling.max_prompt_length + sampling.max_tokens
-    trained = parts["selection"].filter_groups_train_batch_size
-    prompts = trained if parts["selection"].filter_groups_enable else batch.global_batch_size
-    follows = {
-        "mini_batch_size": ("rl_config.mini_batch_size", prompts),
-        "seq_length": ("megatron.seq_length", longest),
-        "max_model_len": ("generate_config.max_model_len", longest),
-    }
-    derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
-    dispatch = {}
-    for name in DISPATCH:
-        place, dispatch[name] = values.get(f"rl_config.{name}")
-        if dispatch[name] is not None and (type(dispatch[name]) is not int or dispatch[name] < 1):
-            message = f"{place} = {dispatch[name]!r} must be a whole number of at least 1"
-            found.faults.append(Fault("value", message, place))
-            dispatch[name] = None
-    return replace(batch, **derived, dispatch=dispatch)
-
-
-def _derived_selection(parts: Mapping[str, Any], values: Values) -> Any:
-    """The selection with what follows where a key is left out."""
-    follows = {
-        "filter_groups_train_batch_size": parts["batch"].global_batch_size,
-        "rollout_max_tokens": parts["sampling"].max_tokens,
-    }
-    return replace(
-        parts["selection"],
-        **{
-            name: value
-            for name, value in follows.items()
-            if values.get(f"rl_config.{name}")[1] is None
-        },
+def _fill_in(parts: dict[str, Any], values: Values) -> None:
+    """Give keys that are left out the value that follows from another part's."""
+    sampling, selection = parts["sampling"], parts["selection"]
+    prompts = parts["batch"].global_batch_size
+    selection = parts["selection"] = _followed(
+        selection,
+        values,
+        filter_groups_train_batch_size=prompts,
+        rollout_max_tokens=sampling.max_tokens,
+    )
+    if selection.filter_groups_enable:
+        prompts = selection.filter_groups_train_batch_size
+    parts["batch"] = _followed(
+        parts["batch"],
+        values,
+        mini_batch_size=prompts,
+        seq_length=sampling.longest,
+        max_model_len=sampling.longest,
+    )
+    parts["algorithm"] = _followed(
+        parts["algorithm"], values, loss_scale_factor=float(sampling.max_tokens)
     )
 
 
-# ---- across fields ----
+def _followed(part: Any, values: Values, **follows: Any) -> Any:
+    """`part` with the values of `follows` whose keys are left out."""
+    for name, value in follows.items():
+        if values.get(key_of(type(part), name))[1] is None:
+            part = replace(part, **{name: value})
+    return part
 
 
-def _conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
-    """Faults of values that exclude each other."""
-    batch, sampling, evaluation = parts["batch"], parts["sampling"], parts["evaluation"]
-    optimizer, task = parts["optimizer"], parts["task"]
-    names, weights = len(task.verifier_function), len(task.verifier_weight)
-    if names != weights or not names:
-        yield _conflict(
-            "rl_config.verifier_weight",
-            f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
-            "long as each other, of at least one",
-        )
-    if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
-        yield _conflict(
-            "generate_config.max_model_len",
-            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
-            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
-            f"{batch.max_model_len}",
-        )
-    if batch.samples_per_prompt < 2:
-        yield _conflict(
-            "rl_config.n_samples_per_prompt",
-            f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
-            "compares the answers to one prompt",
-        )
-    if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
-        yield _conflict(
-            "eval.temperature",
-            f"eval.temperature = 0 with eval.samples_per_problem = "
-            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample",
-        )
-    if optimizer.min_lr > optimizer.lr:
-        yield _conflict(
-            "actor_config.min_lr",
-            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
-            f"{optimizer.min_lr}",
-        )
-    yield from _algorithm_conflicts(parts, values)
-    if parts["selection"].overlong_buffer_enable:
-        yield from _overlong_conflicts(parts)
-    if parts["selection"].filter_groups_enable:
-        yield from _filter_conflicts(parts)
+def _dispatch(values: Values, faults: list[Fault]) -> dict[str, int | None]:
+    sizes = {}
+    for name in DISPATCH:
+        place, size = values.get(f"rl_config.{name}")
+        if size is not None and (type(size) is not int or size < 1):
+            message = f"{place} = {size!r} must be a whole number of at least 1"
+            faults.append(Fault("value", message, place))
+            size = None
+        sizes[name] = size
+    return sizes
 
 
-def _conflict(key: str, message: str, fix: str = "") -> Fault:
-    return Fault("conflict", message, key, fix)
-
-
-def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
-    algorithm = parts["algorithm"]
-    if parts["correction"].method == "sequence_tis" and algorithm.loss_mode == "cispo":
-        yield _conflict(
-            "rollout_correction.method",
-            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO "
-            "weighs each token by a ratio of its own, and an answer's would undo its bound",
-            "Take token_tis, or loss_mode=vanilla",
-        )
-    if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
-        yield _conflict(
-            "rl_config.use_kl_in_reward",
-            "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
-            "the rewards, and pays for the reference",
-            "Set init_kl_coef above 0, or use_kl_in_reward=false",
-        )
-    if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
-        yield _conflict(
-            "algorithm.loss_agg_mode",
-            "rl_config.token_level_loss = true with algorithm.loss_agg_mode = "
-            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean",
-        )
-
-
-def _overlong_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
-    selection, max_tokens = parts["selection"], parts["sampling"].max_tokens
-    if not 1 <= selection.overlong_buffer <= max_tokens:
-        yield _conflict(
-            "rl_config.overlong_buffer",
-            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
-            f"must be between 1 and sampling max_tokens = {max_tokens}: it is the tokens before "
-            "the limit that cost reward",
-            "rl_config.overlong_buffer_enable=false switches it off",
-        )
-    if selection.rollout_max_tokens != max_tokens:
-        yield _conflict(
-            "rl_config.rollout_max_tokens",
-            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
-            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
-        )
-
-
-def _filter_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
-    """Of dynamic sampling."""
-    selection, batch, task = parts["selection"], parts["batch"], parts["task"]
-    wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
-    key = "rl_config.filter_groups_train_batch_size"
-    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
-        yield _conflict(
-            "aqn.restart_every",
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
-            "step asks is not known before, so neither is how many steps are a pass over the data",
-            "Give a number of steps",
-        )
-    if 0 < batches * batch.global_batch_size < wanted:
-        yield _conflict(
-            key,
-            f"{key} = {wanted} prompts cannot come from filter_groups_max_batches = {batches} "
-            f"batches of megatron_training.global_batch_size = {batch.global_batch_size}",
-        )
-    if wanted % batch.mini_batch_size:
-        yield _conflict(
-            key,
-            f"{key} = {wanted} prompts must be a multiple of rl_config.mini_batch_size = "
-            f"{batch.mini_batch_size}",
-        )
-    metric = selection.filter_groups_metric
-    if metric is not None and metric not in task.verifier_function:
-        key = "rl_config.filter_groups_metric"
-        sentence = unknown("verifier of verifier_function", metric, task.verifier_function)
-        yield _conflict(key, f"{key}: {sentence}")
+# ---- noise ----
 
 
 def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:

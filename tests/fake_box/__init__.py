@@ -150,9 +150,11 @@ def start(
 
     Args:
         environment: that of the command, given to it as `in_box` completes it; os.environ by
-            default. sourced: CANN's and NNAL's environment is sourced before, and jemalloc
-            preloaded, as a launcher does. within: words before the box's own command, as those of
-            network.joined, for a box without a network.
+            default.
+        sourced: CANN's and NNAL's environment is sourced before, and jemalloc preloaded, as a
+            launcher does.
+        within: words before the box's own command, as those of network.joined, for a box without a
+            network.
     """
     plan = _make(box, folder)
     if sourced:
