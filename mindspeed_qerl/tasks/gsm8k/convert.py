@@ -1,12 +1,12 @@
 r"""Read GSM8K as published, and write what training reads.
 
-A raw row is `{"question": "Natalia sold clips to 48 ...", "answer": "Natalia sold 48/2 = ...\n####
-72"}`. For each split, `{split}_chat.parquet` has rows that `tasks.rows` reads,
+A raw row is `{"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = ...\n#### 72"}`. For
+each split, `{split}_chat.parquet` has rows that `tasks.rows` reads,
 
-    {"messages": [{"role": "user", "content": "Natalia sold ... after \"####\"."}],   # for a chat
-     template "question": "Natalia sold clips to 48 ...",                                      # for
-     plain prompts "answer": "72",
-     # canonical gold number "solution": "Natalia sold 48/2 = ...\n#### 72"}
+    messages  [{"role": "user", "content": "Natalia sold ... after \"####\"."}], for a chat template
+    question  "Natalia sold ...", for plain prompts
+    answer    "72", the canonical gold number
+    solution  "Natalia sold 48/2 = ...\n#### 72"
 
 and `{split}.jsonl` one `{"problem": question, "answer": canonical gold number}` a line, which
 MindSpeed-RL's `cli/preprocess_data.py` takes (R1AlpacaStyleInstructionHandler; its prompt template
