@@ -16,7 +16,8 @@ from mindspeed_qerl.common.files import whole_checkpoints
 from mindspeed_qerl.engines import engine_of, examine_for_engine, trainer_of
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.directory import RunDirectory, label_of
+from mindspeed_qerl.runs.description import label_of
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task

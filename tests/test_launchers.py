@@ -12,14 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from mindspeed_qerl.preflight.host import RAY_PORT, WORKERS
-from tests.fake_box.page import seen
+from mindspeed_qerl.preflight.ports import RAY_PORT, WORKERS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "grpo"
@@ -423,9 +421,7 @@ def test_npus_that_nodes_cannot_share(machine):
 
 @pytest.mark.parametrize("options", [["--dry-run"], []])
 def test_a_layout_that_cannot_exist_stops_first(options, machine):
-    began = time.monotonic()
     said = refused(machine, ONE_NODE, *options, "actor_config.tensor_model_parallel_size=3")
-    seen("a config whose layout cannot exist", said, began)
     assert (
         "tools/plan_layout.py says:" in said
         and "32 attention heads cannot be divided by TP 3" in said
@@ -533,13 +529,7 @@ def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
 @pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]*")), reason="this machine has NPUs")
 def test_without_npus_it_stops_at_the_preflight(machine, tmp_path):
     (tmp_path / "bin" / "python").unlink()  # the real one
-    began = time.monotonic()
     result = launch({**machine, "MODELS": str(tmp_path)}, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")
-    seen(
-        "no NPUs at all",
-        next(line for line in result.stdout.splitlines() if line.startswith("No NPU here")),
-        began,
-    )
     assert result.returncode == 1
     assert "8 NPUs are asked for, this machine has none" in result.stdout
     command = "python cli/train_grpo.py --config-name grpo_qwen25_7b_gsm8k_8npu engine=local rehearsal.enabled=true"

@@ -23,8 +23,7 @@ class NoiseReport:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
         layers, names: number and module names of the norms that get noise, in stage 0 too.
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
-        multiplier over all
-            weights of these norms.
+            multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
             norms, as they lie in the model, i.e. after rounding to its dtype. Far below
             expected_std when BF16 swallows the noise.
@@ -64,10 +63,9 @@ class NoiseInjector:
     noise on, `remove()` raises instead of putting stale values back.
 
     Args:
-        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it. targets,
-            exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors are
-            raised here;
-            norms with factor 0 get no noise.
+        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
+        targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors
+            are raised here; norms with factor 0 get no noise.
     """
 
     def __init__(

@@ -254,8 +254,8 @@ def _norms_seen(model: "Module", norms: Iterable[NormTarget]) -> str:
         )
     kinds = [f"{len(of)} x {cls} ({role}, e.g. {of[0]})" for (cls, role), of in names.items()]
     return (
-        f"Norms seen: {'; '.join(kinds)}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or to "
-        "patterns on these names."
+        f"Norms seen: {'; '.join(kinds)}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or "
+        "to patterns on these names."
     )
 
 

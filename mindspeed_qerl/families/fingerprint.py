@@ -1,4 +1,4 @@
-"""Which model a folder holds: a digest of its weights that takes seconds, however large they are."""
+"""Which model a folder holds: a digest of its weights that takes seconds, however large it is."""
 
 import hashlib
 import json

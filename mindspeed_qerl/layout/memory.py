@@ -113,9 +113,9 @@ def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory
     """
     if stage is not None:
         return _stage(plan, settings, stage)
-    stages = {0, plan.layout.pp - 1}  # of equal ones those between hold less
+    stages = [0, plan.layout.pp - 1]  # of equal ones those between hold less
     if plan.layout.num_layer_list:
-        stages = range(plan.layout.pp)
+        stages = list(range(plan.layout.pp))
     memories = [_stage(plan, settings, stage) for stage in stages]
     return max(
         memories, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache)
@@ -189,7 +189,7 @@ def _kv_token(plan: Plan) -> int:
 
 
 def terms(memory: Memory) -> dict[str, int]:
-    """Bytes of what a rehearsal measures as well, by the names of ascend/measure.py."""
+    """Bytes of what a rehearsal measures as well, by the names of tests/upstream/measure.py."""
     update = {part.name: part.bytes for part in memory.moments["update"]}
     sizes = {"KV cache of a token": memory.kv_token}
     sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW")}

@@ -173,7 +173,7 @@ def stage_work(plan: Plan) -> list[float]:
     half the sequence, and the output layer.
     """
     shape = plan.shape
-    layer = plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
+    layer: float = plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
     layer += shape.hidden_size * shape.num_experts
     for linear in family_of(shape).linears(shape):
         layer += linear.inputs * linear.outputs * linear.active
@@ -283,7 +283,9 @@ def nearest(
     better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
     layout needs them. Among equals, what fits into memory comes first.
     """
-    layout, groups = plan.layout, {}  # sizes in names -> (distance, plan) of each candidate
+    layout = plan.layout
+    # sizes in names -> (distance, plan) of each candidate
+    groups: dict[tuple, list[tuple[float, Plan]]] = {}
     for training in training_layouts(plan.shape, layout.world, layout.ranks_per_node, plan.lora):
         for candidate in rollout_layouts(replace(training, batch=plan.batch)):
             kept = fit_batch(candidate) if broken(candidate) else candidate
@@ -343,7 +345,7 @@ def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[tu
     """For a number of ranks without a layout: the sentences that refuse its candidates, and how
     many each refuses alone or with others.
     """
-    refusals = Counter()
+    refusals: Counter[str] = Counter()
     for layout in _training_candidates(shape, world, ranks_per_node):
         refusals.update(fault.message for fault in broken(new_plan(shape, layout)))
     return refusals.most_common()

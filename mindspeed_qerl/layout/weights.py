@@ -1,4 +1,4 @@
-"""How many parameters a rank holds. Counts are pairs: everything but the experts, and the experts."""
+"""How many parameters a rank holds. Counts are pairs: all but the experts, and the experts."""
 
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.plan import Plan

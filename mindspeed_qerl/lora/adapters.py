@@ -30,12 +30,14 @@ class LoRALinear(nn.Module):
 
     Args:
         base: ColumnParallelLinear or RowParallelLinear. r: rank. alpha: the update is (alpha / r) B
-            A. seed: of A, which is drawn whole, so that it depends on neither the global generator
-            nor the layout. is_expert: of one expert: its gradients are reduced over the
-            expert-data-parallel group (`allreduce = False`,
-            megatron-core's distributed_data_parallel.py), and no tensor parallel rank shares it.
+            A.
+        seed: of A, which is drawn whole, so that it depends on neither the global generator nor the
+            layout.
+        is_expert: of one expert: its gradients are reduced over the expert-data-parallel group
+            (`allreduce = False`, megatron-core's distributed_data_parallel.py), and no tensor
+            parallel rank shares it.
         tp_rank, tp_size: place in the tensor parallel group of attention. name: in the whole model,
-        for checkpoints.
+            for checkpoints.
     """
 
     def __init__(

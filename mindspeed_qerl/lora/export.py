@@ -49,7 +49,8 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
     Raises:
         ValueError: the adapters do not fit the base model; the message names the tensor.
-            FileExistsError: `out_dir` holds something.
+            FileExistsError: `out_dir`
+        holds something.
     """
     _check_fit(adapters, Checkpoint(base_model_dir))
     config = {
@@ -180,8 +181,8 @@ def save_merged(
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
         origin = _origin(adapters, base.directory)
-        for file in sorted(set(base.files.values())):
-            content = base.open(file)
+        for name_of_file in sorted(set(base.files.values())):
+            content = base.open(name_of_file)
             tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
             for name, weight in tensors.items():
                 module = name.removesuffix(".weight")
@@ -190,7 +191,7 @@ def save_merged(
                     tensors[name] = merged.to(dtype or weight.dtype)
             save_file(
                 tensors,
-                directory / file,
+                directory / name_of_file,
                 metadata={**(content.metadata() or {"format": "pt"}), **origin},
             )
             del tensors  # before the next file is read

@@ -11,7 +11,7 @@ from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
 from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, key, part
 
 # local/hardware_error.py has the formulas
-HARDWARE_ERRORS = ("gaussian", "bf16_blocks", "reordered", "silu_table")
+HARDWARE_ERRORS = ("gaussian", "bf16_blocks")
 # quantization/formats.py has the numerics
 ROLLOUT_FORMATS = ("none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4")
 Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]

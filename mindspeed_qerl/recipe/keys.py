@@ -26,10 +26,12 @@ class Decision:
 
     Attributes:
         kind: "honoured", "neutral" (any value trains the same), or "only" (others than `allowed`
-            are refused). why: the reason; "" for honoured. allowed: values; None stands for a key
-            that is left out. default: (V,) if upstream takes V for a key that is left out, so that
-            V is checked; () if it may be left out. conditions: keys of Megatron that must be set
-            for an "only" to hold.
+            are refused).
+        why: the reason; "" for honoured.
+        allowed: values; None stands for a key that is left out.
+        default: (V,) if upstream takes V for a key that is left out, so that V is checked; () if it
+            may be left out.
+        conditions: keys of Megatron that must be set for an "only" to hold.
     """
 
     kind: str

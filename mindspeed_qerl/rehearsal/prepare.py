@@ -31,8 +31,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         found: by the reader of `recipe`.
 
     Raises:
-        ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot
-            exist, a misspelt name, missing data, what the engine of NPUs would refuse.
+        ConfigError: all that is wrong with `recipe` itself: a layout that cannot exist, a misspelt
+            name, missing data, what the engine of NPUs would refuse.
     """
     engine, settings = engine_of(recipe), recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
@@ -60,9 +60,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
     shape = narrow(plan.shape, plan.layout, layers)
-    if (
-        not engine.UPSTREAM
-    ):  # what it would refuse once the model is made; of the model it reads config.json alone
+    # what the local engine would refuse once the model is made; of it it reads config.json alone
+    if not engine.UPSTREAM:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
             small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
@@ -82,14 +81,16 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     return replace(small, sections=to_config(small)), found
 
 
-def layers_to_rehearse(plan: Plan, asked: int | str) -> int:
+def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
     """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it
     will do; the layers of these models are all of one kind.
     """
-    if asked == "all":
+    if layers == "all":
         return plan.shape.num_hidden_layers
+    if layers != "fewest":
+        return layers
     virtual = plan.layout.layers_per_virtual_stage
-    return plan.layout.pp * (2 * virtual if virtual else 1) if asked == "fewest" else asked
+    return plan.layout.pp * (2 * virtual if virtual else 1)
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
@@ -113,36 +114,29 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
     """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no
     verifier is left.
     """
-    settings, noise = recipe.rehearsal, recipe.noise
-    longest = recipe.sampling.max_prompt_length + settings.max_tokens
-    kept = [
-        verifier
-        for verifier in recipe.task.verifiers
-        if verifier[0] not in upstream_verifiers(recipe)
-    ]
+    settings, noise, layout = recipe.rehearsal, recipe.noise, recipe.layout
+    length = recipe.sampling.max_prompt_length + settings.max_tokens
+    batched = max(length, recipe.batch.max_num_batched_tokens)
+    lacking = upstream_verifiers(recipe)
+    kept = [verifier for verifier in recipe.task.verifiers if verifier[0] not in lacking]
     names, weights = zip(*kept or [("gsm8k", 1.0)])
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
+    if settings.layers != "all":
+        layout = replace(layout, num_layer_list=())
+    root = Path(recipe.run.root) / "rehearsals"
     return replace(
         recipe,
         noise=noise,
+        layout=layout,
         model=replace(recipe.model, path=str(directory)),
-        layout=replace(
-            recipe.layout,
-            num_layer_list=recipe.layout.num_layer_list if settings.layers == "all" else (),
-        ),
         batch=replace(
-            recipe.batch,
-            seq_length=longest,
-            max_model_len=longest,
-            max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens),
+            recipe.batch, seq_length=length, max_model_len=length, max_num_batched_tokens=batched
         ),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),
         task=replace(recipe.task, verifier_function=names, verifier_weight=weights),
         evaluation=replace(
             recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems
         ),
-        run=replace(
-            recipe.run, train_iters=settings.steps, root=str(Path(recipe.run.root) / "rehearsals")
-        ),
+        run=replace(recipe.run, train_iters=settings.steps, root=str(root)),
     )

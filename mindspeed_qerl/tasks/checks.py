@@ -21,15 +21,11 @@ from mindspeed_qerl.tasks.rows import Row, read_rows
 
 def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[Fault]:
     """A fault for each of the `keys` of section task whose file is not there."""
-    example = (
-        ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
-        if quickstart
-        else ""
-    )
-    fix = (
-        "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`"
-        f"{example}; of your own: docs/own_task.md"
-    )
+    fix = "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`"
+    if quickstart:
+        tiny = "python tools/make_tiny_model.py --output models/tiny_qwen3_moe"
+        fix += f", or for the quickstart `{tiny}`"
+    fix += "; of your own: docs/own_task.md"
     faults = []
     for key in keys:
         file = getattr(task, key)
@@ -81,14 +77,14 @@ def check_rows(
     shared = [row for row in test if normalised(row.question) in first_of]
     if shared:
         twin = first_of[normalised(shared[0].question)]
-        found = (
+        message = (
             f"{len(shared):,} of {len(test):,} test questions are training questions too, the "
             f"first {_cut(shared[0].question)} ({shared[0].where} and {twin.where})"
         )
         if allow_overlap:
-            warnings.append(f"{found}; task.allow_overlap = true")
+            warnings.append(f"{message}; task.allow_overlap = true")
         else:
-            message = f"{found}: the test would measure memory"
+            message += ": the test would measure memory"
             fix = "Take them out of one file, or set task.allow_overlap=true"
             faults.append(Fault("data", message, "task.test_file", fix))
     elif train and len(test) > len(train):
@@ -100,7 +96,8 @@ def check_rows(
     if set(verifiers) & set(METHOD_OF_VERIFIER):
         for name, rows in (("training", train), ("test", test)):
             more_faults, more_warnings = _golds(name, rows)
-            faults, warnings = faults + more_faults, warnings + more_warnings
+            faults += more_faults
+            warnings += more_warnings
     return faults, warnings
 
 
@@ -118,13 +115,18 @@ def _duplicates(rows: Sequence[Row]) -> list[str]:
     repeated = {question: count for question, count in counts.items() if count > 1}
     if not repeated:
         return []
-    kinds = [
-        f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times"
-        for count, questions in sorted(Counter(repeated.values()).items())
+    kinds = []
+    for count, questions in sorted(Counter(repeated.values()).items()):
+        verb = "is" if questions == 1 else "are"
+        kinds.append(f"{questions:,} {verb} there {count:,} times")
+    if len(kinds) > 4:
+        kinds[2:-1] = ["..."]
+    return [
+        (
+            f"{len(rows):,} training rows hold {len(counts):,} different questions: "
+            f"{', '.join(kinds)}, the first {_cut(next(iter(repeated)))}"
+        )
     ]
-    shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
-    found = f"{len(rows):,} training rows hold {len(counts):,} different questions"
-    return [f"{found}: {', '.join(shown)}, the first {_cut(next(iter(repeated)))}"]
 
 
 def _golds(name: str, rows: Sequence[Row]) -> tuple[list[Fault], list[str]]:
@@ -140,27 +142,24 @@ def _golds(name: str, rows: Sequence[Row]) -> tuple[list[Fault], list[str]]:
         else:
             if not number.lstrip("-").isdigit():
                 fractions.append(row)
-    count = f"of {len(rows):,} {name} rows have an answer that is"
-    way_out = (
-        "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
-    )
-    faults = []
+    faults, warnings = [], []
+    have = f"of {len(rows):,} {name} rows have an answer that is"
     if unreadable:
-        message = f"{len(unreadable):,} {count} no number: {_listed(unreadable)}"
-        faults.append(Fault("data", message, "rl_config.verifier_function", way_out))
-    question = "Is the point a decimal point?"
-    warnings = (
-        [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. {question}"]
-        if fractions
-        else []
-    )
+        message = f"{len(unreadable):,} {have} no number: {_listed(unreadable)}"
+        fix = (
+            "GSM8K's verifiers want one: use another, or convert the file with "
+            "tools/convert_gsm8k.py"
+        )
+        faults.append(Fault("data", message, "rl_config.verifier_function", fix))
+    if fractions:
+        message = f"{len(fractions):,} {have} no integer: {_listed(fractions)}"
+        warnings.append(f"{message}. Is the point a decimal point?")
     return faults, warnings
 
 
 def _listed(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{_cut(row.answer)} ({row.where})" for row in rows[:3]) + (
-        ", ..." if len(rows) > 3 else ""
-    )
+    answers = [f"{_cut(row.answer)} ({row.where})" for row in rows[:3]]
+    return ", ".join([*answers, "..."] if len(rows) > 3 else answers)
 
 
 def _cut(text: str) -> str:
@@ -175,10 +174,10 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[Fault
     gives back of it: a tokenizer that lower-cases is no fault.
     """
     lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
-    asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
+    questions = [row.last_turn if chat else row.prompt for row in task.rows]
     unreadable = [tokenizer.unk_token_id in ids for ids in task.prompts]
     first_with: dict[tuple[int, ...], str] = {}
-    for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
+    for row, text, ids, unknown in zip(task.rows, questions, task.prompts, unreadable):
         other = first_with.setdefault(tuple(ids), text)
         if not unknown and other != text and normalised(other) != normalised(text):
             message = (
@@ -187,19 +186,16 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[Fault
             )
             fix = "Use the tokenizer that the model was trained with"
             return [Fault("data", message, fix=fix)], []
-    for row, text, prompt in zip(task.rows, asked, tokenizer.batch_decode(task.prompts)):
+    for row, text, prompt in zip(task.rows, questions, tokenizer.batch_decode(task.prompts)):
         if text not in prompt:
             given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
             if normalised(given_back) not in normalised(prompt):
                 message = (
-                    f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"
+                    f"{row.where}: {lost}. The question is {_cut(text)}, the prompt reads "
+                    f"{prompt[:200]!r}"
                 )
                 return [Fault("data", message)], []
     if not any(unreadable):
         return [], []
-    count = f"{sum(unreadable):,} of {len(asked):,} prompts"
+    count = f"{sum(unreadable):,} of {len(questions):,} prompts"
     return [], [f"{count} hold words that the tokenizer does not know: is it the right one?"]
-
-
-def _last_asked(row: Row) -> str:
-    return next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user")

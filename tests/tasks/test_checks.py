@@ -216,7 +216,7 @@ def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], _ = check_prompts(task, tokenizer, True)
     assert fault.startswith(
-        f"{task.rows[0].where}: the chat template loses the question. Asked is "
+        f"{task.rows[0].where}: the chat template loses the question. The question is "
     )
     assert repr(tokenizer.decode(task.prompts[0]))[:60] in fault
 
@@ -374,7 +374,10 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_row(tmp_path, tokeniz
     (tmp_path / "config.json").write_text(f'{{"vocab_size": {size}}}')
     Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
     (tmp_path / "config.json").write_text(f'{{"vocab_size": {size - 1}}}')
-    words = rf"a.jsonl:2: token {size - 1} \('<extra>'\) of its prompt is beyond the vocabulary of {size - 1:,} in"
+    words = (
+        rf"a.jsonl:2: token {size - 1} \('<extra>'\) of its prompt is beyond the vocabulary of "
+        f"{size - 1:,} in"
+    )
     with pytest.raises(ConfigError, match=words):
         Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,4 @@
-"""Steps of the loop that need no process."""
+"""Sampled answers, and the batch that is trained of them."""
 
 import math
 from dataclasses import replace
@@ -6,15 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import Batch as TokenBatch
-from mindspeed_qerl.local.batch import PromptOrder
-from mindspeed_qerl.local.loop import LocalEngine
 from mindspeed_qerl.local.processes import WorkerError
-from mindspeed_qerl.local.rank import TrainRank
-from mindspeed_qerl.local.rollout import Completion
 from mindspeed_qerl.local.sampled import (
     Sampled,
     check_answers,
@@ -22,9 +15,9 @@ from mindspeed_qerl.local.sampled import (
     tokens_to_replay,
     tokens_to_train,
 )
-from mindspeed_qerl.recipe.types import Algorithm, Batch, Layout, Run, Selection
+from mindspeed_qerl.local.serving import Completion
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Selection
 from mindspeed_qerl.routing.routes import Routers
-from mindspeed_qerl.runs.checks import StepChecks
 from mindspeed_qerl.tasks.rows import row_of
 
 ANSWERS = [
@@ -124,45 +117,6 @@ def test_kl_that_is_no_number_names_the_answer(value):
         select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, value))
 
 
-@pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
-def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
-    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage
-    only.
-    """
-    asked = SimpleNamespace(
-        batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4), layout=layout
-    )
-    lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
-    tokens = 10 * np.arange(8)[:, None] + np.arange(9)
-    mask = np.arange(1, 9) < lengths[:, None]
-    batch = TokenBatch(
-        tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32)
-    )
-
-    class Rank:
-        def __init__(self, number):
-            self.is_last = number // (layout.world // layout.pp) == layout.pp - 1
-
-        def call(self, method, shards):
-            assert (
-                method == "logprobs_before"
-                and [len(shard) for shard in shards] == [4 // layout.dp] * 2
-            )
-            return [
-                tuple(sign * shard.tokens[:, 1:] * shard.mask * self.is_last for sign in (1, -1))
-                for shard in shards
-            ]
-
-    ranks = [Rank(number) for number in range(layout.world)]
-    processes = SimpleNamespace(ranks=ranks, gather=lambda calls: list(calls.values()))
-    data = SimpleNamespace(train=SimpleNamespace(rows=range(8)))
-    asked.run = SimpleNamespace(seed=1)
-    engine = LocalEngine(asked, None, None, SimpleNamespace(phase=print), processes, data)
-    policy, reference = engine.logprobs_before(batch)
-    assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
-    assert engine.seconds.keys() == {"time/logprobs"}
-
-
 def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
     batch, _ = select(sampled([1, 0, 0, 3]), np.array([1]), recipe(mini_batch_size=3))
     assert len(batch) == 6 and batch.tokens[:2].tolist() == [[7, 4, 0, 0], [7, 1, 1, 1]]
@@ -170,70 +124,17 @@ def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
 
 
 @pytest.mark.parametrize(
-    "metric, limit, batches, kept",
-    [
-        (None, 9, 3, [1, 2, 4]),  # enough after three batches; the fourth group with signal is left
-        (None, 2, 2, [1, 2]),  # too few within the limit: those are trained
-        (None, 0, 3, [1, 2, 4]),  # no limit
-        ("gsm8k", 4, 4, [4]),
-    ],
-)  # of the verifier alone
-def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, batches, kept):
-    drawn = [[1, 1, 1, 0], [0, 1, 0, 0], [2, 0, 0, 1], [1, 1, 0, 0]]
-    asked = []
-
-    def sample(step, batch=0):
-        asked.append((step, batch))
-        return sampled(drawn[batch]), f"noise of batch {batch}"
-
-    options = dict(
-        filter_groups_enable=True,
-        filter_groups_train_batch_size=3,
-        filter_groups_max_batches=limit,
-        filter_groups_metric=metric,
-    )
-    engine = SimpleNamespace(recipe=recipe(**options), sample=sample)
-    found, groups, noise = LocalEngine.gather(engine, 7)
-    assert groups.tolist() == kept and asked == [(7, batch) for batch in range(batches)]
-    assert (
-        noise == "noise of batch 0"
-        and found.rewards.tolist() == np.concatenate(drawn[:batches]).tolist()
-    )
-
-
-def test_dynamic_sampling_without_a_limit_says_that_it_is_still_asking():
-    said, asked = [], []
-
-    def sample(step, batch=0):
-        asked.append(batch)
-        return sampled([1, 1, 1, 0 if batch > 20 else 1]), None
-
-    options = dict(
-        filter_groups_enable=True, filter_groups_train_batch_size=1, filter_groups_max_batches=0
-    )
-    engine = SimpleNamespace(
-        recipe=recipe(**options), sample=sample, progress=SimpleNamespace(message=said.append)
-    )
-    LocalEngine.gather(engine, 7)
-    assert len(asked) == 22 and [words.partition(",")[0] for words in said] == [
-        f"Warning: step 7 asked {batches} batches" for batches in (10, 20)
-    ]
-
-
-@pytest.mark.parametrize(
     "logprobs, given",
     [
-        ([-0.1, math.nan], "nan as a log probability"),
-        ([-math.inf, 0.0], "-inf as a log probability"),
-        ([0.5, 0.0], "0.5 as a log probability"),
-        ([-0.1], "1 log probabilities"),
+        ([-0.1, math.nan], "nan as the log probability of a token"),
+        ([-math.inf, 0.0], "-inf as the log probability of a token"),
+        ([0.5, 0.0], "0.5 as the log probability of a token"),
+        ([-0.1], "1 log probabilities for 2"),
     ],
 )
 def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
     answers = [ANSWERS[0], Completion([3, 4], logprobs, False)]
-    with pytest.raises(
-        WorkerError, match=rf"vLLM gave {given} for the 2 tokens of the answer '\?' to '2\+2\?'"
-    ):
+    with pytest.raises(WorkerError, match=rf"vLLM gave {given} of the answer '\?' to '2\+2\?'"):
         check_answers(sampled([0, 1], answers, [[5], [5]]), None)
     check_answers(sampled([0, 1], ANSWERS[:2], [[5], [5]]), None)
 
@@ -309,85 +210,3 @@ def test_the_tokens_to_train_are_counted_on_the_answers():
         tokens_to_train(
             given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=()
         )
-
-
-def test_the_sync_is_proved_until_it_is_seen_every_n_steps_and_after_the_last():
-    """A rollout engine that stops taking weights after step 4 ends the run at the next proof."""
-    entry = dict(tensors=1, moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
-    proofs, recorded = [], []
-
-    def on_rollouts(method, *arguments):
-        if method == "movement":
-            proofs.append(step)
-        return [{"linear_qkv": entry if step else entry | {"moved": 0.0, "expected": 0.0}}]
-
-    processes = SimpleNamespace(
-        ranks=[],
-        start_on_rollouts=lambda *call: call,
-        on_rollouts=on_rollouts,
-        gather=lambda calls, given: on_rollouts(*calls),
-    )
-    data = SimpleNamespace(train=SimpleNamespace(rows=[ROW]))
-    engine = LocalEngine(
-        SimpleNamespace(run=Run(train_iters=8, prove_every=3)),
-        SimpleNamespace(record=lambda **facts: recorded.append(facts["lora_proved_after"])),
-        None,
-        SimpleNamespace(message=print),
-        processes,
-        data,
-    )
-    engine.sync_parts = 0
-    for step in range(9):
-        engine.sync(step)
-    assert proofs == [0, 1, 3, 6, 8] and recorded == [1, 3, 6, 8]
-    entry |= {"max_error": 1e-3}
-    step = 5
-    engine.sync(step)
-    step = 6
-    with pytest.raises(
-        WorkerError, match=r"the sync after step 6: linear_qkv: the rollout engine's weights differ"
-    ):
-        engine.sync(step)
-
-
-def test_a_log_probability_of_the_trained_model_that_is_none_names_the_answer(tmp_path):
-    batch, _ = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
-    rank = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(path=str(tmp_path))))
-    logprobs = torch.full(batch.mask.shape, -0.5)
-    logprobs[~torch.from_numpy(batch.mask)] = math.nan  # of prompts and padding
-    TrainRank._check(rank, batch, logprobs)
-    for value in (math.nan, -math.inf, 0.5):
-        logprobs[3, 1] = value
-        with pytest.raises(
-            RuntimeError,
-            match=rf"gave {value} as the log probability of token 2 of 3 of the answer "
-            r"'\[1 1 1\]'",
-        ):
-            TrainRank._check(rank, batch, logprobs)
-
-
-@pytest.mark.parametrize("state, position", [({"prompts_asked": 23}, 23), ({}, 5 * 4)])
-def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path, state, position):
-    """A checkpoint from before the position was kept: each iteration had asked one batch."""
-    checkpoint.save(tmp_path, 5, {"updates": 10, **state}, lambda folder: None, keep=1)
-    calls = []
-    processes = SimpleNamespace(on_ranks=lambda *call: calls.append(call))
-    recipe = SimpleNamespace(
-        batch=SimpleNamespace(global_batch_size=4), run=SimpleNamespace(seed=1)
-    )
-    run = SimpleNamespace(checkpoints_dir=tmp_path, metrics_file=tmp_path / "metrics.jsonl")
-    run.metrics_file.write_text(
-        '{"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0}\n'
-        '{"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n'
-    )
-    progress = SimpleNamespace(message=print)
-    data = SimpleNamespace(train=SimpleNamespace(rows=range(10)))
-    engine, unbroken = (
-        LocalEngine(recipe, run, None, progress, processes, data),
-        PromptOrder(10, seed=1),
-    )
-    engine.checks = StepChecks(recipe, 3, routed=True)
-    assert engine.restore() == 5 and calls == [("restore", f"{tmp_path}/iter_0000005", 5, 10)]
-    unbroken.take(position)
-    assert engine.checks.noise == [(0.05, 0.04)]  # is judged over the whole run
-    assert engine.order.take(4) == unbroken.take(4)

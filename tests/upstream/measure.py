@@ -1,11 +1,19 @@
-"""What a rank of a rehearsal really allocates where the planner has a formula
-(layout/memory.py:terms): KV cache, what is offloaded and what stays, the weight sync, int8 copies.
-On emulated NPUs, whose memory is the host's: only tensors count.
+"""What a rank really allocates where the planner has a formula (layout/memory.py:terms): KV cache,
+what is offloaded and what stays, the weight sync, int8 copies. On emulated NPUs, whose memory is
+the host's: only tensors count.
+
+    python measure.py CONFIG.yaml FOLDER
+
+runs a config and writes FOLDER/memory.json: for each rank its pipeline stage, and the most bytes of
+each term.
 """
 
 import functools
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,27 +113,13 @@ class Meter:
         (megatron_off_loader.py:165).
         """
         move()
-        self._keep(
-            "AdamW",
-            held(
-                chain.from_iterable(
-                    chain(
-                        (
-                            parameter.data
-                            for group in each.optimizer.param_groups
-                            for parameter in group["params"]
-                        ),
-                        (
-                            value
-                            for state in each.optimizer.state.values()
-                            for value in state.values()
-                            if isinstance(value, torch.Tensor)
-                        ),
-                    )
-                    for each in self.offloader.optimizer
-                )
-            ),
-        )
+        moved = []
+        for part in self.offloader.optimizer:
+            for group in part.optimizer.param_groups:
+                moved += [parameter.data for parameter in group["params"]]
+            for state in part.optimizer.state.values():
+                moved += filter(torch.is_tensor, state.values())
+        self._keep("AdamW", held(moved))
 
     def _onloaded(self, onload: Callable) -> None:
         with LiveBytes() as live:
@@ -140,7 +134,8 @@ class Meter:
 
     def _quantized(self, quantized: Any, quantize: Callable) -> None:
         quantize()
-        self._keep("int8 copies", held(quantized.copies()))
+        copies = [layer.quant_method.copy.weight for layer in quantized.methods]
+        self._keep("int8 copies", held(copies))
 
     def _cached(self, rollout: Any, allocate: Callable) -> None:
         allocate()
@@ -152,3 +147,40 @@ class Meter:
         size = held(chain.from_iterable(runner.kv_caches))
         self._keep("KV cache", size)
         self._keep("KV cache of a token", size // tokens)
+
+
+def measuring_classes() -> tuple[type, type]:
+    import ray
+
+    # the module's, not __main__'s: workers import it
+    from measure import Meter
+    from probe import FOLDER
+
+    from mindspeed_qerl.ascend.trainer import QeRLTrainer
+    from mindspeed_qerl.ascend.worker import QeRLWorker
+
+    @ray.remote(resources={"NPU": 0.7})
+    class MeasuringWorker(QeRLWorker.__ray_actor_class__):
+        def _build_sharding_manager(self):
+            manager = super()._build_sharding_manager()
+            self.meter = Meter(self.actor_offloader, manager, self.inference_model)
+            return manager
+
+        def measured(self):
+            stage = self.parallel_state.get_pipeline_model_parallel_rank()
+            return {"stage": stage, **self.meter.found}
+
+    class MeasuringTrainer(QeRLTrainer):
+        def log_metrics(self, metrics, iteration):
+            super().log_metrics(metrics, iteration)
+            measured = self.actor_worker.execute_sync_command("measured")
+            (FOLDER / "memory.json").write_text(json.dumps(measured))
+
+    return MeasuringWorker, MeasuringTrainer
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    from probe import main
+
+    sys.exit(main(measuring_classes))

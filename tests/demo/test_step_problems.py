@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from mindspeed_qerl.demo import step_problems
-from mindspeed_qerl.demo.step_problems import MIXTURE, Problem
+from mindspeed_qerl.demo.step_problems import MIXTURE
+from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 
@@ -68,7 +69,7 @@ def test_no_training_text_asks_or_states_a_held_out_equation(split):
     )
     rng, shown = random.Random(3), set()
     for kind in ("right", *MIXTURE):
-        for _ in range(3000):
+        for _ in range(1000):
             problem = step_problems.random_problem(training, rng)
             answer = step_problems.mixed_answer(problem, set(training), {kind: 1.0}, rng)
             shown |= pairs_of(*asked(problem.question))
@@ -119,29 +120,8 @@ def test_the_shares_of_the_mixture(split):
     assert right / 4000 > 1 - sum(MIXTURE.values())  # of one step nothing can be left out
 
 
-def test_the_parts_of_a_grade():
-    problems = [Problem("", 3, (("+", 4),)), Problem("", 3, (("+", 4), ("-", 2)))]
-    assert step_problems.grade_parts(
-        [*problems, problems[1]], ["3+4=7\n#### 7", "The answer is 5", "3+4=7\n#### 7"]
-    ) == {
-        "correct": 1 / 3,
-        "hash_form": 2 / 3,
-        "right_result": 2 / 3,
-        "correct_1": 1.0,
-        "correct_2": 0.0,
-        "correct_3": 0.0,
-    }
-    assert problems[1].answer == "3+4=7\n7-2=5\n#### 5" and problems[1].pairs == [(3, 4), (2, 7)]
-
-
 def test_the_tokenizer_gives_every_text_back(split):
-    transformers_tokenizer = pytest.importorskip("mindspeed_qerl.demo.tiny_model").build_tokenizer(
-        step_problems
-    )
+    tokenizer = build_tokenizer(step_problems)
     for problem in make_problems(split[0], 300, 2, step_problems.random_problem):
         text = f"{problem.question}\n{problem.answer}"
-        ids = transformers_tokenizer(text)["input_ids"]
-        assert transformers_tokenizer.decode(ids) == text
-        assert (
-            len(transformers_tokenizer(problem.answer)["input_ids"]) < step_problems.LONGEST_ANSWER
-        )
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -93,33 +93,6 @@ def test_answers_follow_the_mixture(split):
     )
 
 
-def test_split_facts_against_brute_force(split):
-    training_pairs, held_out_pairs = split
-    facts = word_problems.split_facts(training_pairs, held_out_pairs)
-    every = {
-        (a, op, b) for a in range(1, 21) for b in range(1, 21) for op in "+-" if op == "+" or a >= b
-    }
-    held_out = {(a, op, b) for a, op, b in every if (min(a, b), max(a, b)) in held_out_pairs}
-    trained_true = {(a, op, b, a + b if op == "+" else a - b) for a, op, b in every - held_out}
-
-    def has_trained_inverse(a, op, b):
-        if op == "+":
-            return any((x, "-", y, z) in trained_true for x, y, z in ((a + b, a, b), (a + b, b, a)))
-        return any((x, "+", y, a) in trained_true for x, y in ((a - b, b), (b, a - b)))
-
-    assert facts == {
-        "training_pairs": 178,
-        "held_out_pairs": 32,
-        "shared_pairs": 0,
-        "training_equations": len(every - held_out),
-        "held_out_equations": len(held_out),
-        "shared_equations": 0,
-        "held_out_equations_with_inverse_trained": sum(
-            has_trained_inverse(*equation) for equation in held_out
-        ),
-    }
-
-
 def test_jsonl_is_raw_gsm8k(tmp_path):
     problems = [
         Problem("Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", 3, "+", 4)

@@ -1,6 +1,8 @@
 import json
 import random
 import re
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -46,51 +48,16 @@ def test_tokenizer_gives_every_wording_back(saved_tokenizer):
         assert saved_tokenizer.unk_token_id not in token_ids
 
 
-def test_tokenizer_splits_numbers_into_digits(saved_tokenizer):
-    assert saved_tokenizer.tokenize("Tom has 13 apples.\n4+19=23\n#### 23") == [
-        "Tom",
-        " has",
-        " ",
-        "1",
-        "3",
-        " apples",
-        ".",
-        "\n",
-        "4",
-        "+",
-        "1",
-        "9",
-        "=",
-        "2",
-        "3",
-        "\n",
-        "####",
-        " ",
-        "2",
-        "3",
-    ]
-
-
-def test_unknown_words_become_unk_and_nothing_is_lost_around_them(saved_tokenizer):
-    tokens = saved_tokenizer.tokenize("Natalia sold 48 apples; Tom's 1/2.")
-    assert tokens == [
-        "<unk>",
-        "<unk>",
-        " ",
-        "4",
-        "8",
-        " apples",
-        "<unk>",
-        " Tom",
-        "<unk>",
-        "<unk>",
-        " ",
-        "1",
-        "<unk>",
-        "2",
-        ".",
-    ]
-    assert saved_tokenizer.unk_token == "<unk>"
+@pytest.mark.parametrize(
+    "text, tokens",
+    [
+        ("Tom has 13 apples.\n#### 23", "Tom| has| |1|3| apples|.|\n|####| |2|3"),
+        # unknown words, and nothing is lost around them
+        ("Natalia sold 48 apples; Tom's", "<unk>|<unk>| |4|8| apples|<unk>| Tom|<unk>|<unk>"),
+    ],
+)
+def test_tokenizer_splits_numbers_into_digits(saved_tokenizer, text, tokens):
+    assert saved_tokenizer.tokenize(text) == tokens.split("|")
 
 
 def test_directory_loads_in_transformers_with_the_trained_weights(made):
@@ -131,7 +98,7 @@ def test_directory_loads_in_transformers_with_the_trained_weights(made):
 
 
 def test_data_are_the_word_problems_of_the_split(made):
-    directory, report = made
+    directory, _ = made
     training_pairs, held_out_pairs = (
         set(pairs) for pairs in word_problems.split_pairs(QUICK.held_out, QUICK.seed)
     )
@@ -146,7 +113,6 @@ def test_data_are_the_word_problems_of_the_split(made):
             assert chat["question"] == row["question"]
             assert tuple(sorted(map(int, re.findall(r"\d+", row["question"])))) in pairs
             assert score(row["answer"], chat["answer"], method="strict") == 1.0
-    assert report["split"]["shared_pairs"] == report["split"]["shared_equations"] == 0
 
 
 def test_made_again_it_is_read_from_the_cache(made, capsys):
@@ -159,29 +125,19 @@ def test_made_again_it_is_read_from_the_cache(made, capsys):
 
 def test_another_recipe_is_refused_and_named(made):
     with pytest.raises(FileExistsError, match="seed is 0, asked for 1"):
-        tiny_model.make_tiny_model(
-            made[0], Recipe(seed=1, steps=2, batch_size=4, train_problems=30, test_problems=20)
-        )
+        tiny_model.make_tiny_model(made[0], replace(QUICK, seed=1))
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "recipe.json"])
-def test_a_foreign_directory_is_refused_and_kept(tmp_path, name):
+@pytest.mark.parametrize("name", ["notes.txt", "recipe.json", "file"])
+def test_what_is_in_the_way_is_refused_and_kept(tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(FileExistsError, match="was not made by this tool"):
-        tiny_model.make_tiny_model(tmp_path, QUICK)
+        tiny_model.make_tiny_model(tmp_path / name if name == "file" else tmp_path, QUICK)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
-
-
-def test_a_file_in_the_way_is_refused(tmp_path):
-    (tmp_path / "model").write_text("mine")
-    with pytest.raises(FileExistsError):
-        tiny_model.make_tiny_model(tmp_path / "model", QUICK)
 
 
 @pytest.mark.parametrize("damage", ["model.safetensors", "data/test_chat.parquet"])
 def test_damaged_or_missing_files_are_refused(made, tmp_path, damage):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(made[0], copy)
     with open(copy / damage, "ab") as file:
@@ -203,24 +159,6 @@ def test_a_making_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_supervised_training_lowers_the_loss_and_repeats_itself():
-    import torch
-
-    recipe = Recipe(steps=12, batch_size=16)
-    training_pairs, _ = word_problems.split_pairs(recipe.held_out, recipe.seed)
-    tokenizer = tiny_model.build_tokenizer()
-
-    def losses():
-        torch.manual_seed(0)
-        return tiny_model.train_supervised(
-            tiny_model.build_model(tokenizer, "tiny"), tokenizer, training_pairs, recipe
-        )
-
-    first = losses()
-    assert sum(first[-3:]) < 0.7 * sum(first[:3])
-    assert losses() == first
-
-
 def test_loss_is_on_the_completion_only():
     tokenizer = tiny_model.build_tokenizer()
     problem = Problem(
@@ -233,48 +171,6 @@ def test_loss_is_on_the_completion_only():
         assert tokenizer.decode(label[label != -100]) == answer + "<eos>"
         assert tokenizer.decode(ids, skip_special_tokens=True) == problem.question + "\n" + answer
         assert (label == ids)[label != -100].all()
-
-
-def test_grades_of_the_parts():
-    problems = [Problem("", 3, "+", 4)] * 5
-    responses = [
-        "3+4=7\n#### 7",
-        "The answer is 7",
-        "4-3=1\n#### 1",
-        "3+5=8\n#### 8",
-        "3+4=8\n#### 8",
-    ]
-    assert word_problems.grade_parts(problems, responses) == {
-        "correct": 1 / 5,
-        "hash_form": 4 / 5,
-        "right_operation": 3 / 4,
-        "right_operands": 3 / 4,
-        "right_arithmetic": 3 / 4,
-    }
-
-
-def test_greedy_sampling_is_the_argmax_of_single_unpadded_prompts():
-    import torch
-
-    torch.manual_seed(0)
-    tokenizer = tiny_model.build_tokenizer()
-    model = tiny_model.build_model(tokenizer, "tiny").eval()
-    training_pairs, _ = word_problems.split_pairs(0.15, seed=0)
-    questions = [
-        problem.question for problem in word_problems.make_problems(training_pairs, 3, seed=0)
-    ]
-    responses = tiny_model.sample_responses(
-        model, tokenizer, questions, greedy=True, max_new_tokens=4
-    )
-    for question, response in zip(questions, responses):
-        token_ids = tokenizer(question + "\n", return_tensors="pt")["input_ids"]
-        start = token_ids.shape[1]
-        for _ in range(4):
-            with torch.no_grad():
-                token_ids = torch.cat(
-                    [token_ids, model(token_ids).logits[:, -1:].argmax(-1)], dim=1
-                )
-        assert response == tokenizer.decode(token_ids[0, start:], skip_special_tokens=True)
 
 
 def test_large_variant_has_about_ten_million_parameters():

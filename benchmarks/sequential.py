@@ -1,4 +1,4 @@
-"""When a study may stop: a difference that is looked at again and again, as seeds come in.
+"""The statistics of a study (study.py): when it may stop, pass@k, and questions that vary together.
 
 Looks are at fixed numbers of seeds. The chance of a wrong word is spent over them (Lan and DeMets,
 Biometrika 70, 1983) by O'Brien and Fleming's function, little at first, so that the last look is
@@ -6,6 +6,7 @@ judged by nearly all of it.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -37,7 +38,8 @@ def limits(counts: tuple[int, ...], alpha: float) -> tuple[float, ...]:
     McPherson and Rowe, J. R. Stat. Soc. A 132, 1969). What seeds and questions share makes looks
     more alike, and the share smaller.
 
-    >>> [round(limit, 4) for limit in limits((1, 2, 3, 4, 5), 0.05)]  # z of 4.88, 3.36, 2.68, 2.29, 2.03
+    >>> # z of 4.88, 3.36, 2.68, 2.29, 2.03
+    >>> [round(limit, 4) for limit in limits((1, 2, 3, 4, 5), 0.05)]
     [0.0, 0.0008, 0.0074, 0.022, 0.0422]
     """
     fractions = np.array(counts) / counts[-1]
@@ -94,3 +96,31 @@ def judge(
         if below.mean < 0 < above.mean and max(below.p, above.p) < limit:
             return "smaller", count
     return "not distinguishable", most
+
+
+def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
+    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv
+    2107.03374).
+
+    >>> pass_at(2, np.array([0, 1, 4]), 4)
+    array([0. , 0.5, 1. ])
+    """
+    wrong = samples - right[..., None] - np.arange(k)
+    return 1 - np.prod(np.maximum(wrong, 0) / (samples - np.arange(k)), axis=-1)
+
+
+def grouped(values: np.ndarray, groups: Sequence[int]) -> np.ndarray:
+    """[seeds, groups] of `values` [seeds, questions], with the mean of every seed: questions of one
+    group (`groups`: the number of each question's, from 0) vary together, so other groups, not
+    other questions, might have been asked.
+
+    A group of n questions has the overall mean plus what it is off, times n over the mean n (the
+    linearised mean of clusters of different sizes: Cochran, Sampling Techniques, 1977, chapter 9A).
+
+    >>> grouped(np.array([[0.0, 1.0, 1.0, 1.0]]), [0, 0, 0, 1])
+    array([[0.625, 0.875]])
+    """
+    sizes = np.bincount(groups)
+    means = np.stack([np.bincount(groups, weights=row) for row in values]) / sizes
+    overall = values.mean()
+    return overall + sizes / sizes.mean() * (means - overall)
