@@ -216,7 +216,10 @@ def _is_full(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """An error's own words; with advice where they are the system's alone, which has no room."""
     if _is_full(error) and error.strerror == os.strerror(error.errno):
-        return f"{error}: the disk of the run directory, or of temporary files, is full"
+        return (
+            f"{error}: the disk of the run directory, or of temporary files, is full. Make room "
+            "there"
+        )
     return str(error)
 
 

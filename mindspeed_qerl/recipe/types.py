@@ -152,7 +152,7 @@ class Selection:
     # 0 or less: no limit, on the local engine only
     filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)
     # prompts trained a step
-    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 64)
+    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)
     overlong_buffer_enable: bool = key("rl_config.overlong_buffer_enable", False)
     # tokens before rollout_max_tokens that cost
     overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)
