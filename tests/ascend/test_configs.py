@@ -20,7 +20,7 @@ from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read_recipe
-from mindspeed_qerl.runs.directory import dotted
+from mindspeed_qerl.runs.description import dotted
 
 ROOT = Path(__file__).parents[2]
 # the model's section -> name of its published shape, parameters as published, in billions
